@@ -21,7 +21,7 @@ from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
-from tools.convert.core.rules import heads, logical_shapes, matches
+from tools.convert.core.rules import head_sizes, logical_shapes, matches
 from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,
@@ -138,7 +138,7 @@ def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(
     source = open_hf(
         write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {}))
     )
-    sizes = heads(source.model)
+    sizes = head_sizes(source.model)
     tp = 4
     seen = set()
     for match in matches(megatron(True, interleaved, source.model), source.model):

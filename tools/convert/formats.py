@@ -89,9 +89,9 @@ def open_source(
     weights_only: ignore the optimizer state of a Megatron checkpoint; UserError for other formats.
     model: that of a Megatron checkpoint that does not say it; UserError for others.
     """
-    kind, found = format_of(path)
+    kind, folder = format_of(path)
     if kind == "megatron":
-        return open_megatron(found, vocab, weights_only, model)
+        return open_megatron(folder, vocab, weights_only, model)
     if model is not None:
         raise UserError(
             f"--config is for Megatron checkpoints without args, and {path} is none: leave it out"
@@ -101,8 +101,8 @@ def open_source(
             f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out"
         )
     if kind == "nemo":
-        return open_nemo(found, vocab)
-    return FORMATS[kind].open(found)
+        return open_nemo(folder, vocab)
+    return FORMATS[kind].open(folder)
 
 
 def check_vocab(vocab: int | None, *paths: Path) -> None:

@@ -26,7 +26,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
-from tools.convert.hf.vocabulary import check_tokenizer, main_file, said_ids
+from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
 from tools.convert.native import native_model, special_ids
 
 
@@ -64,7 +64,7 @@ def initial_model(folder: Path) -> Initial:
         tokenizer = main_file(source.tokenizer)
         special = source.facts.special
         origin = f"{checkpoint}"
-    begins = said_ids(special, "bos_token_id", model.vocab)
+    begins = stated_ids(special, "bos_token_id", model.vocab)
     return Initial(model, tokenizer, begins[0] if begins else None, origin)
 
 

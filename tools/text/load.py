@@ -29,7 +29,7 @@ from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
 from tools.convert.hf.notes import KEPT
-from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, said_ids
+from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, stated_ids
 from tools.convert.initial import open_weights
 from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
@@ -192,7 +192,7 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
     facts = source.facts
     if facts.documents:
         return facts.documents["begin"]
-    begins = said_ids(facts.special, "bos_token_id", _count_ids(source, tokenizer))
+    begins = stated_ids(facts.special, "bos_token_id", _count_ids(source, tokenizer))
     if begins:
         return begins[0]
     names_none = "eos_token_id" in facts.special and facts.special["eos_token_id"] is None
@@ -203,8 +203,8 @@ def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a document: those of config.json, of generation_config.json and of
     the tokenizer."""
     count = _count_ids(source, tokenizer)
-    ends = set(said_ids(source.facts.special, "eos_token_id", count))
-    ends.update(said_ids(source.facts.generation, "eos_token_id", count))
+    ends = set(stated_ids(source.facts.special, "eos_token_id", count))
+    ends.update(stated_ids(source.facts.generation, "eos_token_id", count))
     if tokenizer is not None and tokenizer.eos is not None:
         ends.add(tokenizer.eos)
     return frozenset(ends)
@@ -228,7 +228,7 @@ def _notes_on_ids(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
         ("eos_token_id", facts.generation, " of generation_config.json"),
     )
     for key, table, where in tables:
-        followed = said_ids(table, key, count)
+        followed = stated_ids(table, key, count)
         value = table.get(key)
         stated = value if isinstance(value, list) else [value]
         strange = [token for token in stated if token not in (*followed, None, -1)]

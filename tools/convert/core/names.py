@@ -23,9 +23,9 @@ from tools.convert.core.transforms import (
 )
 
 QKV = ("query", "key", "value")
-_A = "layers.N.attention"
-_M = "layers.N.mlp"
-CORRECTION = f"{_M}.router.correction"
+_ATTENTION = "layers.N.attention"
+_MLP = "layers.N.mlp"
+CORRECTION = f"{_MLP}.router.correction"
 
 
 def _weight_and_bias(
@@ -39,7 +39,7 @@ def _weight_and_bias(
 
 
 def _qkv(kind: str) -> tuple[str, ...]:
-    return tuple(f"{_A}.{part}.{kind}" for part in QKV)
+    return tuple(f"{_ATTENTION}.{part}.{kind}" for part in QKV)
 
 
 def _gpt2() -> list[Rule]:
@@ -51,10 +51,10 @@ def _gpt2() -> list[Rule]:
         *_weight_and_bias(f"{layer}.ln_1", "layers.N.attention_norm"),
         Rule(f"{layer}.attn.c_attn.weight", _qkv("weight"), PACKED_TRANSPOSED),
         Rule(f"{layer}.attn.c_attn.bias", _qkv("bias"), PACKED),
-        *_weight_and_bias(f"{layer}.attn.c_proj", f"{_A}.output", TRANSPOSED),
+        *_weight_and_bias(f"{layer}.attn.c_proj", f"{_ATTENTION}.output", TRANSPOSED),
         *_weight_and_bias(f"{layer}.ln_2", "layers.N.mlp_norm"),
-        *_weight_and_bias(f"{layer}.mlp.c_fc", f"{_M}.up", TRANSPOSED),
-        *_weight_and_bias(f"{layer}.mlp.c_proj", f"{_M}.down", TRANSPOSED),
+        *_weight_and_bias(f"{layer}.mlp.c_fc", f"{_MLP}.up", TRANSPOSED),
+        *_weight_and_bias(f"{layer}.mlp.c_proj", f"{_MLP}.down", TRANSPOSED),
         *_weight_and_bias("transformer.ln_f", "final_norm"),
         Rule("lm_head.weight", ("head.weight",)),
     ]
@@ -67,10 +67,10 @@ def _gpt_neox() -> list[Rule]:
         *_weight_and_bias(f"{layer}.input_layernorm", "layers.N.attention_norm"),
         Rule(f"{layer}.attention.query_key_value.weight", _qkv("weight"), GROUPED),
         Rule(f"{layer}.attention.query_key_value.bias", _qkv("bias"), GROUPED),
-        *_weight_and_bias(f"{layer}.attention.dense", f"{_A}.output"),
+        *_weight_and_bias(f"{layer}.attention.dense", f"{_ATTENTION}.output"),
         *_weight_and_bias(f"{layer}.post_attention_layernorm", "layers.N.mlp_norm"),
-        *_weight_and_bias(f"{layer}.mlp.dense_h_to_4h", f"{_M}.up"),
-        *_weight_and_bias(f"{layer}.mlp.dense_4h_to_h", f"{_M}.down"),
+        *_weight_and_bias(f"{layer}.mlp.dense_h_to_4h", f"{_MLP}.up"),
+        *_weight_and_bias(f"{layer}.mlp.dense_4h_to_h", f"{_MLP}.down"),
         *_weight_and_bias("gpt_neox.final_layer_norm", "final_norm"),
         Rule("embed_out.weight", ("head.weight",)),
     ]
@@ -90,11 +90,11 @@ def _projections() -> list[Rule]:
     attention = "model.layers.N.self_attn"
     rules: list[Rule] = []
     for part in QKV:
-        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_A}.{part}")
+        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}")
     return [
         *rules,
-        Rule(f"{attention}.q_norm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{attention}.k_norm.weight", (f"{_A}.key_norm.weight",)),
+        Rule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        Rule(f"{attention}.k_norm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
@@ -105,18 +105,18 @@ def _latents(interleaved: bool) -> list[Rule]:
     query = LATENT_QUERY if interleaved else LATENT_QUERY_HALVES
     down = LATENT_DOWN if interleaved else LATENT_DOWN_HALVES
     rules = [
-        Rule(f"{attention}.q_proj.weight", (f"{_A}.query.weight",), query),
-        *_weight_and_bias(f"{attention}.q_a_proj", f"{_A}.query_down"),
-        Rule(f"{attention}.q_a_layernorm.weight", (f"{_A}.query_down_norm.weight",)),
-        Rule(f"{attention}.q_b_proj.weight", (f"{_A}.query_up.weight",), query),
+        Rule(f"{attention}.q_proj.weight", (f"{_ATTENTION}.query.weight",), query),
+        *_weight_and_bias(f"{attention}.q_a_proj", f"{_ATTENTION}.query_down"),
+        Rule(f"{attention}.q_a_layernorm.weight", (f"{_ATTENTION}.query_down_norm.weight",)),
+        Rule(f"{attention}.q_b_proj.weight", (f"{_ATTENTION}.query_up.weight",), query),
     ]
     for kind in ("weight", "bias"):
-        parts = (f"{_A}.key_value_down.{kind}", f"{_A}.key_rope.{kind}")
+        parts = (f"{_ATTENTION}.key_value_down.{kind}", f"{_ATTENTION}.key_rope.{kind}")
         rules.append(Rule(f"{attention}.kv_a_proj_with_mqa.{kind}", parts, down))
-    up_parts = (f"{_A}.key_up.weight", f"{_A}.value_up.weight")
+    up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     return [
         *rules,
-        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_A}.key_value_down_norm.weight",)),
+        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_ATTENTION}.key_value_down_norm.weight",)),
         Rule(f"{attention}.kv_b_proj.weight", up_parts, LATENT_UP),
     ]
 
@@ -142,8 +142,8 @@ def _llama(
         Rule("model.embed_tokens.weight", ("embedding.weight",)),
         *attention_norms,
         *(projections or _projections()),
-        Rule(f"{layer}.self_attn.sinks", (f"{_A}.sinks.weight",)),
-        *_weight_and_bias(f"{layer}.self_attn.o_proj", f"{_A}.output"),
+        Rule(f"{layer}.self_attn.sinks", (f"{_ATTENTION}.sinks.weight",)),
+        *_weight_and_bias(f"{layer}.self_attn.o_proj", f"{_ATTENTION}.output"),
         *mlp_norms,
         *feed_forward,
         *_weight_and_bias("model.norm", "final_norm"),
@@ -155,16 +155,16 @@ def _gated() -> list[Rule]:
     """Return the rules of gated feed-forwards."""
     rules: list[Rule] = []
     for part in ("gate", "up", "down"):
-        rules += _weight_and_bias(f"model.layers.N.mlp.{part}_proj", f"{_M}.{part}")
+        rules += _weight_and_bias(f"model.layers.N.mlp.{part}_proj", f"{_MLP}.{part}")
     return rules
 
 
 def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
     """Return the rules of a router and of experts one by one. moe: the module that has them."""
     layer = f"model.layers.N.{moe}"
-    rules = [Rule(f"{layer}.gate.weight", (f"{_M}.router.weight",))]
+    rules = [Rule(f"{layer}.gate.weight", (f"{_MLP}.router.weight",))]
     for theirs, ours in ((gate, "gate"), (up, "up"), (down, "down")):
-        logical = f"{_M}.experts.E.{ours}.weight"
+        logical = f"{_MLP}.experts.E.{ours}.weight"
         rules.append(Rule(f"{layer}.experts.E.{theirs}.weight", (logical,)))
     return rules
 
@@ -174,9 +174,9 @@ def _shared_expert_rules(shared: str) -> list[Rule]:
     layer = "model.layers.N.mlp"
     rules = [Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,))]
     for part in ("gate", "up", "down"):
-        logical = f"{_M}.shared.{part}.weight"
+        logical = f"{_MLP}.shared.{part}.weight"
         rules.append(Rule(f"{layer}.{shared}.{part}_proj.weight", (logical,)))
-    rules.append(Rule(f"{layer}.{shared}_gate.weight", (f"{_M}.shared_gate.weight",)))
+    rules.append(Rule(f"{layer}.{shared}_gate.weight", (f"{_MLP}.shared_gate.weight",)))
     return rules
 
 
@@ -193,10 +193,10 @@ def _stacked_experts() -> list[Rule]:
     """Return the rules of experts of gpt-oss: all of a layer in one tensor, and gate and up of it
     row by row in turn."""
     mlp = "model.layers.N.mlp"
-    rules = _weight_and_bias(f"{mlp}.router", f"{_M}.router")
+    rules = _weight_and_bias(f"{mlp}.router", f"{_MLP}.router")
     for suffix, kind in (("", "weight"), ("_bias", "bias")):
-        gate_up = (f"{_M}.experts.E.gate.{kind}", f"{_M}.experts.E.up.{kind}")
-        down = (f"{_M}.experts.E.down.{kind}",)
+        gate_up = (f"{_MLP}.experts.E.gate.{kind}", f"{_MLP}.experts.E.up.{kind}")
+        down = (f"{_MLP}.experts.E.down.{kind}",)
         rules.append(Rule(f"{mlp}.experts.gate_up_proj{suffix}", gate_up, EXPERTS_INTERLEAVED))
         rules.append(Rule(f"{mlp}.experts.down_proj{suffix}", down, EXPERTS_TRANSPOSED))
     return rules
@@ -275,12 +275,12 @@ def megatron(
     layer_rules = [
         *_megatron_attention(layer, fused_norms, interleaved, model, down),
         *_megatron_mlp_norms(layer, fused_norms, fused_norms and fused_before_experts),
-        *_megatron_mlp(f"{layer}.mlp", _M, model.gated),
-        *_weight_and_bias(f"{layer}.mlp.router", f"{_M}.router"),
+        *_megatron_mlp(f"{layer}.mlp", _MLP, model.gated),
+        *_weight_and_bias(f"{layer}.mlp.router", f"{_MLP}.router"),
         Rule(f"{layer}.mlp.router.expert_bias", (CORRECTION,)),
-        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_M}.experts.E", model.gated),
-        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_M}.shared_gate.weight",)),
-        *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_M}.shared", model.gated),
+        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_MLP}.experts.E", model.gated),
+        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_MLP}.shared_gate.weight",)),
+        *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_MLP}.shared", model.gated),
     ]
     module = "mtp.layers.K"
     return [
@@ -309,9 +309,14 @@ def _megatron_attention(
     else:
         norm = _norm(f"{layer}.input_layernorm.", "attention_norm")
     output = [
-        Rule(f"{attention}.core_attention.softmax_offset", (f"{_A}.sinks.weight",), SAME, "rows"),
-        Rule(f"{attention}.linear_proj.weight", (f"{_A}.output.weight",), SAME, "columns"),
-        Rule(f"{attention}.linear_proj.bias", (f"{_A}.output.bias",)),
+        Rule(
+            f"{attention}.core_attention.softmax_offset",
+            (f"{_ATTENTION}.sinks.weight",),
+            SAME,
+            "rows",
+        ),
+        Rule(f"{attention}.linear_proj.weight", (f"{_ATTENTION}.output.weight",), SAME, "columns"),
+        Rule(f"{attention}.linear_proj.bias", (f"{_ATTENTION}.output.bias",)),
     ]
     if model.latent:
         projections = _megatron_latents(attention, fused_norms, down)
@@ -339,8 +344,8 @@ def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
     return [
         Rule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
         Rule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
-        Rule(f"{attention}.q_layernorm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{attention}.k_layernorm.weight", (f"{_A}.key_norm.weight",)),
+        Rule(f"{attention}.q_layernorm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        Rule(f"{attention}.k_layernorm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
@@ -355,15 +360,27 @@ def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule
     else:
         query_norm_name = f"{attention}.q_layernorm.weight"
         kv_norm_name = f"{attention}.kv_layernorm.weight"
-    query_norm = Rule(query_norm_name, (f"{_A}.query_down_norm.weight",))
-    kv_norm = Rule(kv_norm_name, (f"{_A}.key_value_down_norm.weight",))
-    down_parts = (f"{_A}.key_value_down.weight", f"{_A}.key_rope.weight")
-    up_parts = (f"{_A}.key_up.weight", f"{_A}.value_up.weight")
+    query_norm = Rule(query_norm_name, (f"{_ATTENTION}.query_down_norm.weight",))
+    kv_norm = Rule(kv_norm_name, (f"{_ATTENTION}.key_value_down_norm.weight",))
+    down_parts = (f"{_ATTENTION}.key_value_down.weight", f"{_ATTENTION}.key_rope.weight")
+    up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     query_rules = [
-        Rule(f"{attention}.linear_q_proj.weight", (f"{_A}.query.weight",), LATENT_QUERY, "rows"),
-        Rule(f"{attention}.linear_q_down_proj.weight", (f"{_A}.query_down.weight",), SAME, down),
+        Rule(
+            f"{attention}.linear_q_proj.weight",
+            (f"{_ATTENTION}.query.weight",),
+            LATENT_QUERY,
+            "rows",
+        ),
+        Rule(
+            f"{attention}.linear_q_down_proj.weight",
+            (f"{_ATTENTION}.query_down.weight",),
+            SAME,
+            down,
+        ),
     ]
-    query_up_rule = Rule(f"{query_up}.weight", (f"{_A}.query_up.weight",), LATENT_QUERY, "rows")
+    query_up_rule = Rule(
+        f"{query_up}.weight", (f"{_ATTENTION}.query_up.weight",), LATENT_QUERY, "rows"
+    )
     kv_down_rule = Rule(f"{attention}.linear_kv_down_proj.weight", down_parts, LATENT_DOWN, down)
     kv_up_rule = Rule(f"{kv_up}.weight", up_parts, LATENT_UP, "rows")
     if fused_norms:  # each is registered with its linear layer
@@ -411,14 +428,16 @@ def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool)
     mlp_rules = []
     for theirs, ours in mlp.items():
         cut: Cut = closing if ours == "down" else "rows"
-        mlp_rules.append(Rule(f"{layer}.mlp.{theirs}.weight", (f"{_M}.{ours}.weight",), SAME, cut))
+        mlp_rules.append(
+            Rule(f"{layer}.mlp.{theirs}.weight", (f"{_MLP}.{ours}.weight",), SAME, cut)
+        )
     return [
         Rule("embedding.weight", ("embedding.weight",), SAME, embedding),
         *_weight_and_bias(f"{layer}.norm1", "layers.N.attention_norm"),
         Rule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
         Rule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
-        Rule(f"{output}.weight", (f"{_A}.output.weight",), SAME, closing),
-        Rule(f"{output}.bias", (f"{_A}.output.bias",), SAME, closing_bias),
+        Rule(f"{output}.weight", (f"{_ATTENTION}.output.weight",), SAME, closing),
+        Rule(f"{output}.bias", (f"{_ATTENTION}.output.bias",), SAME, closing_bias),
         *_weight_and_bias(f"{layer}.norm2", "layers.N.mlp_norm"),
         *mlp_rules,
         *_weight_and_bias("norm", "final_norm"),

@@ -59,7 +59,7 @@ def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
     tensor is in one of them.
     """
     shapes = logical_shapes(model)
-    sizes = heads(model)
+    sizes = head_sizes(model)
     expected: list[Match] = []
     covered: list[str] = []
     for rule in _rules_in_order(rules, model):
@@ -152,7 +152,7 @@ def _insert_numbers(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
         yield Rule(rule.foreign, all_logical, rule.how, rule.cut)
 
 
-def heads(model: ModelConfig) -> Heads:
+def head_sizes(model: ModelConfig) -> Heads:
     """Return the sizes of the attention heads of `model`."""
     return Heads(
         query=model.heads,

@@ -267,8 +267,8 @@ def _unpickle(file: Path | BinaryIO) -> Any:
         file.seek(0)
     # reads the names, makes nothing
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    known = ("argparse.Namespace", *DICTS, *REFERENCES)
-    foreign = [name for name in names if not name.startswith(HARMLESS) and name not in known]
+    known_names = ("argparse.Namespace", *DICTS, *REFERENCES)
+    foreign = [name for name in names if not name.startswith(HARMLESS) and name not in known_names]
     if foreign:
         raise ValueError(
             f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that "
@@ -280,7 +280,7 @@ def _unpickle(file: Path | BinaryIO) -> Any:
             stand_ins.append((dict, name))
         elif name in REFERENCES:
             stand_ins.append((Reference, name))
-        elif name not in known:
+        elif name not in known_names:
             stand_ins.append((Inert, name))
     if not isinstance(file, Path):
         file.seek(0)

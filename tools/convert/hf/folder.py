@@ -20,7 +20,7 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
-from tools.convert.core.rules import Match, Rule, heads, matches
+from tools.convert.core.rules import Match, Rule, head_sizes, matches
 from tools.convert.core.rules import has_modules as has_rows
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
@@ -41,7 +41,12 @@ from tools.convert.hf.quantized import quantized_notes, with_quantized
 from tools.convert.hf.stacked import unstack_experts
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
-from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
+from tools.convert.hf.write_config import (
+    ARCHITECTURES,
+    model_type,
+    omitted_settings,
+    to_hugging_face,
+)
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -204,7 +209,7 @@ def origin_of(
     kind: str = "weight",
 ) -> Origin:
     """Return the origin whose foreign tensor `read` returns."""
-    sizes = heads(model)
+    sizes = head_sizes(model)
     keys = tuple(f"{kind}/{name}" for name in match.logical)
     # The shapes of the parts follow from a split without values.
     parts = match.how.split(torch.empty(match.shape, device="meta"), sizes)
@@ -373,7 +378,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
         writer.reserve,
         writer.finish,
         open_hf,
-        (*unsaid(source.model), *left_out),
+        (*omitted_settings(source.model), *left_out),
     )
 
 
@@ -409,7 +414,7 @@ class _Writer:
             for match in of_shard:
                 cast = bind(_cast, self.dtype_of[match])
                 locations[match] = Location(file, starts[match.foreign], cast)
-        sizes = heads(self.source.model)
+        sizes = head_sizes(self.source.model)
         writes = []
         for match in self.matches:
             same = [copy for copy in self.copies if copy.logical == match.logical]

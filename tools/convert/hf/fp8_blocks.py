@@ -114,10 +114,10 @@ def require_known_blocks(quantization: Mapping[str, Any]) -> None:
 
 def _is_understood(key: str, value: Any) -> bool:
     """Return True for a setting of quantization_config that is among the known ones."""
-    known = _KNOWN.get(key, ())
-    if known is None:
+    allowed = _KNOWN.get(key, ())
+    if allowed is None:
         return value is None or _is_names(value)
-    return value in known
+    return value in allowed
 
 
 def with_blocks(

@@ -253,7 +253,10 @@ def require(value: Any, key: str, allowed: tuple[Any, ...]) -> Any:
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return True if `value` is in `allowed`, where 1 is not True."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    return any(
+        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
+        for candidate in allowed
+    )
 
 
 def _alternatives(values: tuple[Any, ...]) -> str:

@@ -93,7 +93,7 @@ def wrong_kinds(config: Json, family: str) -> Iterator[str]:
 def _problem_of_ids(value: Any) -> str:
     """Return what the id of a special token must be; "" if it is."""
     ids = value if isinstance(value, list) else [value]
-    return "" if all(type(one) is int for one in ids) else "the number of a token"
+    return "" if all(type(token_id) is int for token_id in ids) else "the number of a token"
 
 
 def _problem_of_kind(key: str, value: Any, family: str) -> str:

@@ -99,7 +99,9 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"
         raise UserError(f"{path} {stores}, but quantization_config is {stated}")
-    tensors: dict[str, Any] = {name: one for name, one in stored.items() if name not in halves}
+    tensors: dict[str, Any] = {
+        name: tensor for name, tensor in stored.items() if name not in halves
+    }
     for half in halves:
         name = half.removesuffix(_BLOCKS)
         if name == half:

@@ -123,7 +123,7 @@ def _notes_on_disagreement(file: Path, pieces: Path) -> Iterator[str]:
             return
 
 
-def said_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
+def stated_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
     """Return the ids under a key, such as bos_token_id, which may hold one, a list or none.
 
     known: number of ids that a token may have; others are left out.
@@ -270,21 +270,32 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(read_whole(file))
     dummy_prefix = _check_model(file)
-    pieces = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
-    special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
+    pieces = {model.id_to_piece(token_id): token_id for token_id in range(model.get_piece_size())}
+    special = [
+        token_id
+        for token_id in pieces.values()
+        if model.is_control(token_id) or model.is_unknown(token_id)
+    ]
     symbols = _user_defined(file)
     symbol_ids = {pieces[symbol] for symbol in symbols}
     mergeable: dict[str, int] = {}
-    for piece, i in pieces.items():
-        is_other = i in special or i in symbol_ids or model.is_byte(i) or model.is_unused(i)
+    for piece, token_id in pieces.items():
+        is_other = (
+            token_id in special
+            or token_id in symbol_ids
+            or model.is_byte(token_id)
+            or model.is_unused(token_id)
+        )
         if not is_other:
-            mergeable[piece] = i
+            mergeable[piece] = token_id
     byte_fallback = any(map(model.is_byte, pieces.values()))
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added_token(model.id_to_piece(i), i) for i in sorted(special)],
+        "added_tokens": [
+            _added_token(model.id_to_piece(token_id), token_id) for token_id in sorted(special)
+        ],
         "normalizer": {"type": "Sequence", "normalizers": _normalizers(file, dummy_prefix)},
         "pre_tokenizer": _split_symbols(symbols),
         "post_processor": None,

@@ -2,7 +2,7 @@
 all of it.
 
 What no family can say is an error. Numbers that only training goes by, such as dropout in families
-that have none, are left out, and `unsaid` names them.
+that have none, are left out, and `omitted_settings` names them.
 """
 
 from collections.abc import Callable, Iterator
@@ -338,7 +338,7 @@ def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
     return shared | _rotary_config(model, kind)
 
 
-def unsaid(model: ModelConfig) -> list[str]:
+def omitted_settings(model: ModelConfig) -> list[str]:
     """Return what a config.json of `model` omits, as key = value. Raises UserError if the model
     would compute otherwise.
     """

@@ -276,7 +276,7 @@ def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Ch
     chunks = []
     for offset, stored in tensor.chunks:
         inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
-        if all(0 <= i < size for i, size in zip(inside, stored.shape, strict=False)):
+        if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
             chunks.append((offset[depth:], _select(stored, inside)))
     return Chunked(tensor.name, tensor.shape[depth:], chunks)
 

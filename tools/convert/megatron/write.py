@@ -25,7 +25,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.router import is_correction
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Cut, Match, heads, matches
+from tools.convert.core.rules import Cut, Match, head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
@@ -268,7 +268,7 @@ class _Writer:
                 ranks = self._ranks(match)
                 take = bind(_unpadded_part, match, tp % ranks, ranks, self.padded, slot.dtype)
                 locations.setdefault((slot.kind, match), []).append(Location(file, start, take))
-        sizes = heads(self.source.model)
+        sizes = head_sizes(self.source.model)
         writes = []
         for (kind, match), of_tensor in locations.items():
             keys = tuple(f"{kind}/{name}" for name in match.logical)

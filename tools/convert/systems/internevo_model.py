@@ -139,11 +139,11 @@ def _refuse(config: Mapping[str, Any], origin: str) -> None:
                 f"{origin}: {key} = {config[key]!r} cannot be converted: only "
                 f"{' or '.join(map(repr, allowed))} can"
             )
-    known = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
+    known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
     problems += [
         f"{origin}: the key {key!r} is not known, so it is not known what the model is"
         for key in config
-        if key not in known
+        if key not in known_keys
     ]
     problems += _problems_of_numbers(config, origin)
     if problems:

@@ -215,15 +215,15 @@ def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
         if key not in config
     ]
     problems += [
-        f"{origin}: {key} = {config[key]!r} cannot be converted: only {known!r} can"
-        for key, known in ONLY.items()
-        if config.get(key, known) != known
+        f"{origin}: {key} = {config[key]!r} cannot be converted: only {known_keys!r} can"
+        for key, known_keys in ONLY.items()
+        if config.get(key, known_keys) != known_keys
     ]
-    known = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
+    known_keys = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
     problems += [
         f"{origin}: the key {key!r} is not known, so it is not known what the model is"
         for key in config
-        if key not in known and not str(key).startswith(UNIMPORTANT_STARTS)
+        if key not in known_keys and not str(key).startswith(UNIMPORTANT_STARTS)
     ]
     problems += _problems_of_kinds(config, origin)
     if config.get("position_embedding_type") not in ("learned_absolute", "rope"):

@@ -148,6 +148,7 @@ def _assemble(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> li
     filled = 0
     for chunk in entry["chunks"]:
         stored = files[chunk["file"]].get(name if kind == "weight" else key)
+        # A file of another save, or half of one: the sum of elements tells it below.
         if stored is None or list(stored.shape) != stored_shape(chunk):
             break
         values = stored.read()

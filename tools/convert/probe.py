@@ -127,6 +127,7 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     that has a meaning."""
     states_kv_heads = config.get("num_key_value_heads") is not None
     kv_heads = min(model.kv_heads, 2)
+    # At most two groups of at most two heads.
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
     if model.kv_heads != model.heads and not states_kv_heads:
         heads = model.heads  # of which the family's default is a part
@@ -288,6 +289,8 @@ def difference(config: str) -> float:
             folder = Path(name)
             theirs = _logits_of_transformers(settings, folder, ids)
             (folder / CONFIG).write_text(config)
+            # Our model reads the weights that transformers has saved: names and layouts are tried
+            # too.
             ours = load_stage(open_hf(folder), "fp64")(ids.t()).transpose(0, 1).detach()
     finally:
         torch.set_num_threads(threads)

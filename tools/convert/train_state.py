@@ -50,6 +50,7 @@ def newest(folder: Path) -> Store | None:
     """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged
     one."""
     path = latest(folder)
+    # A damaged checkpoint is named with its remedy, not taken for none.
     if path is None:
         return None
     try:

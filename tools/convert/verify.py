@@ -65,6 +65,7 @@ def compare_logits(
             f"(largest logit {largest:.3g}, bound {BOUND:g})"
             f"{if_untested() if by_transformers else ''}"
         )
+    # In bf16 both round, each in an order of its own: only the choice is compared.
     first_tokens = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
     second_tokens = logits(second, ids, torch.bfloat16, vocab).argmax(-1)
     agreement = (first_tokens == second_tokens).double().mean().item()

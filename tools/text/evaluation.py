@@ -90,6 +90,7 @@ def score(
     for number, batch in enumerate(batches(all_windows(), LOGITS // config.vocab, same_length)):
         targets = sum(len(window.targets) - window.first for window in batch)
         total.tokens += targets
+        # Replicas take the batches in turn.
         if number % model.dp.size == model.dp.rank:
             total.nats += _nats(model, batch)
         report(targets)
@@ -126,6 +127,7 @@ def _nats(model: Relay, batch: list[Window]) -> float:
     losses = model.last.losses(logits, targets)
     if model.last.context.tp.rank:  # it has the same losses as the first
         return 0.0
+    # In float64, for a sum over many tokens.
     return float(losses[counts].double().sum())
 
 

@@ -92,6 +92,7 @@ class Generation:
     def _texts(self) -> Iterator[str]:
         """Yield the text so far after each token, without a character at its end that is not
         complete."""
+        # Decoded together with the prompt, for a token's text may depend on the one before.
         prompt = self._tokenizer.decode(self._ids)
         yield ""
         for _ in self._append_tokens():
@@ -106,6 +107,7 @@ class Generation:
         stage.start(min(self._prompt_length + self._limit, positions))
         new_ids = self._ids  # that the cache does not have
         for _ in range(self._limit):
+            # The cache holds positions that no longer apply: the newest tokens are computed anew.
             if len(self._ids) > positions:
                 self.slid = True
                 stage.start(positions)

@@ -124,6 +124,7 @@ def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | 
     tp = Axis.of(mesh, "tp")
     require_layout(config, tp.size, pp.size)
     cut = cuts(config, pp.size, config.max_positions)[pp.rank]
+    # The last stage has a copy of the embedding as its head.
     tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)

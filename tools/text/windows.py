@@ -57,6 +57,7 @@ def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[W
     predicted = 0  # tokens that the windows so far predict
     to_predict = len(stream) - 1
     while predicted < to_predict:
+        # The first window predicts as many tokens as it holds, the others `stride` each.
         end = min(predicted + (stride if predicted else length), to_predict)
         start = max(0, end - length)
         yield Window(stream[start:end], stream[start + 1 : end + 1], predicted - start)

@@ -85,6 +85,7 @@ def _rules_in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]
     in_modules = [rule for rule in rules if has_modules([rule])]
     in_layers = [rule for rule in rules if ".N." in rule.foreign and rule not in in_modules]
     for rule in rules:
+        # Tensors outside of layers: embedding, last norm, head.
         if rule not in (*in_layers, *in_modules):
             yield rule
         elif rule is in_layers[0]:

@@ -141,6 +141,7 @@ class Source:
             yield self.read(key)
             return
         self.loads[origin.name] += 1
+        # Pieces of about PIECE bytes, but of whole rows.
         row_bytes = prod(shape[1:]) * origin.dtype.itemsize
         step = max(1, PIECE // max(1, row_bytes))
         for top in range(0, shape[0], step):

@@ -108,6 +108,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
         with _remove_if_refused(partial):
             _write_all(source, target, partial, journal, report)
             _compare(target.reopen(partial), journal.by_key(), damage, report)
+        # Only the files of the format remain.
         journal.path.unlink()
         _publish(partial, destination)
     return damage.lines((key, source.dtype(key), dtype) for key, dtype in target.dtypes.items())
@@ -140,6 +141,7 @@ def _remove_if_refused(partial: Path) -> Iterator[None]:
 
 def _publish(partial: Path, destination: Path) -> None:
     """Flush the folder to disk and give it its name."""
+    # A name for files that are not on the disk would promise what a power cut takes away.
     for path in partial.rglob("*"):
         sync(path)
     partial.rename(destination)
@@ -166,6 +168,7 @@ class Journal:
             return []
         content = read_whole(self.path)
         complete = content[: content.rfind(b"\n") + 1]
+        # The next line must not be appended to half of one.
         os.truncate(self.path, len(complete))
         try:
             lines = [parse_json(line) for line in complete.splitlines()]
@@ -216,6 +219,7 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
     for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
         status = file.stat()
         stamps.append((str(file.relative_to(source.path)), status.st_size, status.st_mtime_ns))
+    # A source that was changed in between is converted anew, not resumed.
     digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
     return {"target": target.describe, "source": str(source.path.absolute()), "files": digest}
 

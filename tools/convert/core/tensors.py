@@ -83,11 +83,13 @@ class Stored:
         it says."""
         if self.within is not None:
             self.within._check_crc()
+        # An empty tensor may lie at the end of a file, where there is nothing to read.
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         values = self._read_elements(self._span)
         if self.strides is None:
             return values.view(self.shape)
+        # A view on the span of the file that has all elements, others' between them too.
         return values.as_strided(self.shape, self.strides)
 
     def rows(self, top: int, bottom: int) -> Tensor:
@@ -132,6 +134,7 @@ class Stored:
         size = count * self.dtype.itemsize
         if self.start < 0 or self.start + size > self.file.stat().st_size:
             raise UserError(f"{self.file} is truncated: it ends before its tensors do")
+        # Bytes first, for numpy has no bf16 and no FP8 to read into.
         values = torch.empty(size, dtype=torch.uint8)
         with reading(self.file, buffering=0) as file:
             file.seek(self.start)
@@ -147,6 +150,7 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds
     it damaged."""
     try:
+        # The library checks the header; the values are read here, without a map of the file.
         with safe_open(file, "pt"):
             pass
         with reading(file) as opened:
@@ -154,6 +158,7 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
             header = parse_json(opened.read(header_length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
         raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+    # What the writer said about the file, and no tensor.
     header.pop("__metadata__", None)
     unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if unknown:
@@ -210,6 +215,7 @@ def allocate(descriptor: int, size: int) -> None:
     except AttributeError:  # macOS has no such call
         pass
     except OSError as error:
+        # The filesystem cannot allocate; a full disk is another error.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     disk = os.fstatvfs(descriptor)

@@ -128,6 +128,7 @@ def _build_value(file: Path, answer: Any, base: int = 0) -> Any:
         return {key: _build_value(file, value, base) for key, value in content}
     if kind == "list":
         return [_build_value(file, value, base) for value in content]
+    # A tensor that the file only points to.
     if kind == "reference":
         return Reference(content)
     return content if kind == "plain" else None

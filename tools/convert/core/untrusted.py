@@ -165,6 +165,7 @@ class _Description:
         entries = {}
         for key, value in table.items():
             entries[_key(key)] = self.describe(value)
+        # Keys become text in JSON, where 1 and "1" would be one.
         if len(entries) < len(table):
             raise ValueError("it has a table with two keys that are alike but for their kind")
         return ["dict", [*entries.items()]]
@@ -414,6 +415,7 @@ def describe_distributed(folder: Path) -> Any:
                 info = storage_info(name, tuple(chunk.offsets))
                 chunks.append(_describe_chunk(folder, info, [*chunk.offsets], [*chunk.sizes]))
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
+        # Other objects of a checkpoint, such as random states, are not needed.
         elif any(known in name for known in OPTIMIZER_OBJECTS):
             optimizer[name] = _describe_inside(folder, storage_info(name, None))
     return {"tensors": tensors, "optimizer": optimizer}
@@ -442,6 +444,7 @@ def _describe_chunk(folder: Path, info: Any, offset: list[int], shape: list[int]
     """Return where a part of a tensor lies, and where in the tensor it begins."""
     inside = _describe_inside(folder, info)
     kind, content = inside["content"]
+    # The file itself says its shape too.
     if kind != "tensor" or content[1] != shape:
         raise ValueError(f"{folder / inside['file']} does not hold the {shape} that .metadata says")
     dtype, shape, strides, start, crc = content

@@ -228,6 +228,7 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
     fraction = keys["partial_rotary_factor"]
     layers = keys["num_hidden_layers"]
     first = keys["first_k_dense_replace"]
+    # Several shared experts compute what one of their widths together does.
     shared = keys["n_shared_experts"] * keys["moe_intermediate_size"]
     if first >= layers:
         raise UserError(
@@ -369,6 +370,7 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     chosen_groups = keys["topk_group"]
     if not experts_fields["experts"]:
         return {**fields, **experts_fields}
+    # The class of V3 always chooses among groups.
     _require_groups(groups, chosen_groups)
     router = {"score": "sigmoid", "correction": True, "scale": float(scale), **by_groups(keys)}
     return {**fields, **experts_fields, "norm_topk": bool(normalized), "router": router}
@@ -425,6 +427,7 @@ def _softcap(keys: Keys, key: str) -> float:
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     """Return the fields of gpt-oss; sinks, activation and biases of experts follow from the
     family."""
+    # transformers' class has YaRN where the file says nothing.
     if keys.stated.get("rope_scaling") is None and keys.stated.get("rope_parameters") is None:
         keys.stated["rope_parameters"] = dict(GPT_OSS_ROPE)
     fields = {

@@ -147,6 +147,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     stored = with_quantized(tensors, config, path)
     in_halves = config.get("rope_interleave", True) is False
     expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
+    # Copies are dropped before the tensors are counted.
     check_tied(path, model, stored, expected)
     take_copies(path, model, stored)
     check_tensors(path, expected, stored)
@@ -282,6 +283,7 @@ def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[st
     """Return the tensors without buffers, with the prefix that a folder saved without the head
     omits."""
     parameters = {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
+    # A folder that was saved with the head has the prefix already.
     if any(name.startswith(prefix) or f".{prefix}" in name for name in parameters):
         return parameters
     return {prefix + name: stored for name, stored in parameters.items()}
@@ -293,6 +295,7 @@ def check_tied(
     """Check that a tied head that was saved nevertheless equals the embedding; it is then
     dropped."""
     embedding = next(match.foreign for match in expected if match.logical == ("embedding.weight",))
+    # As the families call it; GPT-NeoX is the second.
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
@@ -363,6 +366,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     shard_bytes: the largest size of a file with several tensors.
     Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
     """
+    # Now, and not after hours of writing weights.
     require_writable(source.tokenizer)
     rules = HUGGING_FACE[model_type(source.model)]
     left_out: tuple[str, ...] = ()

@@ -80,6 +80,7 @@ class Blocks:
         row_scales = scales.repeat_interleave(height, 0)
         row_scales = row_scales[top - first * height : bottom - first * height]
         values = self.codes.rows(top, bottom).float()
+        # In FP32: FP8 times a scale is not exact in bf16.
         values *= row_scales.repeat_interleave(width, 1)[:, : values.shape[1]]
         rounded = values.to(self.dtype)
         if not rounded.isfinite().all():

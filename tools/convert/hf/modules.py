@@ -46,6 +46,7 @@ def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
     """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
     original."""
     for match in copies(model):
+        # A tied model's head is its embedding, and so is the module's.
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
             if not same_values(stored[match.foreign].read(), stored[original].read()):

@@ -53,6 +53,7 @@ class Quantized:
         for number, expert in enumerate(tensor):
             blocks = self.blocks.rows(number, number + 1)[0]
             scales = self.scales.rows(number, number + 1)[0]
+            # Blocks run along the features in, which are the rows of the published tensor.
             expert.copy_(dequantized(blocks, scales).t())
             if not expert.isfinite().all():
                 raise UserError(
@@ -66,6 +67,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return FP32 [..., 32 * groups] from blocks uint8 [..., groups, 16] and scales uint8 [...,
     groups]."""
     values = torch.tensor(VALUES)
+    # The first of two numbers is in the lower half of a byte.
     lower = values[(blocks & 15).long()]
     upper = values[(blocks >> 4).long()]
     numbers = torch.stack((lower, upper), -1).flatten(-2)

@@ -60,6 +60,7 @@ def rope_by_layer(
     )
     for each in (fields, window_fields):
         require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
+    # Without such layers, or where all turn alike, one set of fields says all.
     if not windows["window"] or fields == window_fields:
         return fields
     if window_fields["rope_scaling"]:
@@ -177,6 +178,7 @@ def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
             f"config.json has rope_type = {kind!r}, which is not known: default, "
             f"{', '.join(KINDS)} are"
         )
+    # Where nothing says the length, the model was trained for its own.
     if ORIGINAL in PARAMETERS[kind]:
         stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
     if kind == "yarn":

@@ -44,6 +44,7 @@ def unstack_experts(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored
 
     Raises UserError for a tensor of experts that does not consist of theirs.
     """
+    # Its published files stack experts too, and the name table knows them.
     if kind == "gpt_oss":
         return dict(stored)
     published: dict[str, Stored] = {}
@@ -78,6 +79,7 @@ def _unstack(
     experts, height, width = tensor.shape
     rows = height // len(parts)
     expert_stride, row_stride, _ = tensor.strides or (height * width, width, 1)
+    # A contiguous tensor has contiguous matrices.
     matrix_strides = None if tensor.strides is None else tuple(tensor.strides[1:])
     for expert in range(experts):
         for number, part in enumerate(parts):

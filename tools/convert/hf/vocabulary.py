@@ -174,6 +174,7 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     )
     for special_map in _named(files, SPECIAL_MAP):
         (folder / special_map.name).write_bytes(read_whole(special_map))
+    # The proof that nothing was lost on the way.
     probe = PROBE + _text_of_symbols(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")

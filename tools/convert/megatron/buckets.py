@@ -129,6 +129,7 @@ def bucketed_state(
 
     UserError if they have not the layout that the args and the model lead to.
     """
+    # Each rank takes its buffers out; one that is left over belongs to none.
     unclaimed = _group_by_buffer(saved, flats)
     parts: Parts = {kind: {} for kind in FLAT}
     for rank in _ranks(saved):
@@ -299,6 +300,7 @@ def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], transposed:
     end = start + prod(shape)
     values = torch.empty(end - start, dtype=flat.pieces[0].dtype)
     filled = 0
+    # The pieces that overlap [start, end): from the last that begins at `start` or before.
     first_piece = bisect_right(flat.starts, start) - 1
     end_piece = bisect_left(flat.starts, end)
     for number in range(first_piece, end_piece):

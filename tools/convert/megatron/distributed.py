@@ -137,11 +137,13 @@ def read_chunked(path: Path) -> Contents:
     by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
     flat: dict[str, Chunked] = {}
     for key, entry in entries.items():
+        # Transformer Engine's scales and histories, which are no parameters.
         if "_extra_state" in key:
             continue
         tensor = Chunked(key, tuple(entry["shape"]), entry["chunks"])
         _check_inside(path, tensor)
         state = _STATE.fullmatch(key)
+        # Flat buffers, without names of parameters.
         if _OPTIMIZER.match(key) and not state:
             flat[key] = tensor
             continue
@@ -189,6 +191,7 @@ def _check_separate(path: Path, tensor: Chunked) -> None:
     boxes.sort(key=lambda box: box[0])
     open_boxes: list[tuple[list[int], list[int]]] = []  # those that end after the next one begins
     for first, end in boxes:
+        # Boxes are sorted along the first dimension, so few are compared with each other.
         open_boxes = [box for box in open_boxes if not first or box[1][0] > first[0]]
         if any(_overlap(box, (first, end)) for box in open_boxes):
             raise UserError(f"{path}: two parts of {tensor.name} overlap: .metadata is damaged")
@@ -277,6 +280,7 @@ def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Ch
     for offset, stored in tensor.chunks:
         inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
         if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
+            # A chunk of several stacked tensors: the part of it that is of this one.
             chunks.append((offset[depth:], _select(stored, inside)))
     return Chunked(tensor.name, tensor.shape[depth:], chunks)
 
@@ -304,6 +308,7 @@ def _merge(
     for part in parts:
         _check_separate(path, part)
         stored_chunks += [stored for _, stored in part.chunks]
+    # Chunks of several dtypes would be rounded to that of the first.
     require_one_dtype(path, match.foreign, stored_chunks)
     first = parts[0]
     if not first.shape:

@@ -49,6 +49,7 @@ def with_global_experts(
         elif match := _PACKED.fullmatch(name):
             prefix, layer = match.groups()
             matrices = _unpack(stored, hidden, count, features_in_first=layer == "1")
+            # All experts of the rank are in this one tensor.
             for expert, matrix in enumerate(matrices, first):
                 renamed[f"{prefix}local_experts.{expert}.linear_fc{layer}.weight"] = matrix
         else:
@@ -66,6 +67,7 @@ def local_name(name: str, count: int, grouped: bool) -> str:
     if not match:
         return name
     prefix, number, suffix = match.groups()
+    # Each rank has as many experts, in order.
     local_number = int(number) % count
     if grouped:
         return f"{prefix.removesuffix('local_experts.')}{suffix.removeprefix('.')}{local_number}"
@@ -91,6 +93,7 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
         features_in, features_out = hidden, size // hidden
     else:
         features_in, features_out = size // hidden, hidden
+    # Experts lie one after another, each transposed: strides turn it without reading.
     nbytes = size * stored.dtype.itemsize
     return [
         stored.part((features_out, features_in), stored.start + expert * nbytes, (1, features_out))

@@ -44,6 +44,7 @@ def activation_of(args: Args, bias: bool, experts: int) -> dict[str, Any]:
             "Megatron's use_te_activation_func = True cannot be converted where its "
             "activation is gelu"
         )
+    # Fused with a bias it is the tanh approximation; experts are never fused so.
     return {"mlp": "gelu" if _is_fused(args) and bias and not experts else "gelu_exact"}
 
 

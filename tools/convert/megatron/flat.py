@@ -70,7 +70,9 @@ def buckets_of(
     buckets: list[Bucket] = []
     starts: dict[str, int] = {}
     length = 0
+    # Gradients of the last layers are ready first, so their parameters come first.
     for parameter in reversed(parameters):
+        # Each parameter begins at a multiple of ALIGNED elements.
         length = -(-length // ALIGNED) * ALIGNED
         if parameter.alone and starts:
             buckets.append(Bucket(starts, length))
@@ -104,6 +106,7 @@ def flat_state(
         optimizer = number if len(states) > 1 else None
         buffers = list(_buffers(rank, optimizer, shared))
         flats = list(_flats(rank, optimizer_state))
+        # Other buffers than the model leads to: nothing in them would be where it is looked for.
         if len(buffers) != len(flats):
             raise _unknown_layout(rank)
         for (chunk, parameters), flat in zip(buffers, flats, strict=True):

@@ -71,8 +71,10 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int)
     shape: of the whole, without padding of the vocabulary.
     """
     first = next(parts)
+    # Rows beyond those of the tensor pad the vocabulary.
     if tp == 1 or cut == "whole":
         return first[: shape[0]]
+    # Allocated once; torch.cat would need all parts at the same time.
     joined = first.new_empty(shape)
     blocks = BLOCKS.get(cut)
 
@@ -223,6 +225,7 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
     numbers = range(1, args["num_layers"] + 1)
     if not window:
         return {}
+    # Megatron counts the tokens before the current one; ours counts that one too.
     before, after = window
     if after or before < 0:
         raise UserError(

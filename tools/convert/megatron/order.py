@@ -92,6 +92,7 @@ def stages_of(
     embedding = next(match for match in expected if match.foreign == EMBEDDING)
     if model.tied and last:
         stages[-1].append(replace(embedding, foreign=HEAD))
+    # Modules on the last stage compute with an embedding of their own.
     if model.mtp_layers and last:
         stages[-1].insert(0, embedding)
     return stages
@@ -123,9 +124,11 @@ def _layers_per_stage(args: Mapping[str, Any], layers: int) -> list[int]:
     # An embedding or a loss may count as a layer.
     embedding = bool(args.get("account_for_embedding_in_pipeline_split"))
     loss = bool(args.get("account_for_loss_in_pipeline_split"))
+    # What is left for stages of which nothing is stated, in equal numbers.
     unstated = layers + embedding + loss - sum(stated.values())
     evenly = unstated // max(1, sizes.pp - len(stated))
     counts = [stated.get(stage, evenly) // sizes.virtual for stage in range(sizes.pp)]
+    # The first virtual stages of all ranks, then the second ones.
     counts *= sizes.virtual
     counts[0] -= embedding
     counts[-1] -= loss
@@ -151,6 +154,7 @@ def _in_order_of_model(
 def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]:
     """Return the rows of the name table in the order of parameters: one expert after another,
     unless they are grouped."""
+    # The name table has them grouped already.
     if grouped:
         return list(expected)
     # Where the experts of each layer begin, by what is before their names.
@@ -161,6 +165,7 @@ def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]
     def position(item: tuple[int, Match]) -> tuple[int, int]:
         number, match = item
         expert = expert_of(match.foreign)
+        # What is no expert's stays where the table has it.
         if expert is None:
             return number, 0
         return begins[match.foreign.partition(".experts.")[0]], expert

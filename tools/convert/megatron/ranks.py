@@ -100,6 +100,7 @@ class RankFiles:
 def read_ranks(path: Path) -> RankFiles:
     """Return the contents of the ranks' files. Raises UserError if one is missing."""
     matches = _find_files(path)
+    # All files at once: starting the process that opens pickles takes seconds.
     loaded = contents(list(matches))
     for file, content in zip(matches, loaded, strict=True):
         if not isinstance(content, dict):
@@ -107,6 +108,7 @@ def read_ranks(path: Path) -> RankFiles:
     args = loaded[0].get("args")
     if not isinstance(args, dict):
         raise UserError(f"{path}: its files have no args, which say what the model is")
+    # Before any number of theirs is used.
     require_kinds(args)
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
     files: dict[PerAxis, RankFile] = {}
@@ -338,6 +340,7 @@ def _parts_of_stage(
         for name, stored in with_global_experts(
             tensors, hidden, experts, rank.ep * experts
         ).items():
+            # Experts that are cut over fewer ranks repeat their parts along tp.
             part = rank.tp % ranks.tensor_ranks(name)
             copies.setdefault(name, {}).setdefault(part, []).append((rank.ep, stored))
     for name, parts in copies.items():
@@ -385,6 +388,7 @@ def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> Tenso
 def require_one_dtype(path: Path, name: str, parts: Sequence[TensorSource]) -> None:
     """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
     rounded."""
+    # Sorted, so that the same files always give the same message.
     dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
     if len(dtypes) > 1:
         raise UserError(f"{path}: ranks hold {name} in several dtypes, {' and '.join(dtypes)}")
@@ -417,6 +421,8 @@ def number_over_stages(
                 global_name = f"{prefix}{int(number) + layers_before}{suffix}"
             if global_name in merged and global_name not in repeated:
                 raise UserError(f"{path}: two pipeline stages have {global_name}")
+            # The embedding beside modules of multi-token prediction is on the first stage and the
+            # last.
             if global_name in merged:
                 pairs = zip(merged[global_name], parts, strict=True)
                 parts = [checked_copy(path, name, pair) for pair in pairs]
@@ -459,6 +465,7 @@ def merge_parts(
     for name, parts in parts_by_name.items():
         require_one_dtype(path, name, parts)
         match = matches.get(name)
+        # `check_tensors` names it.
         if match is None:
             merged[name] = parts[0]
         elif _fits(match, parts, vocab):

@@ -131,6 +131,7 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     _require_one_time(ranks)
     model = model_of(ranks.args, vocab)
     parts_by_name = parts_over_all(ranks, lambda rank: rank.chunks)
+    # Before names are matched, for the table has no such tensor in a tied model.
     _drop_tied_head(path, model, parts_by_name)
     expected = _expected(parts_by_name, ranks.args, model, _latent_down_cut(parts_by_name, model))
     weights = merge_parts(path, expected, parts_by_name, model.vocab)
@@ -199,6 +200,7 @@ def _source(
     kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of
         `expected`. Masters take the place of weights.
     """
+    # Masters are what training went on with; half weights are rounded from them.
     weights = dict(kinds["weight"])
     for name, master in kinds.get("master", {}).items():
         weights[name] = _checked_master(path, name, master, weights[name])

@@ -96,6 +96,7 @@ def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankSt
         return {}
     if missing:
         raise UserError(f"{missing[0]} is missing, though other ranks have theirs")
+    # Its groups and steps are in the rank's file.
     if not _optimizers(ranks.first.content):
         raise UserError(
             f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file"
@@ -162,6 +163,7 @@ def _parameters_of_group(rank: RankFile, group: Mapping[str, Any]) -> Iterator[t
     for number, chunk in enumerate(rank.chunks):
         for name, stored in chunk.items():
             same_decay = decayed(name, stored.shape) == group_decays
+            # With one optimizer for all, experts are in the groups of other parameters.
             same_experts = (is_expert(name) and separate_experts) == group_has_experts
             if same_decay and same_experts and is_trained(name):
                 yield number, name

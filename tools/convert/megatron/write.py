@@ -185,6 +185,7 @@ class _Writer:
         self.matches = matches(megatron(layout.fused_norms, False, model, down=layout.down), model)
         # The state of other rules is not written, nor that of Muon, which mixes two.
         self.has_state = _has_all_moments(source)
+        # FP32 masters take the place of half weights: they are what is read back.
         self.masters = self.has_state and weights in HALF
         self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
         self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
@@ -281,6 +282,7 @@ class _Writer:
     ) -> Iterator[tuple[_Slot, int]]:
         """Yield (slot, byte where it begins) of all tensors in one rank's file. write: make it."""
         slots = _Slots()
+        # Tensors without memory: the file gets room for the values, which follow one by one.
         with FakeTensorMode():
             content = self._content(tensors, rank, slots)
         if write:
@@ -290,6 +292,7 @@ class _Writer:
         for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
+            # The loss scale is one number, and needs no write of its own.
             elif write:
                 fill(file, start, torch.tensor([self.source.facts.scaler["scale"]]))
 
@@ -332,6 +335,7 @@ class _Writer:
         """Return the state of an optimizer: parameters with weight decay, then those without."""
         has_experts = self.layout.ep > 1 and any(tensor.expert is not None for tensor in tensors)
         steps = self.source.facts.steps
+        # Megatron numbers parameters in this order: first those with weight decay.
         groups = []
         state: dict[int, Any] = {}
         param_groups = []
@@ -431,6 +435,7 @@ def _unpadded_part(
 ) -> Tensor:
     """Return a rank's part of a whole tensor, of the vocabulary without padding, for which there is
     room that holds zeros."""
+    # The last rank's rows may be fewer: what follows them stays zero.
     if match.cut == "vocabulary":
         rows = padded // tp
         return tensor[rank * rows : (rank + 1) * rows].to(dtype)

@@ -83,6 +83,7 @@ def open_internevo(path: Path) -> Source:
     shards_by_name = _shards_over_all(ranks)
     mlp, ffn = _feed_forward(path, shards_by_name)
     biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
+    # What the dict does not say, the tensors do: gates, widths and biases.
     model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
     chunks = len(next(iter(ranks.chunks.values())))
     if config.get("num_chunks", chunks) != chunks:

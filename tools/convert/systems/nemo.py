@@ -112,6 +112,7 @@ def _check_complete(path: Path, folder: Path) -> None:
     mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
     if mark.exists():
         raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
+    # A pointer of Git LFS in place of a file would be taken for a damaged one.
     for part in (folder, path / CONTEXT):
         require_fetched(part)
     if (folder / ADAPTER).is_file():

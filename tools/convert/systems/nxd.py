@@ -80,6 +80,7 @@ def find_nxd(path: Path) -> Path | None:
     merged = (path / MERGED).is_file() and not has_weights(path)
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
+    # The folder of a run, with a folder for each checkpoint.
     tags = [
         tag
         for tag in sorted(path.iterdir())
@@ -264,6 +265,7 @@ def _read_tensors(
         if not isinstance(content, dict):
             raise UserError(f"{file} does not hold a dict of tensors")
         state = content
+        # Older versions and the converter have a dict around the state.
         if isinstance(content.get("model"), dict):
             state = content["model"]
             unread_keys |= {str(key) for key in content if key != "model"}

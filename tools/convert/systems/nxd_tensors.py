@@ -107,6 +107,7 @@ def _unfuse(
     prefix, kind, part = qkv.groups()
     if part in ("q", "k", "v"):
         return {f"{prefix}{part}_proj.{kind}": shards}
+    # Each rank has as many query heads; keys and values share what is left.
     query_rows = model.heads * model.head_dim // len(shards)
     kv_rows = (rows - query_rows) // 2
     if kv_rows < 1:
@@ -193,6 +194,8 @@ def _find_copies(
     if model.heads % (key.shape[0] // model.head_dim):
         return None
     count = key.shape[0] // rows
+    # The first layer's keys tell the order of copies; all other tensors are checked as they are
+    # read.
     values = key.read()
     orders = [HeadCopies(count, model.kv_heads, grouped) for grouped in (False, True)]
     fitting = [order for order in orders if order.drop_copies(values) is not None]

@@ -41,7 +41,7 @@ Report = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Location:
-    """Where a part of a tensor lies in the target's files.
+    """The location of a part of a tensor in the target's files.
 
     start: byte of its first element.
     take: returns the part of the joined tensor, in the file's dtype.

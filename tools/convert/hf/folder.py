@@ -53,7 +53,7 @@ GENERATION = "generation_config.json"
 
 
 class WeightFormat(NamedTuple):
-    """How weights are stored: in one file, or in shards with an index. read: returns the tensors of
+    """A way to store weights: in one file, or in shards with an index. read: returns the tensors of
     a file."""
 
     index: str

@@ -53,7 +53,7 @@ Parts = dict[str, dict[str, dict[int, TensorSource]]]  # kind -> name -> by tens
 
 
 class _BufferKey(NamedTuple):
-    """Which buffer of all ranks. dtype: of its parameters."""
+    """The identity of a buffer among those of all ranks. dtype: of its parameters."""
 
     optimizer: int
     rank: int

@@ -56,7 +56,7 @@ class Chunked:
 
 
 class StackIndex(NamedTuple):
-    """Which of the tensors that are stacked along a dim, and of how many."""
+    """The number of a tensor among those that are stacked along a dim, and how many these are."""
 
     number: int
     count: int

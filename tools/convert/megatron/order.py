@@ -41,7 +41,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks Megatron spread the model.
+    """The numbers of ranks that Megatron spread the model over.
 
     virtual: stages that each rank has.
     expert_tp: tensor-parallel ranks of an expert.

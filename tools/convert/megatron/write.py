@@ -68,7 +68,7 @@ ZIP_LENGTHS = 26
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Over how many ranks the checkpoint is laid out, and which names it has.
+    """The numbers of ranks that the checkpoint is laid out over, and the names that it has.
 
     fused_norms: norms bear Transformer Engine's names.
     grouped: so do experts, which Megatron then computes together.

@@ -65,7 +65,7 @@ OWN_KEYS = {
 
 
 class ModelRank(NamedTuple):
-    """Where a rank is along tensor and pipeline parallelism."""
+    """The numbers of a rank along tensor and pipeline parallelism."""
 
     tp: int
     pp: int

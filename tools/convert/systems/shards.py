@@ -20,7 +20,7 @@ from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_cop
 
 
 class Part(NamedTuple):
-    """Which part of a tensor a rank has, and of how many."""
+    """The part of a tensor that a rank has: its number, and how many parts there are."""
 
     number: int
     count: int

@@ -28,7 +28,7 @@ def likelihoods(
     config = model.any.config
     replicas = model.dp  # they share the batches
     # Of each window: the log probability, and how many targets are not the likeliest token.
-    sums = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
+    sums = _zero_sums(model, len(windows))
     rows = {id(window): number for number, window in enumerate(windows)}
     tokens = LOGITS // config.vocab  # of a batch
     same_length = config.rope_scaling.kind == "dynamic"
@@ -47,13 +47,18 @@ def likelihoods(
     return [(log_probability, not unlikely) for log_probability, unlikely in totals]
 
 
+def _zero_sums(model: Relay, count: int) -> Tensor:
+    """Return float64 [count, 2], on the model's device."""
+    return torch.zeros(count, 2, dtype=torch.float64, device=model.device)
+
+
 def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
     stage = model.last
     if logits is None or stage is None:
-        return torch.zeros(len(batch), 2, dtype=torch.float64, device=model.device)
+        return _zero_sums(model, len(batch))
     losses = stage.losses(logits, targets).double()
     log_probabilities = (-losses * counts).sum(0)
     likeliest = _are_likeliest(stage, logits, targets)

@@ -89,13 +89,14 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError(f"{stored.file}: {list(stored.shape)} is no tensor of {count} experts")
-    if features_in_first:
-        features_in, features_out = hidden, size // hidden
-    else:
-        features_in, features_out = size // hidden, hidden
+    features_in = hidden
+    features_out = size // hidden
+    if not features_in_first:
+        features_in = size // hidden
+        features_out = hidden
     # Experts lie one after another, each transposed: strides turn it without reading.
     nbytes = size * stored.dtype.itemsize
-    return [
-        stored.part((features_out, features_in), stored.start + expert * nbytes, (1, features_out))
-        for expert in range(count)
-    ]
+    shape = (features_out, features_in)
+    strides = (1, features_out)
+    starts = [stored.start + expert * nbytes for expert in range(count)]
+    return [stored.part(shape, start, strides) for start in starts]

@@ -31,6 +31,7 @@ from tools.convert.megatron.ranks import (
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DISTRIBUTED = "distrib_optim.pt"
+Content = Mapping[str, Any]  # of a file, or of an optimizer in it
 RankState = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> name -> tensor
 
 
@@ -71,7 +72,7 @@ def _tensors_of_kind(
     return [chunk[kind] for chunk in states[rank.folder]]
 
 
-def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _optimizers(content: Content) -> list[dict[str, Any]]:
     """Return the states of a file's optimizer, or of both. Empty if there is none."""
     saved = content.get("optimizer")
     if isinstance(saved, dict) and 0 in saved:  # of a distributed checkpoint: by number
@@ -83,7 +84,7 @@ def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _inner(optimizer: Mapping[str, Any]) -> Any:
+def _inner(optimizer: Content) -> Any:
     """Return the state of torch's optimizer, around which one with FP32 masters has its own."""
     return optimizer.get("optimizer", optimizer)
 
@@ -121,7 +122,7 @@ def _read_numbered(ranks: RankFiles) -> dict[Path, RankState]:
     }
 
 
-def _named_state(rank: RankFile, optimizers: Sequence[Mapping[str, Any]]) -> RankState:
+def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
     """Return the masters and the moments of a rank's numbered parameters by their names."""
     chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
     for optimizer in optimizers:
@@ -155,7 +156,7 @@ def _require_all_parameters(rank: RankFile, chunks: RankState) -> None:
             )
 
 
-def _parameters_of_group(rank: RankFile, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, str]]:
     """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
     group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     group_has_experts = bool(group.get("is_expert_parallel"))
@@ -169,7 +170,7 @@ def _parameters_of_group(rank: RankFile, group: Mapping[str, Any]) -> Iterator[t
                 yield number, name
 
 
-def steps_of(content: Mapping[str, Any]) -> int:
+def steps_of(content: Content) -> int:
     """Return the number of steps of a file's optimizer; 0 if the file does not state it."""
     optimizers = _optimizers(content)
     inner = _inner(optimizers[0]) if optimizers else {}
@@ -183,7 +184,7 @@ def steps_of(content: Mapping[str, Any]) -> int:
     return int(step.read().item() if isinstance(step, Stored) else step)
 
 
-def scaler_of(content: Mapping[str, Any]) -> dict[str, float]:
+def scaler_of(content: Content) -> dict[str, float]:
     """Return the loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it
     has none."""
     optimizers = _optimizers(content)

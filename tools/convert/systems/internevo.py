@@ -42,6 +42,9 @@ UNREAD_FILES = ("schedulder.pt", "context.pt", "config_file.pt")  # the first is
 EXPORT = "InternEvo's transformers/convert2hf_internlm.py makes a Hugging Face folder of it"
 
 
+Chunks = list[dict[str, Stored]]  # of a rank: tensors by name
+
+
 class RankAxes(NamedTuple):
     """A number along each axis: where a rank is, or how many ranks there are. tp, wp: 0, or 1,
     where files do not name them."""
@@ -61,7 +64,7 @@ class RankFiles:
     """
 
     path: Path
-    chunks: Mapping[RankAxes, list[dict[str, Stored]]]
+    chunks: Mapping[RankAxes, Chunks]
     sizes: RankAxes
     weight_parallel: bool
 
@@ -179,7 +182,7 @@ def _rank_of(match: re.Match[str]) -> RankAxes:
     return RankAxes(*(int(number or 0) for number in match.groups()))
 
 
-def _chunks(file: Path, state: Any) -> list[dict[str, Stored]]:
+def _chunks(file: Path, state: Any) -> Chunks:
     """Return a file's tensors, of each of its chunks: names as the chunk alone would have them."""
     chunks: dict[int, dict[str, Stored]] = {}
     for name, stored in state_in(file, state).items():
@@ -226,10 +229,10 @@ def _shards_over_all(ranks: RankFiles) -> dict[str, list[TensorSource]]:
     return number_over_stages(ranks.path, stages, LAYER, ends)
 
 
-def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, list[dict[str, Stored]]]:
+def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, Chunks]:
     """Return the ranks' tensors, without ranks that hold what another does by design: where weight
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
-    distinct: dict[RankAxes, list[dict[str, Stored]]] = {}
+    distinct: dict[RankAxes, Chunks] = {}
     for rank, chunks in ranks.chunks.items():
         has_layers_alone = all(LAYER.match(name) for chunk in chunks for name in chunk)
         if ranks.weight_parallel and has_layers_alone:

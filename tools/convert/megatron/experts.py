@@ -94,9 +94,9 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
     if not features_in_first:
         features_in = size // hidden
         features_out = hidden
-    # Experts lie one after another, each transposed: strides turn it without reading.
     nbytes = size * stored.dtype.itemsize
     shape = (features_out, features_in)
+    # Experts lie one after another, each transposed: strides turn it without reading.
     strides = (1, features_out)
     starts = [stored.start + expert * nbytes for expert in range(count)]
     return [stored.part(shape, start, strides) for start in starts]

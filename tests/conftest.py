@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from megaprec import tested_versions
 from tests.project.forked_command import served
 from tools.convert.core import torch_files
-from tools.convert.core.untrusted import described, distributed
+from tools.convert.core.untrusted import describe, describe_distributed
 from tools.training.signals import SIGNALS
 
 # How fast an example is says nothing on a machine that does other things too. The examples are the
@@ -226,7 +226,7 @@ def torch_files_read_here() -> Iterator[None]:
     """
 
     def answers(paths: Sequence[Path]) -> Any:
-        found = [distributed(path) if path.is_dir() else described(path) for path in paths]
+        found = [describe_distributed(path) if path.is_dir() else describe(path) for path in paths]
         return json.loads(json.dumps(found))
 
     with (

@@ -14,7 +14,7 @@ from tools.convert.core.names import megatron
 from tools.convert.core.rules import matches
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.distributed import Chunked, whole_tensors
+from tools.convert.megatron.distributed import Chunked, merge_chunks
 
 NAME = "decoder.layers.2.mlp.linear_fc2.weight"  # [24, 40]
 QUARTERS = [(0, 0), (0, 20), (12, 0), (12, 20)]
@@ -42,7 +42,7 @@ def whole(
         held[NAME] = Chunked(NAME, (), [((), stored(folder, 0, ()))])
     else:
         held[NAME] = Chunked(NAME, (24, 40), chunks)
-    return whole_tensors(folder, found, held, model)[NAME].read()
+    return merge_chunks(folder, found, held, model)[NAME].read()
 
 
 def stored(

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from tests.other_systems import write_folder
 from tools.cli import main
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import heads, matches
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.formats import open_source
 
 pytestmark = [
@@ -46,7 +46,7 @@ def bare(folder: Path) -> tuple[Path, Path]:
     there = write_folder(folder / "hf", "llama")
     source = open_source(there)
     model = source.model
-    sizes = heads(source.model)
+    sizes = head_sizes(source.model)
     state = {}
     for match in matches(megatron(True, False, model), model):
         parts = [source.read(f"weight/{name}") for name in match.logical]

@@ -29,10 +29,10 @@ from tests.other_systems import CONFIGS, MEGATRON, NEEDS_MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, part
+from tools.convert.megatron.layout import args_of, cut_part
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core
@@ -249,7 +249,7 @@ def check(case: Case, answers: list[list[Told]], folder: Path) -> None:
             if model.tied and name == "output_layer.weight"
             else name
         ]
-        wanted = part(whole(ours, kind, match, model), match.cut, number, of, PADDED[case.tp])
+        wanted = cut_part(whole(ours, kind, match, model), match.cut, number, of, PADDED[case.tp])
         if match.cut == "vocabulary":
             rows = slice(max(0, model.vocab - number * len(wanted)))
         else:
@@ -266,7 +266,7 @@ def check(case: Case, answers: list[list[Told]], folder: Path) -> None:
 
 
 def whole(ours: Mapping[str, Tensor], kind: str, match: Match, model: ModelConfig) -> Tensor:
-    return match.how.join([ours[f"{kind}/{name}"] for name in match.logical], heads(model))
+    return match.how.join([ours[f"{kind}/{name}"] for name in match.logical], head_sizes(model))
 
 
 @pytest.mark.cases(1, sample=1)

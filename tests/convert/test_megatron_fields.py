@@ -28,7 +28,7 @@ from parallel.context import Context
 from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import heads, matches
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES, ONLY, READ
 from tools.convert.megatron.layout import model_of
 
@@ -420,7 +420,7 @@ def made_once(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) 
 def of_ours(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) -> Tensor:
     """Our logits with their weights."""
     rules = megatron(False, interleaved, config)
-    sizes = heads(config)
+    sizes = head_sizes(config)
     found = matches(rules, config)
     state = {
         name: values

@@ -31,11 +31,11 @@ from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import heads, matches
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.formats import open_source
 from tools.convert.megatron import flat
-from tools.convert.megatron.layout import args_of, part
+from tools.convert.megatron.layout import args_of, cut_part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
 PADDED = 256
@@ -186,9 +186,9 @@ def part_of(case: Case, source: Source, name: str, kind: int, rank: int) -> Tens
     }
     match = known[EMBEDDING if source.model.tied and name == HEAD else name]
     whole = match.how.join(
-        [source.read(f"weight/{part}") for part in match.logical], heads(source.model)
+        [source.read(f"weight/{part}") for part in match.logical], head_sizes(source.model)
     ) * (kind + 1)
-    values = part(whole, match.cut, rank, case.tp, PADDED)
+    values = cut_part(whole, match.cut, rank, case.tp, PADDED)
     return values.t() if case.way == "packed" and EXPERT in name else values
 
 

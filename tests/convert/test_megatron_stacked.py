@@ -16,7 +16,7 @@ from tests.other_systems import write_folder
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import heads, matches
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.formats import open_source
 from tools.convert.megatron.layout import args_of
@@ -45,7 +45,7 @@ def state_of(source: Source, stacking: Stacking) -> dict[str, Tensor]:
     for match in matches(megatron(True, False, source.model), source.model):
         parts = [source.read(f"weight/{name}") for name in match.logical]
         values, (place, name) = (
-            match.how.join(parts, heads(source.model)),
+            match.how.join(parts, head_sizes(source.model)),
             placed(match.foreign, layers, experts),
         )
         if match.cut == "vocabulary":

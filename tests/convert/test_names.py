@@ -21,7 +21,7 @@ from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
-from tools.convert.core.rules import heads, logical_shapes, matches
+from tools.convert.core.rules import head_sizes, logical_shapes, matches
 from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,
@@ -34,7 +34,7 @@ from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write_config import model_type, to_hugging_face
-from tools.convert.megatron.layout import args_of, merged, model_of, part, part_shape
+from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of, part_shape
 
 SIZES = st.builds(
     lambda kv, groups, half, turned: Heads(kv * groups, kv, 2 * half, min(2 * turned, 2 * half)),
@@ -92,15 +92,15 @@ def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leav
 def test_ranks_parts_put_together_are_the_whole(cut: str, tp: int) -> None:
     whole = torch.arange(24 * 8).view(24, 8)
     padded = 32 if cut == "vocabulary" else 24
-    each = [part(whole, cut, rank, tp, padded) for rank in range(tp)]  # type: ignore[arg-type]
+    each = [cut_part(whole, cut, rank, tp, padded) for rank in range(tp)]  # type: ignore[arg-type]
     assert {tuple(one.shape) for one in each} == {part_shape((24, 8), cut, tp, padded)}  # type: ignore[arg-type]
-    assert torch.equal(merged(iter(each), cut, (24, 8), tp), whole)  # type: ignore[arg-type]
+    assert torch.equal(join_parts(iter(each), cut, (24, 8), tp), whole)  # type: ignore[arg-type]
 
 
 def test_a_gated_layer_is_cut_so_that_a_rank_has_the_gate_of_its_own_features() -> None:
     gate = torch.arange(8)
     up = 100 + torch.arange(8)
-    assert part(torch.cat((gate, up)), "halves", 1, 4, 0).tolist() == [2, 3, 102, 103]
+    assert cut_part(torch.cat((gate, up)), "halves", 1, 4, 0).tolist() == [2, 3, 102, 103]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -138,13 +138,15 @@ def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(
     source = open_hf(
         write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {}))
     )
-    sizes = heads(source.model)
+    sizes = head_sizes(source.model)
     tp = 4
     seen = set()
     for match in matches(megatron(True, interleaved, source.model), source.model):
         ours = [source.read(f"weight/{name}") for name in match.logical]
-        each = [part(match.how.join(ours, sizes), match.cut, rank, tp, 512) for rank in range(tp)]
-        back = match.how.split(merged(iter(each), match.cut, match.shape, len(each)), sizes)
+        each = [
+            cut_part(match.how.join(ours, sizes), match.cut, rank, tp, 512) for rank in range(tp)
+        ]
+        back = match.how.split(join_parts(iter(each), match.cut, match.shape, len(each)), sizes)
         assert all(torch.equal(one, other) for one, other in zip(ours, back, strict=True))
         seen |= set(match.logical)
     assert seen == logical_shapes(source.model).keys()

@@ -16,7 +16,7 @@ from torch._utils import _rebuild_tensor_v2
 from megaprec.errors import UserError
 from tests.other_systems import write_folder
 from tools.convert.core.torch_files import distributed_contents, tensors_in
-from tools.convert.core.untrusted import Part, described
+from tools.convert.core.untrusted import Part, describe
 from tools.convert.formats import open_source
 
 here = pytest.mark.usefixtures("torch_files_read_here")
@@ -64,7 +64,7 @@ def test_a_file_that_was_packed_anew_is_refused(
     torch.save({"a": torch.randn(100, 9), "b": torch.randn(50, 7)}, tmp_path / "file.pt")
     packed_anew(tmp_path / "file.pt", change, how)
     with pytest.raises(ValueError, match=said):
-        described(tmp_path / "file.pt")
+        describe(tmp_path / "file.pt")
 
 
 def test_a_file_that_is_cut_short_is_told_so(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_a_file_that_is_cut_short_is_told_so(tmp_path: Path) -> None:
     for kept in (len(content) - 30, len(content) // 2, 40):
         (tmp_path / "file.pt").write_bytes(content[:kept])
         with pytest.raises(ValueError, match="it was not saved or fetched whole"):
-            described(tmp_path / "file.pt")
+            describe(tmp_path / "file.pt")
 
 
 def test_values_that_are_conjugated_when_they_are_read_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.tensor([1j]).conj()}, tmp_path / "file.pt")
     with pytest.raises(ValueError, match="no values that could be read as they lie"):
-        described(tmp_path / "file.pt")
+        describe(tmp_path / "file.pt")
 
 
 class Crafted:
@@ -119,7 +119,7 @@ def test_a_tensor_is_within_its_values(tmp_path: Path) -> None:
     for bad in (*beyond, Crafted(0, (2,), (1,), True)):
         torch.save({"a": bad, "b": torch.ones(9)}, tmp_path / "file.pt")
         with pytest.raises(ValueError, match=r"a tensor in it|do not lie where"):
-            described(tmp_path / "file.pt")
+            describe(tmp_path / "file.pt")
 
 
 @here
@@ -137,7 +137,7 @@ def test_what_is_no_name_is_not_left_out(key: Any, tmp_path: Path) -> None:
 def test_keys_that_would_become_one_are_refused(tmp_path: Path) -> None:
     torch.save({"a, b": 1, ("a", "b"): 2}, tmp_path / "file.pt")
     with pytest.raises(ValueError, match="two keys"):
-        described(tmp_path / "file.pt")
+        describe(tmp_path / "file.pt")
 
 
 @here

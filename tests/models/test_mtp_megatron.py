@@ -24,7 +24,7 @@ from tests.convert.test_megatron_fields import BASES, LENGTH, VOCAB, core
 from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.megatron.layout import model_of
 
 # warnings of megatron-core
@@ -147,7 +147,7 @@ def split(
     config: ModelConfig, match: Match, values: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     yield from zip(
-        match.logical, match.how.split(values[match.foreign], heads(config)), strict=True
+        match.logical, match.how.split(values[match.foreign], head_sizes(config)), strict=True
     )
 
 

@@ -154,7 +154,7 @@ def test_logits_that_differ_name_it_where_it_has_computed_some(
     install(monkeypatch, transformers="5.12.0")
     with pytest.raises(UserError, match=said):
         verify.compare_logits(one, other)
-    monkeypatch.setattr(verify, "_is_theirs", lambda path: False)
+    monkeypatch.setattr(verify, "_is_run_by_transformers", lambda path: False)
     with pytest.raises(UserError, match="are not the same model") as refused:
         verify.compare_logits(one, other)
     assert "transformers" not in str(refused.value)

@@ -35,12 +35,13 @@ def auto_tokenizer_line(
     """Return a line on AutoTokenizer in a folder with this config.json and these files of a
     tokenizer; "" for none.
 
-    begin: id of the token that begins a document. name: of the folder, as the line names it.
+    begin: id of the token that begins a document.
+    name: of the folder, as the line names it.
     """
     if main_file(files) is None:
         return ""
-    with TemporaryDirectory(prefix="megaprec_tokenizer_") as place:
-        folder = Path(place)
+    with TemporaryDirectory(prefix="megaprec_tokenizer_") as temporary:
+        folder = Path(temporary)
         (folder / "config.json").write_text(json.dumps(config))
         write_tokenizer(files, folder, begin)
         written = load_tokenizer(folder / "tokenizer.json")
@@ -76,15 +77,20 @@ def _differences(transformers: Any, folder: Path, written: Tokenizer) -> Iterato
         ours = written.encode(text)
         theirs = tokenizer.encode(text, add_special_tokens=False)
         if theirs != ours:
-            at = next(
-                (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
-                0,
-            )
-            shown = written.decode(ours[at : at + 4])
+            position = _first_difference(ours, theirs)
+            excerpt = written.decode(ours[position : position + 4])
             yield (
-                f"splits texts otherwise than tokenizer.json says, from {shown!r} on in "
+                f"splits texts otherwise than tokenizer.json says, from {excerpt!r} on in "
                 f"{text[:40]!r}"
             )
             return
     if written.eos is not None and tokenizer.eos_token_id != written.eos:
         yield f"ends documents by token {tokenizer.eos_token_id}, and not by {written.eos}"
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return where two lists of ids differ first; 0 if one is the beginning of the other."""
+    for position, (our_id, their_id) in enumerate(zip(ours, theirs, strict=False)):
+        if our_id != their_id:
+            return position
+    return 0

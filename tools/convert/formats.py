@@ -26,7 +26,9 @@ from tools.convert.systems.nxd import find_nxd, open_nxd
 
 @dataclass(frozen=True)
 class Format:
-    """A format that can be read. find: returns the checkpoint's folder if a folder has the format.
+    """A format that can be read.
+
+    find: returns the checkpoint's folder if a folder has the format.
     marks: files that show it.
     """
 
@@ -55,11 +57,9 @@ FORMATS = {
     ),
 }
 MOST_INSIDE = 100  # folders of a folder that are looked into, to name those that may be meant
+MOST_NAMED = 3  # of these that are named
 # the formats that may leave the vocabulary's size without padding unsaid
-WITH_VOCAB = (
-    "megatron",
-    "nemo",
-)
+WITH_VOCAB = ("megatron", "nemo")
 WITH_CONFIG = ("hf", "colossalai")  # the formats whose config.json is one of transformers
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
@@ -89,9 +89,9 @@ def open_source(
     weights_only: ignore the optimizer state of a Megatron checkpoint; UserError for other formats.
     model: that of a Megatron checkpoint that does not say it; UserError for others.
     """
-    kind, found = format_of(path)
+    kind, folder = format_of(path)
     if kind == "megatron":
-        return open_megatron(found, vocab, weights_only, model)
+        return open_megatron(folder, vocab, weights_only, model)
     if model is not None:
         raise UserError(
             f"--config is for Megatron checkpoints without args, and {path} is none: leave it out"
@@ -101,8 +101,8 @@ def open_source(
             f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out"
         )
     if kind == "nemo":
-        return open_nemo(found, vocab)
-    return FORMATS[kind].open(found)
+        return open_nemo(folder, vocab)
+    return FORMATS[kind].open(folder)
 
 
 def check_vocab(vocab: int | None, *paths: Path) -> None:
@@ -127,43 +127,61 @@ def format_of(path: Path) -> tuple[str, Path]:
             f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model"
         )
     require_fetched(path)
-    known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
-    if "colossalai" in known:
-        known.pop("hf", None)  # whose format it is
-    if "nemo" in known:
-        known.pop("megatron", None)  # in whose format NeMo keeps its weights
-    if "nxd" in known and "hf" in known and not has_weights(path):
-        del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
-    if known.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
-        refuse_older(path, bool(known))
-    for folder in {path, *known.values()} if "megaprec" not in known else ():
-        require_no_adapter(folder)
-    if len(known) > 1:
-        names = " and of ".join(FORMATS[kind].name for kind in known)
+    folders = _recognize(path)
+    if folders.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
+        refuse_older(path, bool(folders))
+    if "megaprec" not in folders:
+        for folder in {path, *folders.values()}:
+            require_no_adapter(folder)
+    if len(folders) > 1:
+        names = " and of ".join(FORMATS[kind].name for kind in folders)
         raise UserError(f"{path} has files of {names}: give a folder that has those of one alone")
-    if not known:
-        marks = "; ".join(f"{one.name} has {one.marks}" for one in FORMATS.values())
-        raise UserError(f"{path} has none of the known formats{_inside(path) or f': {marks}'}")
-    return next(iter(known.items()))
+    if not folders:
+        hint = _hint_inside(path) or f": {_all_marks()}"
+        raise UserError(f"{path} has none of the known formats{hint}")
+    return next(iter(folders.items()))
 
 
-def _inside(path: Path) -> str:
+def _recognize(path: Path) -> dict[str, Path]:
+    """Return the formats whose files a folder has, each with the folder of the checkpoint."""
+    folders: dict[str, Path] = {}
+    for kind, known_format in FORMATS.items():
+        if folder := known_format.find(path):
+            folders[kind] = folder
+    if "colossalai" in folders:
+        folders.pop("hf", None)  # whose format it is
+    if "nemo" in folders:
+        folders.pop("megatron", None)  # in whose format NeMo keeps its weights
+    if "nxd" in folders and "hf" in folders and not has_weights(path):
+        del folders["hf"]  # config.json is what says of an NxD checkpoint what the model is
+    return folders
+
+
+def _all_marks() -> str:
+    """Return what files each format has."""
+    return "; ".join(
+        f"{known_format.name} has {known_format.marks}" for known_format in FORMATS.values()
+    )
+
+
+def _hint_inside(path: Path) -> str:
     """Return what to say of a folder's folders that have a known format; "" if none has."""
-    found: list[str] = []
+    names: list[str] = []
     for folder in sorted(path.iterdir())[:MOST_INSIDE]:
-        if folder.is_dir() and any(_has(one, folder) for one in FORMATS.values()):
-            found.append(folder.name)
-    if found[3:]:
-        have = " and others have"
-    elif found[1:]:
-        have = " have"
-    else:
-        have = " has"
-    return f", but its {', '.join(found[:3])}{have} one: give that" if found else ""
+        if folder.is_dir() and any(_has_format(folder, each) for each in FORMATS.values()):
+            names.append(folder.name)
+    if not names:
+        return ""
+    verb = " has"
+    if len(names) > MOST_NAMED:
+        verb = " and others have"
+    elif len(names) > 1:
+        verb = " have"
+    return f", but its {', '.join(names[:MOST_NAMED])}{verb} one: give that"
 
 
-def _has(one: Format, folder: Path) -> bool:
+def _has_format(folder: Path, known_format: Format) -> bool:
     try:
-        return one.find(folder) is not None
+        return known_format.find(folder) is not None
     except (UserError, OSError):
         return False

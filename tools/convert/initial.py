@@ -26,16 +26,18 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
 from tools.convert.hf.config import special_ids as hf_special_ids
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer, read_config
-from tools.convert.hf.vocabulary import check_tokenizer, main_file, said_ids
+from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
 from tools.convert.native import native_model, special_ids
 
 
 @dataclass(frozen=True)
 class Initial:
-    """A model of train.init_from, without its weights. origin: the file that says it.
+    """A model of train.init_from, without its weights.
 
-    tokenizer: its file, None if there is none. begin: id of the token before documents in the
-    training of the weights, None if the folder names none.
+    tokenizer: its file, None if there is none.
+    begin: id of the token before documents in the training of the weights, None if the folder names
+        none.
+    origin: the file that says what the model is.
     """
 
     model: ModelConfig
@@ -46,11 +48,11 @@ class Initial:
 
 def initial_model(folder: Path) -> Initial:
     """Return what the folder of train.init_from says. Raises UserError."""
-    kind, found = format_of(folder)
+    kind, checkpoint = format_of(folder)
     if kind == "megaprec":
-        model, tokenizer = native_model(found)
-        special = special_ids(Store(found))
-        origin = f"{found / INDEX}"
+        model, tokenizer = native_model(checkpoint)
+        special = special_ids(Store(checkpoint))
+        origin = f"{checkpoint / INDEX}"
     elif kind == "hf":
         model = hf_model(folder)
         tokenizer = main_file(hf_tokenizer(folder))
@@ -61,8 +63,8 @@ def initial_model(folder: Path) -> Initial:
         model = source.model
         tokenizer = main_file(source.tokenizer)
         special = source.facts.special
-        origin = f"{found}"
-    begins = said_ids(special, "bos_token_id", model.vocab)
+        origin = f"{checkpoint}"
+    begins = stated_ids(special, "bos_token_id", model.vocab)
     return Initial(model, tokenizer, begins[0] if begins else None, origin)
 
 
@@ -76,7 +78,8 @@ def open_initial(folder: Path) -> Source:
 
 def open_weights(folder: Path) -> Source:
     """Open a folder without its optimizer state. Raises UserError."""
-    return open_source(folder, weights_only=format_of(folder)[0] == "megatron")
+    kind, _ = format_of(folder)
+    return open_source(folder, weights_only=kind == "megatron")
 
 
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
@@ -91,50 +94,59 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
         require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
     slices = Slices(open_initial(folder))
     load_weights(slices, optimizer)
-    found = everyones(slices.wrong, optimizer.world, optimizer.device)
+    not_finite_counts = everyones(slices.not_finite, optimizer.world, optimizer.device)
     if optimizer.world.rank == 0:
-        notes = (f"note: {note}\n" for note in slices.source.facts.notes)
-        warnings = (f"warning: {folder}: {line}\n" for line in _told(slices.source, found))
-        print(*notes, *warnings, sep="", end="", flush=True)
+        lines = [f"note: {note}\n" for note in slices.source.facts.notes]
+        for line in _describe_not_finite(slices.source, not_finite_counts):
+            lines.append(f"warning: {folder}: {line}\n")
+        print(*lines, sep="", end="", flush=True)
 
 
-def _told(source: Source, wrong: Mapping[str, int]) -> list[str]:
-    """Return a line for each tensor with such numbers. wrong: their number by slice, as of
-    `Slices.wrong`."""
-    counts = Counter[str]()
-    for slice_of, number in wrong.items():
-        counts[slice_of.partition(" ")[0]] += number
-    seen = NotFinite()
-    seen.counts = {
-        key: (number, prod(source.shapes[key])) for key, number in sorted(counts.items())
-    }
-    return seen.lines(())
+def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]:
+    """Return a line for each tensor with such numbers. counts: by slice, as of
+    `Slices.not_finite`."""
+    by_key = Counter[str]()
+    for description, count in counts.items():
+        key = description.partition(" ")[0]
+        by_key[key] += count
+    damage = NotFinite()
+    for key, count in sorted(by_key.items()):
+        damage.counts[key] = count, prod(source.shapes[key])
+    return damage.lines(())
 
 
 class Slices:
     """Reader of parts of a source's logical tensors.
 
-    wrong: by key and place of a slice, how many of its numbers are NaN or infinite, if any are.
+    not_finite: by key and location of a slice, how many of its numbers are NaN or infinite, if any
+        are.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.wrong = dict[str, int]()
+        self.not_finite = dict[str, int]()
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
         key = f"{kind}/{part.name}"
-        if (there := self.source.shapes.get(key)) != part.shape:
-            has = f"holds {part.name} of {list(there)}" if there else f"does not hold {part.name}"
-            raise UserError(f"{self.source.path} {has}, but the model has it of {list(part.shape)}")
-        row = prod(part.local[1:])
-        top = first // row
-        bottom = -(-last // row)
-        above = part.start if part.dim == 0 else 0
-        rows = self.source.rows(key, above + top, above + bottom)
+        shape = self.source.shapes.get(key)
+        if shape != part.shape:
+            problem = f"does not hold {part.name}"
+            if shape:
+                problem = f"holds {part.name} of {list(shape)}"
+            raise UserError(
+                f"{self.source.path} {problem}, but the model has it of {list(part.shape)}"
+            )
+        # Read the rows that have the elements, and cut the rest off.
+        row_elements = prod(part.local[1:])
+        top = first // row_elements
+        bottom = -(-last // row_elements)
+        first_row = part.start if part.dim == 0 else 0
+        rows = self.source.rows(key, first_row + top, first_row + bottom)
         if part.dim:
             rows = rows.narrow(part.dim, part.start, part.local[part.dim])
-        read = rows.reshape(-1)[first - top * row : last - top * row]
-        if wrong := not_finite(read):
-            self.wrong[f"{key} {part.dim} {part.start} {first}"] = wrong
-        return read
+        skipped = top * row_elements
+        values = rows.reshape(-1)[first - skipped : last - skipped]
+        if count := not_finite(values):
+            self.not_finite[f"{key} {part.dim} {part.start} {first}"] = count
+        return values

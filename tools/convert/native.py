@@ -1,7 +1,7 @@
 """Megaprec's own checkpoints as source and target of conversions."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial as bind
 from math import prod
@@ -25,7 +25,7 @@ from models.own_model import require_builtin
 from models.router import is_correction
 from tools.convert.core.rules import Match, logical_shapes
 from tools.convert.core.source import Facts, Origin, Source
-from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.target import JOURNAL, Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
@@ -42,9 +42,8 @@ from tools.convert.train_state import (
     tokenizer_files,
 )
 
-SCALES = (
-    "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
-)
+# Prefix of scales and amax histories, which belong to products, not to logical tensors.
+SCALES = "fp8/"
 MODEL_FILE = "model-00000.safetensors"
 OPTIMIZER_FILE = "optimizer-00000.safetensors"
 
@@ -75,23 +74,7 @@ def open_native(path: Path) -> Source:
     require_builtin(model, "conversion")
     index = store.index
     logical = {key: entry for key, entry in index["tensors"].items() if not key.startswith(SCALES)}
-    _check(path, model, store, logical)
-    files = {
-        name: safetensors_in(store.file(name))
-        for name in index["files"]
-        if name.endswith(".safetensors")
-    }
-    origins = [
-        Origin(
-            key,
-            (key,),
-            (tuple(e["shape"]),),
-            getattr(torch, e["dtype"]),
-            bind(_assembled, store, key, files),
-            bind(_rows, store, key, files),
-        )
-        for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
-    ]
+    _check_shapes(path, model, store, logical)
     names = tokenizer_files(store) if index.get("tokenizer") else []
     facts = Facts(
         index["optimizer"]["steps"],
@@ -106,97 +89,128 @@ def open_native(path: Path) -> Source:
         generation=read_table(store, "generation"),
         documents=read_documents(store),
     )
-    return Source(path, "megaprec", model, origins, facts, [store.file(name) for name in names])
+    tokenizer = [store.file(name) for name in names]
+    return Source(path, "megaprec", model, _origins(store, logical), facts, tokenizer)
 
 
-def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
-    by_muon = store.shapes(
-        MUON_MOMENTUM
-    ).keys()  # these have no other moment, and what is left has none of Muon
+def _origins(store: Store, logical: Mapping[str, Any]) -> list[Origin]:
+    """Return the origins of logical tensors: all of a tensor after another, whatever their kind.
+
+    logical: key -> its entry in the checkpoint's index.
+    """
+    files = {
+        name: safetensors_in(store.file(name))
+        for name in store.index["files"]
+        if name.endswith(".safetensors")
+    }
+
+    def name_then_kind(key: str) -> list[str]:
+        return key.split("/", 1)[::-1]
+
+    origins = []
+    for key in sorted(logical, key=name_then_kind):
+        entry = logical[key]
+        load = bind(_assemble, store, key, files)
+        rows = bind(_read_rows, store, key, files)
+        shape = tuple(entry["shape"])
+        origins.append(Origin(key, (key,), (shape,), getattr(torch, entry["dtype"]), load, rows))
+    return origins
+
+
+def _check_shapes(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
+    """Raise UserError unless the weights, and the moments that are there, are those of `model`."""
+    # Muon's tensors have no other moment, and the others have none of Muon.
+    by_muon = store.shapes(MUON_MOMENTUM).keys()
     for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
-        if shapes := store.shapes(kind):
-            wanted = {n: s for n, s in logical_shapes(model).items() if _has(kind, n, n in by_muon)}
-            found = [Match(n, (n,), SAME, "whole", s) for n, s in wanted.items()]
-            check_tensors(
-                path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()}
-            )
+        shapes = store.shapes(kind)
+        if not shapes:
+            continue
+        expected = [
+            Match(name, (name,), SAME, "whole", shape)
+            for name, shape in logical_shapes(model).items()
+            if _has_kind(kind, name, name in by_muon)
+        ]
+        stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        check_tensors(path, expected, stand_ins)
 
 
-def _has(kind: str, name: str, by_muon: bool) -> bool:
+def _has_kind(kind: str, name: str, by_muon: bool) -> bool:
     """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
     the tensor."""
     return kind == "weight" or (not is_correction(name) and (kind == MUON_MOMENTUM) == by_muon)
 
 
-def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
+def _assemble(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
     """Return a logical tensor, assembled from the chunks that ranks wrote."""
     entry = store.index["tensors"][key]
     kind, name = key.split("/", 1)
-    whole: Tensor | None = None
+    assembled: Tensor | None = None
     filled = 0
     for chunk in entry["chunks"]:
         stored = files[chunk["file"]].get(name if kind == "weight" else key)
+        # A file of another save, or half of one: the sum of elements tells it below.
         if stored is None or list(stored.shape) != stored_shape(chunk):
             break
         values = stored.read()
         filled += values.numel()
         if list(values.shape) == entry["shape"]:
-            whole = values
+            assembled = values
             continue
-        whole = torch.empty(entry["shape"], dtype=values.dtype) if whole is None else whole
+        if assembled is None:
+            assembled = torch.empty(entry["shape"], dtype=values.dtype)
+        # A chunk holds the values of several rectangles of the tensor, one after another.
         for offset, shape, start in blocks(chunk):
-            inside = tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))
-            whole[inside] = values.view(-1)[start : start + prod(shape)].view(shape)
-    if whole is None or filled != prod(entry["shape"]):
+            rectangle = tuple(
+                slice(first, first + size) for first, size in zip(offset, shape, strict=True)
+            )
+            block = values.view(-1)[start : start + prod(shape)]
+            assembled[rectangle] = block.view(shape)
+    if assembled is None or filled != prod(entry["shape"]):
         raise UserError(f"{store.path} lacks a part of {key}: it is damaged")
-    return [whole]
+    return [assembled]
 
 
-def _rows(
+def _read_rows(
     store: Store, key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int
 ) -> Tensor:
+    """Return rows [top, bottom) of a logical tensor."""
     entry = store.index["tensors"][key]
+    # One chunk that is the whole tensor is read from its file directly.
     if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
-        stored = files[entry["chunks"][0]["file"]].get(_name(key))
+        stored = files[entry["chunks"][0]["file"]].get(_name_in_file(key))
         if stored is not None and list(stored.shape) == entry["shape"]:
             return stored.rows(top, bottom)
-    row = entry["shape"][1:]
-    return store.rectangle(key, [top, *(0 for _ in row)], [bottom - top, *row])
+    row_shape = entry["shape"][1:]
+    return store.rectangle(key, [top, *(0 for _ in row_shape)], [bottom - top, *row_shape])
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments
     unchanged."""
-    names = list(logical_shapes(source.model))
-    dtypes = {
-        f"{kind}/{name}": source.dtype_in(f"{kind}/{name}", dtype if kind == "weight" else None)
-        for kind in source.kinds
-        for name in names
-        if kind == "weight"
-        or f"{kind}/{name}" in source.shapes  # Muon keeps a moment of matrices, AdamW two of others
-    }
-    size = sum(prod(source.shapes[key]) * kind.itemsize for key, kind in dtypes.items())
+    dtypes: dict[str, torch.dtype] = {}
+    for kind in source.kinds:
+        for name in logical_shapes(source.model):
+            key = f"{kind}/{name}"
+            if kind == "weight":
+                dtypes[key] = source.dtype_in(key, dtype)
+            elif key in source.shapes:  # Muon keeps a moment of matrices, AdamW two of others
+                dtypes[key] = source.dtype_in(key, None)
+    size = sum(prod(source.shapes[key]) * dtype.itemsize for key, dtype in dtypes.items())
 
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
-        for file, inside in _files(dtypes).items():
-            tensors = {_name(key): (dtypes[key], source.shapes[key]) for key in inside}
+        for file, keys in _keys_by_file(dtypes).items():
+            tensors = {_name_in_file(key): (dtypes[key], source.shapes[key]) for key in keys}
             starts = reserve_safetensors(folder / file, tensors, write)
-            writes += [
-                Write(
-                    key,
-                    (key,),
-                    _only,
-                    (Place(file, starts[_name(key)], bind(_as, dtypes[key])),),
-                    straight=True,
-                )
-                for key in inside
-            ]
+            for key in keys:
+                location = Location(file, starts[_name_in_file(key)], bind(_cast, dtypes[key]))
+                writes.append(Write(key, (key,), _only_part, (location,), straight=True))
         return writes
 
     def finish(folder: Path) -> None:
-        for file in source.tokenizer if main_file(source.tokenizer) else ():
-            (folder / file.name).write_bytes(read_whole(file))
+        if main_file(source.tokenizer):
+            for file in source.tokenizer:
+                (folder / file.name).write_bytes(read_whole(file))
         _write_index(folder, source, dtypes)
 
     return Target(
@@ -204,21 +218,21 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     )
 
 
-def _files(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
+def _keys_by_file(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
     weights = [key for key in dtypes if key.startswith("weight/")]
     moments = [key for key in dtypes if not key.startswith("weight/")]
     return {MODEL_FILE: weights} | ({OPTIMIZER_FILE: moments} if moments else {})
 
 
-def _name(key: str) -> str:
+def _name_in_file(key: str) -> str:
     return key.removeprefix("weight/")
 
 
-def _only(parts: Any) -> Tensor:
+def _only_part(parts: Any) -> Tensor:
     return parts[0]
 
 
-def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
     return values.to(dtype)
 
 
@@ -226,16 +240,14 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
     facts = source.facts
     progress = facts.progress or asdict(TrainState(facts.steps, facts.steps))
     tokenizer = main_file(source.tokenizer)
-    tensors = {
-        key: {
-            "dtype": str(dtype).removeprefix("torch."),
-            "shape": (shape := list(source.shapes[key])),
-            "chunks": [{"file": file, "offset": [0] * len(shape), "shape": shape}],
-        }
-        for file, inside in _files(dtypes).items()
-        for key, dtype in ((key, dtypes[key]) for key in inside)
-    }
-    files = [file for file in sorted(folder.iterdir()) if file.name != "journal.jsonl"]
+    tensors = {}
+    for file_name, keys in _keys_by_file(dtypes).items():
+        for key in keys:
+            shape = list(source.shapes[key])
+            chunk = {"file": file_name, "offset": [0] * len(shape), "shape": shape}
+            dtype = str(dtypes[key]).removeprefix("torch.")
+            tensors[key] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+    files = [file for file in sorted(folder.iterdir()) if file.name != JOURNAL]
     index = {
         "model": json.loads(source.model.model_dump_json()),
         "progress": progress,

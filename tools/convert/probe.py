@@ -34,18 +34,23 @@ from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
+# Sizes of the small model, of which the model that is checked may have fewer.
 LAYERS = 4
 HEAD = 16
 FFN = 48
 VOCAB = 64
 EXPERTS = 4
 LENGTH = 48
+LEAST_ORIGINAL = 8  # tokens of an original length
+LEAST_WINDOW = 5
 ORIGINAL = "original_max_position_embeddings"
 # of the published ones, not of the model computed
-OF_WEIGHTS = (
-    "quantization_config",
-    "initial_context_length",
-)
+OF_WEIGHTS = ("quantization_config", "initial_context_length")
+# Scales of random weights, such that every tensor changes the logits.
+EMBEDDING_SCALE = 0.02
+WEIGHT_SCALE = 0.25
+CORRECTION_SCALE = 0.1
+MOST_REASON = 300  # characters of an error of transformers that are shown
 CORRECTION = "e_score_correction_bias"
 Json = Mapping[str, Any]
 
@@ -57,28 +62,28 @@ def check_config(config: Json, name: str) -> str:
     Without transformers the line says that nothing was compared, and why.
     """
     try:
-        theirs = parameters(json.dumps(_without_weights(config)))
-        apart = difference(json.dumps(reduced(config)))
+        their_count = parameters(json.dumps(_without_weights(config)))
+        logit_difference = difference(json.dumps(reduced(config)))
     except ImportError as problem:
         return f"{name} was not compared with transformers, which {why_missing(problem)}"
     except UserError as error:
         raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
-    ours = from_hugging_face(config).alone.num_parameters
-    if theirs != ours:
+    our_count = from_hugging_face(config).alone.num_parameters
+    if their_count != our_count:
         raise UserError(
-            f"{name}: transformers makes another model of it: it has {theirs:,} parameters, "
-            f"and ours {ours:,}"
+            f"{name}: transformers makes another model of it: it has {their_count:,} parameters, "
+            f"and ours {our_count:,}"
             f"{if_untested()}; --no-verify goes on all the same"
         )
-    if not apart <= BOUND:
+    if not logit_difference <= BOUND:  # true of NaN too
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ "
-            f"by {apart:.3g} of the "
+            f"by {logit_difference:.3g} of the "
             f"largest{if_untested()}; --no-verify goes on all the same"
         )
     return (
         f"{name}: a small model of this kind computes what that of transformers does (float64, "
-        f"within {apart:.1g})"
+        f"within {logit_difference:.1g})"
     )
 
 
@@ -86,9 +91,9 @@ def verify_initial(folder: Path) -> str:
     """Return a line on the check of the folder's config.json; empty for formats that have none.
     Raises UserError if models differ.
     """
-    kind, found = format_of(folder)
+    kind, checkpoint = format_of(folder)
     if kind in WITH_CONFIG:
-        return check_config(read_config(found), f"train.init_from: {found / CONFIG}")
+        return check_config(read_config(checkpoint), f"train.init_from: {checkpoint / CONFIG}")
     return ""
 
 
@@ -111,76 +116,88 @@ def _hidden(model: ModelConfig, heads: int, head_dim: int) -> int:
     none, as `model`."""
     if model.hidden == model.heads * model.head_dim:
         return heads * head_dim
-    other = heads * (head_dim + 2)
-    return other if model.hidden % model.heads == 0 or heads == 1 else other + 1
+    multiple = heads * (head_dim + 2)
+    if model.hidden % model.heads == 0 or heads == 1:
+        return multiple
+    return multiple + 1
 
 
 def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small numbers of features, layers, heads and experts. Missing keys stay missing if
     that has a meaning."""
-    grouped = config.get("num_key_value_heads") is not None
+    states_kv_heads = config.get("num_key_value_heads") is not None
     kv_heads = min(model.kv_heads, 2)
+    # At most two groups of at most two heads.
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
-    if model.kv_heads != model.heads and not grouped:
+    if model.kv_heads != model.heads and not states_kv_heads:
         heads = model.heads  # of which the family's default is a part
-    head_dim = next(d for d in count(HEAD, 2) if turns(model, d))
-    sizes = {
+    head_dim = next(width for width in count(HEAD, 2) if turns(model, width))
+    ffn_key = "n_inner" if config["model_type"] == "gpt2" else "intermediate_size"
+    sizes: dict[str, Any] = {
         "hidden_size": _hidden(model, heads, head_dim),
         "num_attention_heads": heads,
         "vocab_size": min(model.vocab, VOCAB),
         "num_hidden_layers": min(model.layers, LAYERS),
-        ("n_inner" if config["model_type"] == "gpt2" else "intermediate_size"): FFN,
+        ffn_key: FFN,
     }
-    sizes |= {"num_key_value_heads": kv_heads} if grouped else {}
-    sizes |= {"head_dim": head_dim} if config.get("head_dim") is not None else {}
-    sizes |= _latents(config, model) if model.latent else {}
-    return sizes | (_expert_sizes(config, model) if model.experts else {})
+    if states_kv_heads:
+        sizes["num_key_value_heads"] = kv_heads
+    if config.get("head_dim") is not None:
+        sizes["head_dim"] = head_dim
+    if model.latent:
+        sizes |= _latents(config, model)
+    if model.experts:
+        sizes |= _expert_sizes(config, model)
+    return sizes
 
 
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small numbers of experts, in groups of the same number, and layers without experts of
     each kind."""
-    keys = ("num_local_experts", "n_routed_experts", "num_experts")
-    first_k = "first_k_dense_replace" in DEFAULTS[config["model_type"]]
-    usual = "n_routed_experts" if first_k else "num_experts"
-    key = next((key for key in keys if config.get(key) is not None), usual)
+    defaults = DEFAULTS[config["model_type"]]
+    has_leading_dense = "first_k_dense_replace" in defaults
+    key = "n_routed_experts" if has_leading_dense else "num_experts"
+    for stated_key in ("num_local_experts", "n_routed_experts", "num_experts"):
+        if config.get(stated_key) is not None:
+            key = stated_key
+            break
     least = max(EXPERTS, model.experts_per_token + 1)
-    sizes: dict[str, Any] = {
-        key: min(model.experts, model.router.at_least(least, model.experts_per_token))
-    }
-    if "moe_intermediate_size" in DEFAULTS[config["model_type"]]:
+    experts = min(model.experts, model.router.at_least(least, model.experts_per_token))
+    sizes: dict[str, Any] = {key: experts}
+    if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
-    kinds = _spread(
-        [n in model.dense_layers for n in range(model.layers)], min(model.layers, LAYERS)
-    )
-    dense = [n for n, one in enumerate(kinds) if one]
-    if first_k:
-        sizes["first_k_dense_replace"] = len(dense)
+    is_dense = [layer in model.dense_layers for layer in range(model.layers)]
+    is_dense = _spread(is_dense, min(model.layers, LAYERS))
+    dense_layers = [layer for layer, dense in enumerate(is_dense) if dense]
+    if has_leading_dense:
+        sizes["first_k_dense_replace"] = len(dense_layers)
     elif model.dense_layers:
-        sizes |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        sizes |= {"mlp_only_layers": dense_layers, "decoder_sparse_step": 1}
     return sizes
 
 
 def _latents(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small latents, and the widths that follow from them where the file states them."""
-    sizes = model.latent
-    turning = min(sizes.rope_dim, HEAD // 2)
-    still = min(sizes.nope_dim, HEAD // 2)
-    follow = {"head_dim": turning, "qk_head_dim": turning + still}
-    return {
-        "q_lora_rank": min(sizes.query_rank, HEAD) or None,
-        "kv_lora_rank": min(sizes.kv_rank, HEAD),
-        "qk_rope_head_dim": turning,
-        "qk_nope_head_dim": still,
-        "v_head_dim": min(sizes.value_dim, HEAD),
-        **{key: value for key, value in follow.items() if config.get(key) is not None},
+    latent = model.latent
+    rope_dim = min(latent.rope_dim, HEAD // 2)
+    nope_dim = min(latent.nope_dim, HEAD // 2)
+    sizes = {
+        "q_lora_rank": min(latent.query_rank, HEAD) or None,
+        "kv_lora_rank": min(latent.kv_rank, HEAD),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": nope_dim,
+        "v_head_dim": min(latent.value_dim, HEAD),
     }
+    for key, width in (("head_dim", rope_dim), ("qk_head_dim", rope_dim + nope_dim)):
+        if config.get(key) is not None:
+            sizes[key] = width
+    return sizes
 
 
 def turns(model: ModelConfig, head_dim: int) -> bool:
     """Return True if rotary positions work with heads of this width."""
-    turning = int(head_dim * model.rotary_fraction)
-    return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
+    rotary_dims = int(head_dim * model.rotary_fraction)
+    return model.positions != "rope" or (rotary_dims > 2 and rotary_dims % 2 == 0)
 
 
 def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
@@ -188,34 +205,38 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
     longest = min(model.max_positions, LENGTH)
     layers = min(model.layers, LAYERS)
 
-    def shrunk(length: int, least: int) -> int:
+    def reduced_length(length: int, least: int) -> int:
         return min(length, max(least, length * longest // model.max_positions))
 
     lengths: dict[str, Any] = {"max_position_embeddings": longest}
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key):
-            original = config[key].get(ORIGINAL)
-            lengths[key] = dict(config[key]) | ({ORIGINAL: shrunk(original, 8)} if original else {})
+            lengths[key] = dict(config[key])
+            if original := config[key].get(ORIGINAL):
+                lengths[key][ORIGINAL] = reduced_length(original, LEAST_ORIGINAL)
     if config.get(ORIGINAL):
-        lengths[ORIGINAL] = shrunk(config[ORIGINAL], 8)
+        lengths[ORIGINAL] = reduced_length(config[ORIGINAL], LEAST_ORIGINAL)
     if model.window:
-        lengths["sliding_window"] = shrunk(model.window, 5)
+        lengths["sliding_window"] = reduced_length(model.window, LEAST_WINDOW)
     if types := config.get("layer_types"):
         lengths["layer_types"] = _spread(types, layers)
-    elif (
-        model.window
-        and config.get("use_sliding_window")
-        and not config["model_type"].endswith("_moe")
-    ):
-        has = [not model.window_layers or n in model.window_layers for n in range(model.layers)]
-        lengths["max_window_layers"] = _spread(has, layers).index(True)
+    elif model.window and _has_first_window_layer(config):
+        window_layers = model.window_layers or range(model.layers)
+        has_window = [layer in window_layers for layer in range(model.layers)]
+        lengths["max_window_layers"] = _spread(has_window, layers).index(True)
     return lengths
+
+
+def _has_first_window_layer(config: Json) -> bool:
+    """Return True for families that say by max_window_layers from which layer on there is a
+    window."""
+    return bool(config.get("use_sliding_window")) and not config["model_type"].endswith("_moe")
 
 
 def _spread(kinds: list[Any], layers: int) -> list[Any]:
     """Return the kinds of so many layers, spread as `kinds` are, with the kinds that would be
     missing at the end."""
-    chosen = [kinds[n * len(kinds) // layers] for n in range(layers)]
+    chosen = [kinds[layer * len(kinds) // layers] for layer in range(layers)]
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
     return chosen[: layers - len(missing)] + missing
 
@@ -237,12 +258,12 @@ def parameters(config: str) -> int:
                 )
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
-    corrections = [one for name, one in model.named_buffers() if name.endswith(CORRECTION)]
-    return sum(one.numel() for one in (*model.parameters(), *corrections))
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *corrections))
 
 
 def _no_model(error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:300]
+    reason = " ".join(str(error).split())[:MOST_REASON]
     return UserError(
         f"transformers makes no model of config.json ({type(error).__name__}: "
         f"{reason}){if_untested()}; "
@@ -255,17 +276,21 @@ def difference(config: str) -> float:
     """Return the largest difference of float64 logits, relative to the largest logit. ImportError
     without transformers.
     """
-    given = json.loads(config)
-    model = from_hugging_face(given)
-    length = model.max_positions if model.positions == "learned" else model.max_positions * 3 // 2
+    settings = json.loads(config)
+    model = from_hugging_face(settings)
+    length = model.max_positions
+    if model.positions != "learned":
+        length = model.max_positions * 3 // 2  # more than any window or length
     threads = torch.get_num_threads()
     ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
         with TemporaryDirectory(prefix="megaprec_probe_") as name:
             folder = Path(name)
-            theirs = _theirs(given, folder, ids)
+            theirs = _logits_of_transformers(settings, folder, ids)
             (folder / CONFIG).write_text(config)
+            # Our model reads the weights that transformers has saved: names and layouts are tried
+            # too.
             ours = load_stage(open_hf(folder), "fp64")(ids.t()).transpose(0, 1).detach()
     finally:
         torch.set_num_threads(threads)
@@ -273,12 +298,12 @@ def difference(config: str) -> float:
 
 
 @torch.no_grad()
-def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
+def _logits_of_transformers(config: Json, folder: Path, ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
     saves in `folder`."""
     with quiet_transformers() as transformers, _float32_is_float64():
         try:
-            model = _made(transformers, config)
+            model = _make_model(transformers, config)
             logits = model(ids).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
@@ -291,27 +316,31 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
     return logits
 
 
-def _made(transformers: Any, config: Json) -> Any:
+def _make_model(transformers: Any, config: Json) -> Any:
+    """Return transformers' model of a config.json in float64, with random weights."""
     settings = transformers.AutoConfig.for_model(**config)
     settings._experts_implementation = "eager"  # others have no float64
     model = transformers.AutoModelForCausalLM.from_config(
         settings, attn_implementation="eager", dtype=torch.float64
     ).eval()
-    _draw(model)
+    _draw_weights(model)
     return model
 
 
-def _draw(model: Any) -> None:
+def _draw_weights(model: Any) -> None:
     """Draw weights such that every tensor matters; embeddings are small, so that the epsilon of
     norms matters too."""
-    dice = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         embeds = any(part in name for part in ("embed_in", "embed_tokens", "wte", "wpe"))
-        parameter.copy_((0.02 if embeds else 0.25) * noise + float("norm" in name or "ln_" in name))
+        scale = EMBEDDING_SCALE if embeds else WEIGHT_SCALE
+        mean = float("norm" in name or "ln_" in name)
+        parameter.copy_(scale * noise + mean)
     for name, buffer in model.named_buffers():
         if name.endswith(CORRECTION):
-            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=dice, dtype=torch.float64))
+            noise = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
+            buffer.copy_(CORRECTION_SCALE * noise)
 
 
 @contextmanager

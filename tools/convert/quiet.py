@@ -17,7 +17,7 @@ from megaprec.tested_versions import untested
 def if_untested() -> str:
     """Return the end of a line on what failed: the version of transformers, empty if it is a tested
     one."""
-    return "".join(f"; {said}" for said in untested("transformers"))
+    return "".join(f"; {description}" for description in untested("transformers"))
 
 
 def why_missing(problem: ImportError) -> str:

@@ -24,8 +24,9 @@ class TrainState:
     rate.
 
     Samples and tokens are counted, for a resumed run may have another batch size or sequence
-    length. samples: the place in the data, of which a run with another sequence length keeps the
-    tokens. skipped_tokens: those of skipped steps.
+    length.
+    samples: the position in the data, of which a run with another sequence length keeps the tokens.
+    skipped_tokens: those of skipped steps.
     """
 
     step: int = 0
@@ -49,6 +50,7 @@ def newest(folder: Path) -> Store | None:
     """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged
     one."""
     path = latest(folder)
+    # A damaged checkpoint is named with its remedy, not taken for none.
     if path is None:
         return None
     try:
@@ -72,7 +74,7 @@ def kept(store: Store, key: str) -> Any:
 
 def read_progress(store: Store) -> TrainState:
     """Return the progress of the run. Raises UserError if it is missing or damaged."""
-    saved = _table(store, "progress", asdict(TrainState()), {"skipped_tokens"})
+    saved = _read_counts(store, "progress", asdict(TrainState()), {"skipped_tokens"})
     progress = TrainState(**saved)
     if "skipped_tokens" in saved or not progress.samples:
         return progress
@@ -83,7 +85,8 @@ def read_progress(store: Store) -> TrainState:
 
 def read_watch(store: Store) -> dict[str, Any]:
     """Return the state of the OverflowMonitor. Raises UserError if it is damaged."""
-    return _table(store, "watch", OverflowMonitor(LossScaling()).state_dict(), {"bad_losses"})
+    example = OverflowMonitor(LossScaling()).state_dict()
+    return _read_counts(store, "watch", example, {"bad_losses"})
 
 
 def read_model(store: Store) -> ModelConfig:
@@ -131,15 +134,15 @@ def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
     """
     saved = read_table(store, key)
     for value in saved.values():
-        if isinstance(value, list):
-            ids = value
-        elif value is None:
-            ids = []
-        else:
-            ids = [value]
-        if not all(type(one) is int and abs(one) < 2**31 for one in ids):  # -1 stands for none
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and not all(map(_is_id, ids)):
             raise _damaged(store, key)
     return saved
+
+
+def _is_id(value: Any) -> bool:
+    """Return True for the id of a token, or for -1, which stands for none."""
+    return type(value) is int and abs(value) < 2**31
 
 
 def read_documents(store: Store) -> dict[str, int | None]:
@@ -159,28 +162,31 @@ def read_documents(store: Store) -> dict[str, int | None]:
     return ids
 
 
-def _table(
-    store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()
+def _read_counts(
+    store: Store, key: str, example: dict[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the table stored as `key`, if it has the keys of `like` with values of the same
+    """Return the table stored as `key`, if it has the keys of `example` with values of the same
     types."""
     saved = kept(store, key)
-    _require_known(store, key, saved, like)
-    fits = all(type(value) is type(like[name]) and _counts(value) for name, value in saved.items())
-    if not fits or like.keys() - saved.keys() - set(may_lack):
+    _require_known(store, key, saved, example)
+    for name, value in saved.items():
+        is_negative = isinstance(value, int) and value < 0
+        if type(value) is not type(example[name]) or is_negative:
+            raise _damaged(store, key)
+    if example.keys() - saved.keys() - set(optional):
         raise _damaged(store, key)
     return saved
 
 
 def _require_known(store: Store, key: str, saved: Any, known: Collection[str]) -> None:
+    """Raise UserError for what is no table, or has keys that only a newer version can have
+    written."""
     if not isinstance(saved, dict):
         raise _damaged(store, key)
-    if unknown := sorted(saved.keys() - set(known)):
-        raise newer_version(store.path, f"says {', '.join(f'{key}.{name}' for name in unknown)}")
-
-
-def _counts(value: Any) -> bool:
-    return not isinstance(value, int) or value >= 0
+    unknown = sorted(saved.keys() - set(known))
+    if unknown:
+        names = ", ".join(f"{key}.{name}" for name in unknown)
+        raise newer_version(store.path, f"says {names}")
 
 
 def _damaged(store: Store, key: str) -> UserError:

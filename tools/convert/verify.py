@@ -29,6 +29,7 @@ from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 BOUND = 1e-5
 TOKENS = 64
 SAMPLES = 2
+MOST_REASON = 300  # characters of an error of transformers that are shown
 
 Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
@@ -45,34 +46,38 @@ def compare_logits(
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
     ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
-    one = logits(first, ids, torch.float32, vocab, model)
-    other = logits(second, ids, torch.float32, vocab)
-    for path, found in ((first, one), (second, other)):
-        if not found.isfinite().all():
+    first_logits = logits(first, ids, torch.float32, vocab, model)
+    second_logits = logits(second, ids, torch.float32, vocab)
+    for path, values in ((first, first_logits), (second, second_logits)):
+        if not values.isfinite().all():
             raise UserError(
                 f"the logits of {path} are NaN or infinite, so --verify logits has nothing to "
                 "compare"
             )
-    apart = (one - other).abs().max().item()
-    largest = one.abs().max().item()
-    if not apart <= BOUND * max(1.0, largest):
+    difference = (first_logits - second_logits).abs().max().item()
+    largest = first_logits.abs().max().item()
+    # `not <=` is true of NaN too
+    if not difference <= BOUND * max(1.0, largest):
+        by_transformers = any(map(_is_run_by_transformers, (first, second)))
         raise UserError(
-            f"{first} and {second} are not the same model: FP32 logits differ by up to {apart:.3g} "
+            f"{first} and {second} are not the same model: FP32 logits differ by up to "
+            f"{difference:.3g} "
             f"(largest logit {largest:.3g}, bound {BOUND:g})"
-            f"{if_untested() if any(map(_is_theirs, (first, second))) else ''}"
+            f"{if_untested() if by_transformers else ''}"
         )
-    half = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
-    other_half = logits(second, ids, torch.bfloat16, vocab).argmax(-1)
-    agree = (half == other_half).double().mean().item()
-    ours = [
+    # In bf16 both round, each in an order of its own: only the choice is compared.
+    first_tokens = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
+    second_tokens = logits(second, ids, torch.bfloat16, vocab).argmax(-1)
+    agreement = (first_tokens == second_tokens).double().mean().item()
+    remarks = [
         f"; {path} is in FP8, which transformers rounds otherwise: megaprec ran it"
         for path in (first, second)
         if in_fp8(path)
     ]
     return (
-        f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest "
+        f"logits of {ids.numel()} tokens: FP32 differ by at most {difference:.3g} (largest "
         f"{largest:.3g}, bound {BOUND:g}), "
-        f"in bf16 {agree:.1%} of the likeliest tokens agree{''.join(ours)}"
+        f"in bf16 {agreement:.1%} of the likeliest tokens agree{''.join(remarks)}"
     )
 
 
@@ -80,13 +85,13 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
     """Raise UserError if a conversion to `dtype` rounds weights, so that logits cannot be the
     same."""
     for key in source.keys("weight"):
-        own = source.dtype(key)
-        wanted = source.dtype_in(key, dtype)
-        if torch.promote_types(own, wanted) != wanted:
-            before, after = (str(one).removeprefix("torch.") for one in (own, wanted))
+        before = source.dtype(key)
+        after = source.dtype_in(key, dtype)
+        if torch.promote_types(before, after) != after:
+            before_name, after_name = (str(each).removeprefix("torch.") for each in (before, after))
             raise UserError(
                 f"--verify logits compares the same weights, and --dtype rounds {key} from "
-                f"{before} to {after}: "
+                f"{before_name} to {after_name}: "
                 "leave one of the two out"
             )
 
@@ -101,44 +106,44 @@ def logits(
 ) -> Tensor:
     """Return FP32 logits [b, s, vocab], computed in `dtype`. vocab, model: of `path`, if it does
     not say them."""
-    if _is_theirs(path):
-        forward = _theirs(format_of(path)[1], dtype)
+    if _is_run_by_transformers(path):
+        _, folder = format_of(path)
+        forward = _forward_of_transformers(folder, dtype)
     else:
-        forward = _ours(open_intact(path, vocab, model=model), dtype)
+        forward = _forward_of_megaprec(open_intact(path, vocab, model=model), dtype)
     return forward(ids).float()
 
 
-def _is_theirs(path: Path) -> bool:
+def _is_run_by_transformers(path: Path) -> bool:
     """Return True if transformers computes the logits of a checkpoint."""
-    kind, found = format_of(path)
-    return kind in ("hf", "colossalai") and not in_fp8(found)  # one format
+    kind, folder = format_of(path)
+    return kind in ("hf", "colossalai") and not in_fp8(folder)  # one format
 
 
-def _theirs(path: Path, dtype: torch.dtype) -> Forward:
+def _forward_of_transformers(path: Path, dtype: torch.dtype) -> Forward:
     try:
         with quiet_transformers() as transformers:
-            return _loaded(transformers, path, dtype)
+            return _load_with_transformers(transformers, path, dtype)
     except ImportError as problem:
         raise UserError(
             f"--verify logits needs the package transformers, which {why_missing(problem)}"
         ) from problem
 
 
-def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
+def _load_with_transformers(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
     """Return the model that transformers loads. Raises UserError if it cannot, whatever the
     reason."""
     try:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        settings._experts_implementation = (
-            "eager"  # torch's grouped products know only widths of 16 bytes
-        )
+        # torch's grouped products know only widths of 16 bytes
+        settings._experts_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, config=settings, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
     except ImportError:
         raise
     except Exception as error:  # a library that reads the files of others has many kinds
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:MOST_REASON]
         raise UserError(
             f"{path} is not loaded by transformers ({type(error).__name__}: "
             f"{reason}){if_untested()}"
@@ -147,7 +152,7 @@ def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
     return lambda ids: model(ids).logits
 
 
-def _ours(source: Source, dtype: torch.dtype) -> Forward:
+def _forward_of_megaprec(source: Source, dtype: torch.dtype) -> Forward:
     stage = load_stage(source, "fp32" if dtype == torch.float32 else "bf16")
     return lambda ids: stage(ids.t()).transpose(0, 1)
 
@@ -165,9 +170,11 @@ def read_weights(stage: Stage, source: Source) -> None:
     """Copy the weights of `source` into a stage, in the dtype that its plan has for them. It reads
     what it holds."""
     slices = Slices(source)
+    precision = stage.context.plan
     for parameter in stage.parameters():
-        wide = stage.context.plan.sensitive
-        counts = layout_of(parameter).balancing is not None
-        parameter.data = parameter.data.to(wide if counts else stage.context.plan.parameters)
+        # A router's correction balances loads, and is not rounded as weights are.
+        is_correction = layout_of(parameter).balancing is not None
+        dtype = precision.sensitive if is_correction else precision.parameters
+        parameter.data = parameter.data.to(dtype)
         for part, first, last in layout_of(parameter).spans():
             parameter.view(-1)[first:last] = slices.read_range("weight", part, 0, last - first)

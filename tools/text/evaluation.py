@@ -19,12 +19,16 @@ from tools.text.windows import Document, Window, windows
 
 POOL = 512  # windows that are sorted by length together, so that little is padded
 LOGITS = 1 << 25  # of a batch at most, unless one window has more
+LARGEST_EXPONENT = 700  # math.exp overflows above 709
 
 
 @dataclass
 class Score:
-    """Sums over texts. nats: of the losses of `tokens` tokens. size: bytes of the texts; None if
-    they are unknown."""
+    """Sums over texts.
+
+    nats: of the losses of `tokens` tokens.
+    size: bytes of the texts; None if they are unknown.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -38,7 +42,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        if self.loss < 700:
+        if self.loss < LARGEST_EXPONENT:
             return math.exp(self.loss)
         if self.loss > 0:
             return math.inf
@@ -47,6 +51,14 @@ class Score:
     @property
     def bits_per_byte(self) -> float | None:
         return self.nats / math.log(2) / self.size if self.size else None
+
+    def add_document(self, size: int | None) -> None:
+        """Count a document. size: bytes of its text; None if they are unknown."""
+        self.documents += 1
+        if self.size is None or size is None:
+            self.size = None
+        else:
+            self.size += size
 
 
 @torch.no_grad()
@@ -58,45 +70,47 @@ def score(
     stride: int,
     report: Callable[[int], None],
 ) -> Score:
-    """Return the score of a model on documents.
+    """Return the score of a model on documents. Replicas share the batches; all ranks of the
+    model's layout return the same score.
 
     begin: id of the token before a document; None: the first token of each is not predicted, and
-    the bytes of those that are are not known. length, stride: of the windows, in tokens, see
-    `tools.text.windows`. report: called with the number of tokens after each batch. Replicas share
-    the batches. All ranks of the model's layout return the same score.
+        the bytes of those that are are not known.
+    length, stride: of the windows, in tokens, see `tools.text.windows`.
+    report: called with the number of tokens after each batch.
     """
     config = model.any.config
     total = Score(size=None if begin is None else 0)
 
-    def cut() -> Iterator[Window]:
+    def all_windows() -> Iterator[Window]:
         for text in texts:
-            total.documents += 1
-            total.size = None if total.size is None or text.size is None else total.size + text.size
+            total.add_document(text.size)
             yield from windows(text.ids, begin, length, stride)
 
-    every = batches(cut(), LOGITS // config.vocab, config.rope_scaling.kind == "dynamic")
-    for number, batch in enumerate(every):
-        counted = sum(len(window.targets) - window.first for window in batch)
-        total.tokens += counted
+    same_length = config.rope_scaling.kind == "dynamic"
+    for number, batch in enumerate(batches(all_windows(), LOGITS // config.vocab, same_length)):
+        targets = sum(len(window.targets) - window.first for window in batch)
+        total.tokens += targets
+        # Replicas take the batches in turn.
         if number % model.dp.size == model.dp.rank:
             total.nats += _nats(model, batch)
-        report(counted)
+        report(targets)
     total.nats = model.world.sum_(torch.tensor(total.nats, dtype=torch.float64)).item()
     return total
 
 
-def batches(every: Iterable[Window], tokens: int, same_length: bool) -> Iterator[list[Window]]:
+def batches(samples: Iterable[Window], tokens: int, same_length: bool) -> Iterator[list[Window]]:
     """Yield the windows in batches of about `tokens` tokens, padding included, those of similar
     length together.
 
     same_length: the windows of a batch have the same length, for models whose angles depend on it.
     """
-    waiting = iter(every)
-    while pool := sorted(islice(waiting, POOL), key=lambda window: len(window.tokens)):
+    unsorted = iter(samples)
+    while pool := sorted(islice(unsorted, POOL), key=lambda window: len(window.tokens)):
         batch = [pool[0]]
         for window in pool[1:]:
-            long = len(window.tokens)
-            if (len(batch) + 1) * long > tokens or (same_length and long > len(batch[-1].tokens)):
+            length = len(window.tokens)  # at least that of all windows before
+            is_full = (len(batch) + 1) * length > tokens
+            if is_full or (same_length and length > len(batch[-1].tokens)):
                 yield batch
                 batch = []
             batch.append(window)
@@ -113,6 +127,7 @@ def _nats(model: Relay, batch: list[Window]) -> float:
     losses = model.last.losses(logits, targets)
     if model.last.context.tp.rank:  # it has the same losses as the first
         return 0.0
+    # In float64, for a sum over many tokens.
     return float(losses[counts].double().sum())
 
 
@@ -124,14 +139,18 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
     """
     context = model.any.context
     unit = context.tp.size if context.cut_sequence else 1
-    longest = -(-max(len(window.tokens) for window in batch) // unit) * unit
-    tokens, targets = np.zeros((2, longest, len(batch)), np.int64)
-    counts = np.zeros((longest, len(batch)), bool)
+    longest = max(len(window.tokens) for window in batch)
+    shape = (-(-longest // unit) * unit, len(batch))
+    tokens = np.zeros(shape, np.int64)
+    targets = np.zeros(shape, np.int64)
+    counts = np.zeros(shape, bool)
     for column, window in enumerate(batch):
-        here = len(window.tokens)
-        tokens[:here, column], targets[:here, column] = window.tokens, window.targets
-        counts[window.first : here, column] = True
-    ids, after, counted = (
-        torch.from_numpy(one).to(model.device) for one in (tokens, targets, counts)
+        length = len(window.tokens)
+        tokens[:length, column] = window.tokens
+        targets[:length, column] = window.targets
+        counts[window.first : length, column] = True
+    return (
+        torch.from_numpy(tokens).to(model.device),
+        torch.from_numpy(targets).to(model.device),
+        torch.from_numpy(counts).to(model.device),
     )
-    return ids, after, counted

@@ -16,9 +16,11 @@ from tools.text.sampling import Sampling
 def harmless(text: str) -> str:
     """Return `text` for a terminal, with control characters, which an untrained model may emit, as
     U+FFFD."""
-    return "".join(
-        "\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text
-    )
+    shown = []
+    for character in text:
+        is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
+        shown.append("\ufffd" if is_control else character)
+    return "".join(shown)
 
 
 class Generation:
@@ -46,12 +48,13 @@ class Generation:
         self._model = model
         self._limit = tokens
         self._sampling = sampling
-        self._tokenizer = _tokenizer(model)
+        self._tokenizer = _require_tokenizer(model)
         self._stop = tuple(stop)
         self._barred = _barred(self._tokenizer, model.stage.config.vocab)
         self._generator = torch.Generator().manual_seed(seed)
-        self._ids = ([] if model.begin is None else [model.begin]) + self._tokenizer.encode(prompt)
-        self._prompt = len(self._ids)
+        begin = [] if model.begin is None else [model.begin]
+        self._ids = begin + self._tokenizer.encode(prompt)
+        self._prompt_length = len(self._ids)
         self.finish = ""
         self.slid = False
         if not self._ids:
@@ -63,7 +66,7 @@ class Generation:
     @property
     def ids(self) -> list[int]:
         """Return the tokens generated so far."""
-        return self._ids[self._prompt :]
+        return self._ids[self._prompt_length :]
 
     @property
     def tokens(self) -> int:
@@ -72,50 +75,55 @@ class Generation:
     def __iter__(self) -> Iterator[str]:
         """Yield text as soon as it is certain: whole characters, and no beginning of a stop
         string."""
-        said = 0
+        yielded = 0  # characters
         text = ""
         for text in self._texts():
-            if (place := _earliest(text, self._stop)) is not None:
+            stop = _earliest(text, self._stop)
+            if stop is not None:
                 self.finish = "stop"
-                yield text[said:place]
+                yield text[yielded:stop]
                 return
-            if (certain := len(text) - _begun(text, self._stop)) > said:
-                yield text[said:certain]
-                said = certain
-        yield text[said:]
+            certain = len(text) - _possible_stop_length(text, self._stop)
+            if certain > yielded:
+                yield text[yielded:certain]
+                yielded = certain
+        yield text[yielded:]
 
     def _texts(self) -> Iterator[str]:
         """Yield the text so far after each token, without a character at its end that is not
         complete."""
-        before = self._tokenizer.decode(self._ids)
+        # Decoded together with the prompt, for a token's text may depend on the one before.
+        prompt = self._tokenizer.decode(self._ids)
         yield ""
-        for _ in self._chosen():
-            whole = self._tokenizer.decode(self._ids)
+        for _ in self._append_tokens():
+            text = self._tokenizer.decode(self._ids)
             # a character of several tokens may not be complete yet
-            yield whole[len(before) :].rstrip("\ufffd")
+            yield text[len(prompt) :].rstrip("\ufffd")
 
-    def _chosen(self) -> Iterator[int]:
+    def _append_tokens(self) -> Iterator[int]:
         """Choose and append tokens; set `finish` at the end."""
         stage = self._model.stage
         positions = stage.config.max_positions
-        stage.start(min(self._prompt + self._limit, positions))
-        new = self._ids
+        stage.start(min(self._prompt_length + self._limit, positions))
+        new_ids = self._ids  # that the cache does not have
         for _ in range(self._limit):
+            # The cache holds positions that no longer apply: the newest tokens are computed anew.
             if len(self._ids) > positions:
                 self.slid = True
                 stage.start(positions)
-                new = self._ids[-positions:]
-            logits = stage.extend(torch.tensor(new)[:, None])[0]
-            new = [self._sampling.choose(logits, self._generator, self._barred)]
-            self._ids += new
-            if new[0] in self._model.ends:
+                new_ids = self._ids[-positions:]
+            logits = stage.extend(torch.tensor(new_ids)[:, None])[0]
+            token = self._sampling.choose(logits, self._generator, self._barred)
+            new_ids = [token]
+            self._ids.append(token)
+            if token in self._model.ends:
                 self.finish = "end"
                 return
-            yield new[0]
+            yield token
         self.finish = "length"
 
 
-def _tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
+def _require_tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
     if model.tokenizer is None:
         raise UserError(
             "the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE"
@@ -126,20 +134,25 @@ def _tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
 def _barred(tokenizer: Tokenizer, vocab: int) -> Tensor | None:
     """Return [vocab], True for ids that the tokenizer has no token for; None if it has one for
     each."""
-    strange = [*range(tokenizer.vocab_size, vocab), *tokenizer.holes]
-    if strange:
-        return torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(strange), True)
-    return None
+    barred_ids = [*range(tokenizer.vocab_size, vocab), *tokenizer.holes]
+    if not barred_ids:
+        return None
+    barred = torch.zeros(vocab, dtype=torch.bool)
+    return barred.index_fill(0, torch.tensor(barred_ids), True)
 
 
 def _earliest(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first of the stop strings begins in the text; None if there is none."""
-    return min((place for word in stop if (place := text.find(word)) >= 0), default=None)
+    positions = [text.find(word) for word in stop]
+    return min((position for position in positions if position >= 0), default=None)
 
 
-def _begun(text: str, stop: Sequence[str]) -> int:
+def _possible_stop_length(text: str, stop: Sequence[str]) -> int:
     """Return the number of characters at the end of the text that may turn out to begin a stop
     string."""
-    return max(
-        (n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0
-    )
+    longest = 0
+    for word in stop:
+        for length in range(1, len(word)):
+            if text.endswith(word[:length]):
+                longest = max(longest, length)
+    return longest

@@ -22,44 +22,64 @@ def likelihoods(
     """Return for each window the log probability of its targets that count, and if each is the
     likeliest token.
 
-    windows: the same on all ranks, which return the same. report: called with the number of windows
-        of each batch.
+    windows: the same on all ranks, which return the same.
+    report: called with the number of windows of each batch.
     """
-    # log probability, other tokens
-    found = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
-    place = {id(window): n for n, window in enumerate(windows)}
     config = model.any.config
-    every = [*batches(windows, LOGITS // config.vocab, config.rope_scaling.kind == "dynamic")]
-    for number, batch in enumerate(every):
-        if number % model.dp.size == model.dp.rank:
-            found[[place[id(window)] for window in batch]] = _of_batch(model, batch)
+    replicas = model.dp  # they share the batches
+    # Of each window: the log probability, and how many targets are not the likeliest token.
+    sums = _zero_sums(model, len(windows))
+    rows = {id(window): number for number, window in enumerate(windows)}
+    tokens = LOGITS // config.vocab  # of a batch
+    same_length = config.rope_scaling.kind == "dynamic"
+    all_batches = list(batches(windows, tokens, same_length))
+    for number, batch in enumerate(all_batches):
+        if number % replicas.size == replicas.rank:
+            rows_of_batch = [rows[id(window)] for window in batch]
+            sums[rows_of_batch] = _sums_of_batch(model, batch)
         report(len(batch))
-    if model.any.context.experts is not None and model.dp.rank >= (
-        len(every) % model.dp.size or model.dp.size
-    ):
-        # tokens of replicas with a batch more may travel to this rank's experts
-        _of_batch(model, every[0])
-    return [(said, not others) for said, others in model.world.sum_(found).tolist()]
+    busy_replicas = len(all_batches) % replicas.size or replicas.size  # in the last round
+    is_idle = replicas.rank >= busy_replicas
+    if is_idle and model.any.context.experts is not None:
+        # Tokens of the busy replicas may travel to this rank's experts, so it computes too.
+        _sums_of_batch(model, all_batches[0])
+    totals = model.world.sum_(sums).tolist()
+    return [(log_probability, not unlikely) for log_probability, unlikely in totals]
 
 
-def _of_batch(model: Relay, batch: list[Window]) -> Tensor:
+def _zero_sums(model: Relay, count: int) -> Tensor:
+    """Return float64 [count, 2], on the model's device."""
+    return torch.zeros(count, 2, dtype=torch.float64, device=model.device)
+
+
+def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
-    if logits is None or model.last is None:
-        return torch.zeros(len(batch), 2, dtype=torch.float64, device=model.device)
-    losses = model.last.losses(logits, targets).double()
-    others = ~_likeliest(model.last, logits, targets)
-    sums = torch.stack(((-losses * counts).sum(0), (others & counts).double().sum(0)), dim=1)
-    return sums * (model.last.context.tp.rank == 0)  # other tensor ranks have the same
+    stage = model.last
+    if logits is None or stage is None:
+        return _zero_sums(model, len(batch))
+    losses = stage.losses(logits, targets).double()
+    log_probabilities = (-losses * counts).sum(0)
+    likeliest = _are_likeliest(stage, logits, targets)
+    unlikely = (~likeliest & counts).double().sum(0)
+    sums = torch.stack((log_probabilities, unlikely), dim=1)
+    is_first = stage.context.tp.rank == 0  # other tensor ranks have the same sums
+    return sums * is_first
 
 
-def _likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
-    """Return which targets have the largest logit, bool [s, b]. logits: [s, b, own vocabulary]."""
+def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return which targets have the largest logit, bool [s, b]; max over the tensor axis. logits:
+    [s, b, this rank's vocabulary]."""
     part = layout_of(stage.head).parts[0]
+    rows = part.local[0]  # of the vocabulary, on this rank
     tp = stage.context.tp
-    own = logits[..., : part.local[0]].double()  # without padding
-    local = targets - part.start
-    here = (local >= 0) & (local < part.local[0])
-    chosen = own.gather(-1, local.clamp(0, part.local[0] - 1)[..., None])[..., 0]
-    return tp.max_(chosen.masked_fill(~here, -torch.inf)) >= tp.max_(own.amax(-1))
+    local_logits = logits[..., :rows].double()  # without padding
+    largest = local_logits.amax(-1)
+    # A target of another rank takes some logit of this one, which then does not count.
+    local_targets = targets - part.start
+    is_local = (local_targets >= 0) & (local_targets < rows)
+    indices = local_targets.clamp(0, rows - 1).unsqueeze(-1)
+    target_logits = local_logits.gather(-1, indices).squeeze(-1)
+    target_logits = target_logits.masked_fill(~is_local, -torch.inf)
+    return tp.max_(target_logits) >= tp.max_(largest)

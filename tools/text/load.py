@@ -29,7 +29,7 @@ from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
 from tools.convert.hf.notes import KEPT
-from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, said_ids
+from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file, stated_ids
 from tools.convert.initial import open_weights
 from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
@@ -39,11 +39,12 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
-    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that
-    end a document.
+    """A model with its tokenizer.
 
-    notes: lines for the user on what is not followed. generation: contents of
-        generation_config.json.
+    begin: id of the token before a document, if any.
+    ends: ids that end a document.
+    notes: lines for the user on what is not followed.
+    generation: contents of generation_config.json.
     """
 
     stage: S
@@ -57,20 +58,20 @@ class Loaded(Generic[S]):
 def find_checkpoint(path: Path) -> Path:
     """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there
     is none."""
-    found = checkpoint_at(path)
-    if found is None:
-        if path.is_dir():
-            there = "has no checkpoint"
-        elif path.exists():
-            there = "is not a folder"
-        else:
-            there = "does not exist"
-        raise UserError(
-            f"{path} {there}: give a run folder, or one of the folders step_... in its "
-            "checkpoints, or a Hugging "
-            "Face folder"
-        )
-    return found
+    checkpoint = checkpoint_at(path)
+    if checkpoint is not None:
+        return checkpoint
+    if path.is_dir():
+        problem = "has no checkpoint"
+    elif path.exists():
+        problem = "is not a folder"
+    else:
+        problem = "does not exist"
+    raise UserError(
+        f"{path} {problem}: give a run folder, or one of the folders step_... in its "
+        "checkpoints, or a Hugging "
+        "Face folder"
+    )
 
 
 def load_model(
@@ -80,59 +81,80 @@ def load_model(
     tokenizer: Path | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Loaded[S]:
-    """Return the model on the CPU, whatever format, layout and precision the folder has.
+    """Return the model on the CPU, whatever format, layout and precision the folder has. Raises
+    UserError.
 
-    kind: class of the stage that holds it. compute: precision, as in precision.compute. tokenizer:
-    file to use in place of the folder's own. mesh: the layout of the ranks, each of which reads
-    what it holds of the stage of its pipeline rank; None: the whole model is on this process.
-    Raises UserError.
+    kind: class of the stage that holds it.
+    compute: precision, as in precision.compute.
+    tokenizer: file to use in place of the folder's own.
+    mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
+        rank; None: the whole model is on this process.
     """
     source = _open(path)
-    own = main_file(source.tokenizer)
-    if tokenizer:
-        words = load_tokenizer(tokenizer)
+    chosen_tokenizer = _choose_tokenizer(source, tokenizer)
+    stage = _load_stage(source, kind, compute, mesh)
+    return Loaded(
+        stage,
+        chosen_tokenizer,
+        _begin(source, chosen_tokenizer),
+        _ends(source, chosen_tokenizer),
+        tuple(_notes(source, chosen_tokenizer, tokenizer)),
+        source.facts.generation,
+    )
+
+
+def _choose_tokenizer(source: Source, file: Path | None) -> Tokenizer | None:
+    """Return the tokenizer of a file, or the folder's own; None if there is none."""
+    if file:
+        tokenizer = load_tokenizer(file)
     else:
-        words = check_tokenizer(source.tokenizer, source.model.vocab)
-    if words and words.vocab_size > source.model.vocab:
+        tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
+    if tokenizer and tokenizer.vocab_size > source.model.vocab:
         raise UserError(
-            f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}"
+            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, but the model knows "
+            f"{source.model.vocab}"
         )
+    return tokenizer
+
+
+def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | None) -> S:
+    """Return this rank's stage with its weights."""
     config = source.model.alone.undrawn
     pp = Axis.of(mesh, "pp")
     tp = Axis.of(mesh, "tp")
     require_layout(config, tp.size, pp.size)
     cut = cuts(config, pp.size, config.max_positions)[pp.rank]
+    # The last stage has a copy of the embedding as its head.
     tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
-    # `_left_out` says what comes of these
-    notes = [note for note in source.facts.notes if not note.endswith(KEPT)]
-    notes += [
-        *folder_notes(source.path, source.tokenizer),
-        *(words.notes if words else ()),
-        *_left_out(source, words),
-    ]
-    if tokenizer and own and read_whole(own) != read_whole(tokenizer):
-        notes.append(
-            f"{tokenizer} is used, not {own}, which the model was trained with: their tokens "
+    return stage
+
+
+def _notes(source: Source, tokenizer: Tokenizer | None, file: Path | None) -> Iterator[str]:
+    """Yield lines on what is not followed. file: of the tokenizer, if it is not the folder's."""
+    for note in source.facts.notes:
+        if not note.endswith(KEPT):  # `_notes_on_ids` says what comes of these
+            yield note
+    yield from folder_notes(source.path, source.tokenizer)
+    if tokenizer:
+        yield from tokenizer.notes
+    yield from _notes_on_ids(source, tokenizer)
+    own_file = main_file(source.tokenizer)
+    if file and own_file and read_whole(own_file) != read_whole(file):
+        yield (
+            f"{file} is used, not {own_file}, which the model was trained with: their tokens "
             "must mean the same"
         )
-    return Loaded(
-        stage,
-        words,
-        _begin(source, words),
-        _ends(source, words),
-        tuple(notes),
-        source.facts.generation,
-    )
 
 
 def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     """Raise UserError, with the options of the command, for a layout that the model cannot have."""
-    kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-    problems = []
     widths = model.ffn_widths.values()
-    if model.heads % tensor or any(width % tensor for width in widths) or not kv:
+    divides_kv_heads = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    divides_widths = all(width % tensor == 0 for width in widths)
+    problems = []
+    if model.heads % tensor or not divides_widths or not divides_kv_heads:
         features = " and ".join(map(str, widths))
         sizes = (
             f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the "
@@ -153,7 +175,7 @@ def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def _open(path: Path) -> Source:
     """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a
     built-in family."""
-    if not path.is_dir() or not any(one.find(path) for one in FORMATS.values()):
+    if not path.is_dir() or not any(each.find(path) for each in FORMATS.values()):
         find_checkpoint(path)
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
@@ -171,7 +193,7 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
     facts = source.facts
     if facts.documents:
         return facts.documents["begin"]
-    begins = said_ids(facts.special, "bos_token_id", _known(source, tokenizer))
+    begins = stated_ids(facts.special, "bos_token_id", _count_ids(source, tokenizer))
     if begins:
         return begins[0]
     names_none = "eos_token_id" in facts.special and facts.special["eos_token_id"] is None
@@ -181,47 +203,43 @@ def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a document: those of config.json, of generation_config.json and of
     the tokenizer."""
-    known = _known(source, tokenizer)
-    facts = source.facts
-    own = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
-    said = [
-        id
-        for table in (facts.special, facts.generation)
-        for id in said_ids(table, "eos_token_id", known)
-    ]
-    return frozenset((*own, *said))
+    count = _count_ids(source, tokenizer)
+    ends = set(stated_ids(source.facts.special, "eos_token_id", count))
+    ends.update(stated_ids(source.facts.generation, "eos_token_id", count))
+    if tokenizer is not None and tokenizer.eos is not None:
+        ends.add(tokenizer.eos)
+    return frozenset(ends)
 
 
-def _known(source: Source, tokenizer: Tokenizer | None) -> int:
+def _count_ids(source: Source, tokenizer: Tokenizer | None) -> int:
     """Return the number of ids that a token may have."""
     if tokenizer:
         return min(source.model.vocab, tokenizer.vocab_size)
     return source.model.vocab
 
 
-def _listed(said: Mapping[str, Any], key: str) -> list[Any]:
-    value = said.get(key)
-    return value if isinstance(value, list) else [value]
-
-
-def _left_out(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
+def _notes_on_ids(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield a note for each id that is said to begin or end a document, but that no token has. -1
     stands for none."""
     facts = source.facts
-    known = _known(source, tokenizer)
-    said = [("bos_token_id", facts.special, ""), ("eos_token_id", facts.special, "")]
-    for key, table, where in (
-        *said,
+    count = _count_ids(source, tokenizer)
+    tables = (
+        ("bos_token_id", facts.special, ""),
+        ("eos_token_id", facts.special, ""),
         ("eos_token_id", facts.generation, " of generation_config.json"),
-    ):
-        kept = said_ids(table, key, known)
-        if wrong := [one for one in _listed(table, key) if one not in (*kept, None, -1)]:
+    )
+    for key, table, where in tables:
+        followed = stated_ids(table, key, count)
+        value = table.get(key)
+        stated = value if isinstance(value, list) else [value]
+        strange = [token for token in stated if token not in (*followed, None, -1)]
+        if strange:
             yield (
-                f"{source.path}: {key} = {wrong[0]!r}{where} is not followed: no token has this "
+                f"{source.path}: {key} = {strange[0]!r}{where} is not followed: no token has this "
                 "number"
             )
-        if key == "bos_token_id" and len(kept) > 1:
+        if key == "bos_token_id" and len(followed) > 1:
             yield (
-                f"{source.path}: {key} has {len(kept)} tokens: documents begin with the first, "
-                f"{kept[0]}"
+                f"{source.path}: {key} has {len(followed)} tokens: documents begin with the first, "
+                f"{followed[0]}"
             )

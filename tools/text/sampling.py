@@ -35,19 +35,17 @@ _NO_CHOICE = (
 )
 NO_CHOICE = frozenset(_NO_CHOICE.split())
 # values that change nothing, beside null and what is empty
-NEUTRAL = {
-    "temperature": (1,),
-    "top_k": (0,),
-}
+NEUTRAL = {"temperature": (1,), "top_k": (0,)}
 ZERO_OR_ONE = (0, 1)  # those of other keys
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the choice. temperature: divides the logits; 0: the likeliest token, whatever the
-    limits.
+    """Settings of the choice.
 
-    top_k: number of tokens; 0: all. top_p: least probability of the kept tokens together; 1: all.
+    temperature: divides the logits; 0: the likeliest token, whatever the limits.
+    top_k: number of tokens; 0: all.
+    top_p: least probability of the kept tokens together; 1: all.
     min_p: least probability of a token, as a fraction of the likeliest's; 0: all.
     """
 
@@ -72,30 +70,28 @@ class Sampling:
     def not_followed(self, generation: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a generation_config.json says of the choice of tokens that these settings do
         not do."""
-        own = asdict(self)
-        return {
-            key: value
-            for key, value in generation.items()
-            if key not in NO_CHOICE
-            and value not in (None, [], {}, *NEUTRAL.get(key, ZERO_OR_ONE))
-            and value != own.get(key)
-        }
+        settings = asdict(self)
+        not_followed = {}
+        for key, value in generation.items():
+            is_neutral = value in (None, [], {}, *NEUTRAL.get(key, ZERO_OR_ONE))
+            if key not in NO_CHOICE and not is_neutral and value != settings.get(key):
+                not_followed[key] = value
+        return not_followed
 
     def choose(
         self, logits: Tensor, generator: torch.Generator, barred: Tensor | None = None
     ) -> int:
-        """Return the id of the next token. logits: [vocab]. barred: True for ids that are never
-        chosen; None bars none.
+        """Return the id of the next token. Raises UserError if the logits are not finite.
 
-        Raises UserError if the logits are not finite.
+        logits: [vocab].
+        barred: True for ids that are never chosen; None bars none.
         """
         if not logits.isfinite().all():
             raise UserError("the model computes inf or NaN: its weights are of no use")
         if barred is not None:
             logits = logits.masked_fill(barred, -math.inf)
-        if (
-            self.temperature < torch.finfo(logits.dtype).tiny
-        ):  # a smaller one is 0 in the arithmetic of the logits
+        # A smaller temperature is 0 in the arithmetic of the logits.
+        if self.temperature < torch.finfo(logits.dtype).tiny:
             return int(logits.argmax())
         ids, probabilities = self.candidates(logits)
         return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
@@ -114,8 +110,8 @@ class Sampling:
         return ids[: len(probabilities)], probabilities
 
 
-def _first(probabilities: Tensor, kept: Tensor) -> Tensor:
-    """Return the probabilities of the kept ones, which are the first and at least one, as a share
-    of their sum."""
-    some = probabilities[: max(1, int(kept.sum()))]
-    return some / some.sum()
+def _first(probabilities: Tensor, retained: Tensor) -> Tensor:
+    """Return the probabilities of the retained ones, which are the first and at least one, as a
+    share of their sum."""
+    first = probabilities[: max(1, int(retained.sum()))]
+    return first / first.sum()

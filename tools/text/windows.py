@@ -54,14 +54,14 @@ class Window:
 def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of a document. Without a begin token its first token is not predicted."""
     stream = ids if begin is None else np.concatenate(([begin], ids))
-    # number of tokens predicted, and to predict
-    done = 0
-    last = len(stream) - 1
-    while done < last:
-        end = min(done + (stride if done else length), last)
+    predicted = 0  # tokens that the windows so far predict
+    to_predict = len(stream) - 1
+    while predicted < to_predict:
+        # The first window predicts as many tokens as it holds, the others `stride` each.
+        end = min(predicted + (stride if predicted else length), to_predict)
         start = max(0, end - length)
-        yield Window(stream[start:end], stream[start + 1 : end + 1], done - start)
-        done = end
+        yield Window(stream[start:end], stream[start + 1 : end + 1], predicted - start)
+        predicted = end
 
 
 def documents(
@@ -70,8 +70,9 @@ def documents(
     """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
     PREFIX.idx.
 
-    max_chars: number of characters of a text to read. Raises UserError, at the latest when they are
-        iterated.
+    text_field: of JSON lines, the field that has the text.
+    max_chars: number of characters of a text to read.
+    Raises UserError, at the latest when they are iterated.
     """
     if path.endswith((".bin", ".idx")):
         raise UserError(f'{path}: give the common prefix of the .bin and .idx pair, "{path[:-4]}"')
@@ -79,19 +80,21 @@ def documents(
         if max_chars is not None:
             raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
         dataset = IndexedDataset(Path(path))
-        words = model.tokenizer
         vocab = model.stage.config.vocab
-        check_vocabulary(
-            dataset, contents_of(dataset), min(words.vocab_size, vocab) if words else vocab
-        )
-        return _of_tokens(dataset, model)
+        if model.tokenizer:
+            vocab = min(model.tokenizer.vocab_size, vocab)
+        check_vocabulary(dataset, contents_of(dataset), vocab)
+        return _documents_of_tokens(dataset, model)
     source = open_source(path, text_field=text_field, max_chars=max_chars)
     if model.tokenizer is None:
         raise UserError(f"{path} is text, and the model has no tokenizer: give --tokenizer FILE")
-    return _of_text(source, model.tokenizer)
+    return _documents_of_text(source, model.tokenizer)
 
 
-def _of_text(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[Document]:
+def _documents_of_text(
+    pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer
+) -> Iterator[Document]:
+    """Yield the documents of a text. pieces: (name of the document, some of its text), in order."""
     name = ""
     ids = list[Ids]()
     size = 0
@@ -107,7 +110,8 @@ def _of_text(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterato
         yield Document(np.concatenate(ids), size)
 
 
-def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Document]:
+def _documents_of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Document]:
+    """Yield the documents of a data set, without the tokens that stand around each."""
     size = _recorded_size(dataset)
     for number in range(dataset.num_documents):
         ids = dataset.document(number).astype(np.int64)

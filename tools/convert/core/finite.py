@@ -10,52 +10,52 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-MOST = 5  # tensors that are told by name
+MOST_NAMED = 5  # tensors that are told by name, so that the notes of a damaged model stay readable
 
 
 class NotFinite:
     """The counts of numbers that are NaN or infinite, by key."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, tuple[int, int]] = {}  # of the numbers of a tensor: those, and all
+        # Of a tensor's numbers: how many are not finite, and how many there are.
+        self.counts: dict[str, tuple[int, int]] = {}
 
     def seen(self, key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pass the pieces of a tensor through, and count in them."""
-        wrong = every = 0
+        bad_count = 0
+        total = 0
         for piece in pieces:
-            wrong = wrong + not_finite(piece)
-            every = every + piece.numel()
+            bad_count += not_finite(piece)
+            total += piece.numel()
             yield piece
-        if wrong:
-            self.counts[key] = wrong, every
+        if bad_count:
+            self.counts[key] = bad_count, total
 
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
         """Return a line for each of the first tensors with such numbers. casts: key, dtype before
         and dtype after."""
         changed = {key: (before, after) for key, before, after in casts if before != after}
-        said = [
-            (
-                f"{key} has {wrong:,} of {every:,} numbers that are NaN or "
-                f"infinite{_cast(changed.get(key))}"
-            )
-            for key, (wrong, every) in self.counts.items()
+        lines = [
+            f"{key} has {bad_count:,} of {total:,} numbers that are NaN or "
+            f"infinite{_describe_cast(changed.get(key))}"
+            for key, (bad_count, total) in self.counts.items()
         ]
-        if len(said) > MOST:
-            more = [f"... and {len(said) - MOST} more tensors with such numbers"]
-        else:
-            more = []
-        return said[:MOST] + more
+        unnamed = len(lines) - MOST_NAMED
+        if unnamed > 0:
+            return [*lines[:MOST_NAMED], f"... and {unnamed} more tensors with such numbers"]
+        return lines
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
+def same_values(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors have one dtype and the same numbers, NaN where the other has NaN:
     copies of a damaged tensor are copies."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if torch.equal(one, other):
+    if torch.equal(first, second):
         return True
-    wide = one.is_floating_point() and one.dtype.itemsize > 1
-    return wide and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    # Integers have no NaN, and of FP8 torch compares only whole tensors.
+    may_have_nan = first.is_floating_point() and first.dtype.itemsize > 1
+    return may_have_nan and bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def not_finite(values: Tensor) -> int:
@@ -69,8 +69,8 @@ def not_finite(values: Tensor) -> int:
     return int((~values.isfinite()).sum())
 
 
-def _cast(dtypes: tuple[torch.dtype, torch.dtype] | None) -> str:
+def _describe_cast(dtypes: tuple[torch.dtype, torch.dtype] | None) -> str:
     if dtypes is None:
         return ""
-    before, after = (str(one).removeprefix("torch.") for one in dtypes)
+    before, after = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f", as {after}; it was {before}"

@@ -23,12 +23,12 @@ from tools.convert.core.transforms import (
 )
 
 QKV = ("query", "key", "value")
-_A = "layers.N.attention"
-_M = "layers.N.mlp"
-CORRECTION = f"{_M}.router.correction"
+_ATTENTION = "layers.N.attention"
+_MLP = "layers.N.mlp"
+CORRECTION = f"{_MLP}.router.correction"
 
 
-def _both(
+def _weight_and_bias(
     foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME
 ) -> list[Rule]:
     """The weight and the bias of a layer; which of them a model has, it knows itself."""
@@ -39,7 +39,7 @@ def _both(
 
 
 def _qkv(kind: str) -> tuple[str, ...]:
-    return tuple(f"{_A}.{part}.{kind}" for part in QKV)
+    return tuple(f"{_ATTENTION}.{part}.{kind}" for part in QKV)
 
 
 def _gpt2() -> list[Rule]:
@@ -48,30 +48,30 @@ def _gpt2() -> list[Rule]:
     return [
         Rule("transformer.wte.weight", ("embedding.weight",)),
         Rule("transformer.wpe.weight", ("positions.weight",)),
-        *_both(f"{layer}.ln_1", "layers.N.attention_norm"),
+        *_weight_and_bias(f"{layer}.ln_1", "layers.N.attention_norm"),
         Rule(f"{layer}.attn.c_attn.weight", _qkv("weight"), PACKED_TRANSPOSED),
         Rule(f"{layer}.attn.c_attn.bias", _qkv("bias"), PACKED),
-        *_both(f"{layer}.attn.c_proj", f"{_A}.output", TRANSPOSED),
-        *_both(f"{layer}.ln_2", "layers.N.mlp_norm"),
-        *_both(f"{layer}.mlp.c_fc", f"{_M}.up", TRANSPOSED),
-        *_both(f"{layer}.mlp.c_proj", f"{_M}.down", TRANSPOSED),
-        *_both("transformer.ln_f", "final_norm"),
+        *_weight_and_bias(f"{layer}.attn.c_proj", f"{_ATTENTION}.output", TRANSPOSED),
+        *_weight_and_bias(f"{layer}.ln_2", "layers.N.mlp_norm"),
+        *_weight_and_bias(f"{layer}.mlp.c_fc", f"{_MLP}.up", TRANSPOSED),
+        *_weight_and_bias(f"{layer}.mlp.c_proj", f"{_MLP}.down", TRANSPOSED),
+        *_weight_and_bias("transformer.ln_f", "final_norm"),
         Rule("lm_head.weight", ("head.weight",)),
     ]
 
 
-def _neox() -> list[Rule]:
+def _gpt_neox() -> list[Rule]:
     layer = "gpt_neox.layers.N"
     return [
         Rule("gpt_neox.embed_in.weight", ("embedding.weight",)),
-        *_both(f"{layer}.input_layernorm", "layers.N.attention_norm"),
+        *_weight_and_bias(f"{layer}.input_layernorm", "layers.N.attention_norm"),
         Rule(f"{layer}.attention.query_key_value.weight", _qkv("weight"), GROUPED),
         Rule(f"{layer}.attention.query_key_value.bias", _qkv("bias"), GROUPED),
-        *_both(f"{layer}.attention.dense", f"{_A}.output"),
-        *_both(f"{layer}.post_attention_layernorm", "layers.N.mlp_norm"),
-        *_both(f"{layer}.mlp.dense_h_to_4h", f"{_M}.up"),
-        *_both(f"{layer}.mlp.dense_4h_to_h", f"{_M}.down"),
-        *_both("gpt_neox.final_layer_norm", "final_norm"),
+        *_weight_and_bias(f"{layer}.attention.dense", f"{_ATTENTION}.output"),
+        *_weight_and_bias(f"{layer}.post_attention_layernorm", "layers.N.mlp_norm"),
+        *_weight_and_bias(f"{layer}.mlp.dense_h_to_4h", f"{_MLP}.up"),
+        *_weight_and_bias(f"{layer}.mlp.dense_4h_to_h", f"{_MLP}.down"),
+        *_weight_and_bias("gpt_neox.final_layer_norm", "final_norm"),
         Rule("embed_out.weight", ("head.weight",)),
     ]
 
@@ -86,42 +86,38 @@ _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "ml
 
 
 def _projections() -> list[Rule]:
-    """Queries, keys and values of the families after Llama."""
+    """Return the rules of queries, keys and values of the families after Llama."""
     attention = "model.layers.N.self_attn"
+    rules: list[Rule] = []
+    for part in QKV:
+        rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}")
     return [
-        *(rule for part in QKV for rule in _both(f"{attention}.{part[0]}_proj", f"{_A}.{part}")),
-        Rule(f"{attention}.q_norm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{attention}.k_norm.weight", (f"{_A}.key_norm.weight",)),
+        *rules,
+        Rule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        Rule(f"{attention}.k_norm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
 def _latents(interleaved: bool) -> list[Rule]:
-    """Queries, keys and values of DeepSeek. interleaved: rotary partners are neighbours."""
+    """Return the rules of queries, keys and values of DeepSeek. interleaved: rotary partners are
+    neighbours."""
     attention = "model.layers.N.self_attn"
-    if interleaved:
-        query, down = (LATENT_QUERY, LATENT_DOWN)
-    else:
-        query, down = (LATENT_QUERY_HALVES, LATENT_DOWN_HALVES)
-    parts = ("key_value_down", "key_rope")
+    query = LATENT_QUERY if interleaved else LATENT_QUERY_HALVES
+    down = LATENT_DOWN if interleaved else LATENT_DOWN_HALVES
+    rules = [
+        Rule(f"{attention}.q_proj.weight", (f"{_ATTENTION}.query.weight",), query),
+        *_weight_and_bias(f"{attention}.q_a_proj", f"{_ATTENTION}.query_down"),
+        Rule(f"{attention}.q_a_layernorm.weight", (f"{_ATTENTION}.query_down_norm.weight",)),
+        Rule(f"{attention}.q_b_proj.weight", (f"{_ATTENTION}.query_up.weight",), query),
+    ]
+    for kind in ("weight", "bias"):
+        parts = (f"{_ATTENTION}.key_value_down.{kind}", f"{_ATTENTION}.key_rope.{kind}")
+        rules.append(Rule(f"{attention}.kv_a_proj_with_mqa.{kind}", parts, down))
+    up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     return [
-        Rule(f"{attention}.q_proj.weight", (f"{_A}.query.weight",), query),
-        *_both(f"{attention}.q_a_proj", f"{_A}.query_down"),
-        Rule(f"{attention}.q_a_layernorm.weight", (f"{_A}.query_down_norm.weight",)),
-        Rule(f"{attention}.q_b_proj.weight", (f"{_A}.query_up.weight",), query),
-        *(
-            Rule(
-                f"{attention}.kv_a_proj_with_mqa.{kind}",
-                tuple(f"{_A}.{part}.{kind}" for part in parts),
-                down,
-            )
-            for kind in ("weight", "bias")
-        ),
-        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_A}.key_value_down_norm.weight",)),
-        Rule(
-            f"{attention}.kv_b_proj.weight",
-            (f"{_A}.key_up.weight", f"{_A}.value_up.weight"),
-            LATENT_UP,
-        ),
+        *rules,
+        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_ATTENTION}.key_value_down_norm.weight",)),
+        Rule(f"{attention}.kv_b_proj.weight", up_parts, LATENT_UP),
     ]
 
 
@@ -130,61 +126,58 @@ def _llama(
     norms: Mapping[str, str] = _BEFORE,
     projections: Sequence[Rule] = (),
 ) -> list[Rule]:
+    """Return the rules of the families after Llama.
+
+    feed_forward: those of feed-forwards, or of experts.
+    norms: names of a layer's norms -> ours.
+    projections: those of queries, keys and values, if they are not the usual ones.
+    """
     layer = "model.layers.N"
-    of_attention, of_mlp = (
-        [
-            rule
-            for theirs, ours in norms.items()
-            if branch in ours
-            for rule in _both(f"{layer}.{theirs}", f"layers.N.{ours}")
-        ]
-        for branch in ("attention", "mlp")
-    )
+    attention_norms: list[Rule] = []
+    mlp_norms: list[Rule] = []
+    for theirs, ours in norms.items():
+        of_branch = attention_norms if "attention" in ours else mlp_norms
+        of_branch += _weight_and_bias(f"{layer}.{theirs}", f"layers.N.{ours}")
     return [
         Rule("model.embed_tokens.weight", ("embedding.weight",)),
-        *of_attention,
+        *attention_norms,
         *(projections or _projections()),
-        Rule(f"{layer}.self_attn.sinks", (f"{_A}.sinks.weight",)),
-        *_both(f"{layer}.self_attn.o_proj", f"{_A}.output"),
-        *of_mlp,
+        Rule(f"{layer}.self_attn.sinks", (f"{_ATTENTION}.sinks.weight",)),
+        *_weight_and_bias(f"{layer}.self_attn.o_proj", f"{_ATTENTION}.output"),
+        *mlp_norms,
         *feed_forward,
-        *_both("model.norm", "final_norm"),
+        *_weight_and_bias("model.norm", "final_norm"),
         Rule("lm_head.weight", ("head.weight",)),
     ]
 
 
 def _gated() -> list[Rule]:
-    parts = ("gate", "up", "down")
-    return [
-        rule for part in parts for rule in _both(f"model.layers.N.mlp.{part}_proj", f"{_M}.{part}")
-    ]
+    """Return the rules of gated feed-forwards."""
+    rules: list[Rule] = []
+    for part in ("gate", "up", "down"):
+        rules += _weight_and_bias(f"model.layers.N.mlp.{part}_proj", f"{_MLP}.{part}")
+    return rules
 
 
 def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
-    parts = {gate: "gate", up: "up", down: "down"}
-    return [
-        Rule(f"model.layers.N.{moe}.gate.weight", (f"{_M}.router.weight",)),
-        *(
-            Rule(
-                f"model.layers.N.{moe}.experts.E.{theirs}.weight",
-                (f"{_M}.experts.E.{ours}.weight",),
-            )
-            for theirs, ours in parts.items()
-        ),
-    ]
+    """Return the rules of a router and of experts one by one. moe: the module that has them."""
+    layer = f"model.layers.N.{moe}"
+    rules = [Rule(f"{layer}.gate.weight", (f"{_MLP}.router.weight",))]
+    for theirs, ours in ((gate, "gate"), (up, "up"), (down, "down")):
+        logical = f"{_MLP}.experts.E.{ours}.weight"
+        rules.append(Rule(f"{layer}.experts.E.{theirs}.weight", (logical,)))
+    return rules
 
 
-def _beside_experts(shared: str) -> list[Rule]:
-    """The correction of the router's choice, shared experts and their gate."""
+def _shared_expert_rules(shared: str) -> list[Rule]:
+    """Return the rules of the correction of the router's choice, shared experts and their gate."""
     layer = "model.layers.N.mlp"
-    return [
-        Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,)),
-        *(
-            Rule(f"{layer}.{shared}.{p}_proj.weight", (f"{_M}.shared.{p}.weight",))
-            for p in ("gate", "up", "down")
-        ),
-        Rule(f"{layer}.{shared}_gate.weight", (f"{_M}.shared_gate.weight",)),
-    ]
+    rules = [Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,))]
+    for part in ("gate", "up", "down"):
+        logical = f"{_MLP}.shared.{part}.weight"
+        rules.append(Rule(f"{layer}.{shared}.{part}_proj.weight", (logical,)))
+    rules.append(Rule(f"{layer}.{shared}_gate.weight", (f"{_MLP}.shared_gate.weight",)))
+    return rules
 
 
 def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
@@ -192,21 +185,20 @@ def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
     return [
         *_gated(),
         *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        *_beside_experts(shared),
+        *_shared_expert_rules(shared),
     ]
 
 
 def _stacked_experts() -> list[Rule]:
-    """Experts of gpt-oss: all of a layer in one tensor, and gate and up of it row by row in
-    turn."""
+    """Return the rules of experts of gpt-oss: all of a layer in one tensor, and gate and up of it
+    row by row in turn."""
     mlp = "model.layers.N.mlp"
-    gate_up = f"{mlp}.experts.gate_up_proj"
-    down = f"{mlp}.experts.down_proj"
-    rules = _both(f"{mlp}.router", f"{_M}.router")
+    rules = _weight_and_bias(f"{mlp}.router", f"{_MLP}.router")
     for suffix, kind in (("", "weight"), ("_bias", "bias")):
-        both = tuple(f"{_M}.experts.E.{part}.{kind}" for part in ("gate", "up"))
-        rules.append(Rule(gate_up + suffix, both, EXPERTS_INTERLEAVED))
-        rules.append(Rule(down + suffix, (f"{_M}.experts.E.down.{kind}",), EXPERTS_TRANSPOSED))
+        gate_up = (f"{_MLP}.experts.E.gate.{kind}", f"{_MLP}.experts.E.up.{kind}")
+        down = (f"{_MLP}.experts.E.down.{kind}",)
+        rules.append(Rule(f"{mlp}.experts.gate_up_proj{suffix}", gate_up, EXPERTS_INTERLEAVED))
+        rules.append(Rule(f"{mlp}.experts.down_proj{suffix}", down, EXPERTS_TRANSPOSED))
     return rules
 
 
@@ -215,13 +207,13 @@ def _with_modules(rules: Sequence[Rule]) -> list[Rule]:
     around each module's layer, which is numbered as one of the model's, and the layer.
     """
     layer = "model.layers.N"
-    end = 1 + max(n for n, rule in enumerate(rules) if ".N." in rule.foreign)
+    end = 1 + max(number for number, rule in enumerate(rules) if ".N." in rule.foreign)
     return [
         *rules[:end],
-        *_both(f"{layer}.enorm", "mtp.K.embedding_norm"),
-        *_both(f"{layer}.hnorm", "mtp.K.hidden_norm"),
+        *_weight_and_bias(f"{layer}.enorm", "mtp.K.embedding_norm"),
+        *_weight_and_bias(f"{layer}.hnorm", "mtp.K.hidden_norm"),
         Rule(f"{layer}.eh_proj.weight", ("mtp.K.projection.weight",)),
-        *_both(f"{layer}.shared_head.norm", "mtp.K.final_norm"),
+        *_weight_and_bias(f"{layer}.shared_head.norm", "mtp.K.final_norm"),
         *layers_of_modules(rules, layer, layer),
         *rules[end:],
     ]
@@ -232,7 +224,7 @@ HUGGING_FACE: dict[str, list[Rule]] = {
     "deepseek_v2": _llama(_shared_experts(), projections=_latents(True)),
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
     "gpt2": _gpt2(),
-    "gpt_neox": _neox(),
+    "gpt_neox": _gpt_neox(),
     "llama": _llama(_gated()),
     "mistral": _llama(_gated()),
     "qwen2": _llama(_gated()),
@@ -270,67 +262,81 @@ def megatron(
     fused_before_experts: bool = False,
     down: Cut = "whole",
 ) -> list[Rule]:
-    """Megatron-core's GPTModel, in the order of its parameters.
+    """Return the rules of Megatron-core's GPTModel, in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else
-    they stand alone, as the norm before experts always does but in distributed checkpoints without
-    Transformer Engine, which name it as if it came before a feed-forward (fused_before_experts).
-    interleaved: rotary partners are neighbours (args.rotary_interleaved). down: how the projections
-    down to latents are sharded.
+        they stand alone, as the norm before experts always does but in distributed checkpoints
+        without Transformer Engine, which name it as if it came before a feed-forward
+        (fused_before_experts).
+    interleaved: rotary partners are neighbours (args.rotary_interleaved).
+    down: how the projections down to latents are sharded.
     """
     layer = "decoder.layers.N"
-    gated = model.gated
-    attention = f"{layer}.self_attention"
-    inner = f"{layer}.mlp.linear_fc1"
-    fused_attention = fused_norms and not model.latent  # before several layers a norm stands alone
-    attention_norm = _norm(
-        f"{attention}.linear_qkv.layer_norm_" if fused_attention else f"{layer}.input_layernorm.",
-        "attention_norm",
-    )
-    with_mlp: dict[Layers, bool] = {
-        "dense": fused_norms,
-        "experts": fused_norms and fused_before_experts,
-    }
-    layers = [
-        *(() if fused_attention else attention_norm),
-        Rule(f"{attention}.core_attention.softmax_offset", (f"{_A}.sinks.weight",), SAME, "rows"),
-        Rule(f"{attention}.linear_proj.weight", (f"{_A}.output.weight",), SAME, "columns"),
-        Rule(f"{attention}.linear_proj.bias", (f"{_A}.output.bias",)),
-        *(attention_norm if fused_attention else ()),
-        *(
-            _megatron_latents(attention, fused_norms, down)
-            if model.latent
-            else _megatron_qkv(attention, interleaved)
-        ),
-        *(
-            rule
-            for layers, fused in with_mlp.items()
-            for rule in _norm(
-                f"{inner}.layer_norm_" if fused else f"{layer}.pre_mlp_layernorm.",
-                "mlp_norm",
-                layers,
-            )
-        ),
-        *_megatron_mlp(f"{layer}.mlp", _M, gated),
-        *_both(f"{layer}.mlp.router", f"{_M}.router"),
+    layer_rules = [
+        *_megatron_attention(layer, fused_norms, interleaved, model, down),
+        *_megatron_mlp_norms(layer, fused_norms, fused_norms and fused_before_experts),
+        *_megatron_mlp(f"{layer}.mlp", _MLP, model.gated),
+        *_weight_and_bias(f"{layer}.mlp.router", f"{_MLP}.router"),
         Rule(f"{layer}.mlp.router.expert_bias", (CORRECTION,)),
-        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_M}.experts.E", gated),
-        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_M}.shared_gate.weight",)),
-        *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_M}.shared", gated),
+        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_MLP}.experts.E", model.gated),
+        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_MLP}.shared_gate.weight",)),
+        *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_MLP}.shared", model.gated),
     ]
     module = "mtp.layers.K"
     return [
         Rule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),
         Rule("embedding.position_embeddings.weight", ("positions.weight",)),
-        *layers,
-        *_both("decoder.final_layernorm", "final_norm"),
-        *_both(f"{module}.enorm", "mtp.K.embedding_norm"),
-        *_both(f"{module}.hnorm", "mtp.K.hidden_norm"),
+        *layer_rules,
+        *_weight_and_bias("decoder.final_layernorm", "final_norm"),
+        *_weight_and_bias(f"{module}.enorm", "mtp.K.embedding_norm"),
+        *_weight_and_bias(f"{module}.hnorm", "mtp.K.hidden_norm"),
         Rule(f"{module}.eh_proj.weight", ("mtp.K.projection.weight",), SAME, "rows"),
-        *layers_of_modules(layers, layer, f"{module}.transformer_layer"),
-        *_both(f"{module}.final_layernorm", "mtp.K.final_norm"),
+        *layers_of_modules(layer_rules, layer, f"{module}.transformer_layer"),
+        *_weight_and_bias(f"{module}.final_layernorm", "mtp.K.final_norm"),
         Rule("output_layer.weight", ("head.weight",), SAME, "vocabulary"),
     ]
+
+
+def _megatron_attention(
+    layer: str, fused_norms: bool, interleaved: bool, model: ModelConfig, down: Cut
+) -> list[Rule]:
+    """Return the rules of attention and of the norm before it, which is registered with the linear
+    layer that it is fused with."""
+    attention = f"{layer}.self_attention"
+    fused = fused_norms and not model.latent  # before several layers a norm stands alone
+    if fused:
+        norm = _norm(f"{attention}.linear_qkv.layer_norm_", "attention_norm")
+    else:
+        norm = _norm(f"{layer}.input_layernorm.", "attention_norm")
+    output = [
+        Rule(
+            f"{attention}.core_attention.softmax_offset",
+            (f"{_ATTENTION}.sinks.weight",),
+            SAME,
+            "rows",
+        ),
+        Rule(f"{attention}.linear_proj.weight", (f"{_ATTENTION}.output.weight",), SAME, "columns"),
+        Rule(f"{attention}.linear_proj.bias", (f"{_ATTENTION}.output.bias",)),
+    ]
+    if model.latent:
+        projections = _megatron_latents(attention, fused_norms, down)
+    else:
+        projections = _megatron_qkv(attention, interleaved)
+    if fused:
+        return [*output, *norm, *projections]
+    return [*norm, *output, *projections]
+
+
+def _megatron_mlp_norms(layer: str, fused: bool, fused_before_experts: bool) -> list[Rule]:
+    """Return the rules of the norms before feed-forwards, and before experts."""
+    fused_in: dict[Layers, bool] = {"dense": fused, "experts": fused_before_experts}
+    rules: list[Rule] = []
+    for layers, is_fused in fused_in.items():
+        if is_fused:
+            rules += _norm(f"{layer}.mlp.linear_fc1.layer_norm_", "mlp_norm", layers)
+        else:
+            rules += _norm(f"{layer}.pre_mlp_layernorm.", "mlp_norm", layers)
+    return rules
 
 
 def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
@@ -338,37 +344,48 @@ def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
     return [
         Rule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
         Rule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
-        Rule(f"{attention}.q_layernorm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{attention}.k_layernorm.weight", (f"{_A}.key_norm.weight",)),
+        Rule(f"{attention}.q_layernorm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        Rule(f"{attention}.k_layernorm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
 def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule]:
-    """Multi-latent attention, whose rotary partners are neighbours (`_apply_rotary_pos_emb_bshd` of
-    rope_utils.py)."""
+    """Return the rules of multi-latent attention, whose rotary partners are neighbours
+    (`_apply_rotary_pos_emb_bshd` of rope_utils.py)."""
     query_up = f"{attention}.linear_q_up_proj"
-    up = f"{attention}.linear_kv_up_proj"
+    kv_up = f"{attention}.linear_kv_up_proj"
     if fused_norms:
-        query_norm = f"{query_up}.layer_norm_weight"
+        query_norm_name = f"{query_up}.layer_norm_weight"
+        kv_norm_name = f"{kv_up}.layer_norm_weight"
     else:
-        query_norm = f"{attention}.q_layernorm.weight"
-    norm = f"{up}.layer_norm_weight" if fused_norms else f"{attention}.kv_layernorm.weight"
-    norms = {
-        "query": Rule(query_norm, (f"{_A}.query_down_norm.weight",)),
-        "key_value": Rule(norm, (f"{_A}.key_value_down_norm.weight",)),
-    }
-    shared = tuple(f"{_A}.{part}.weight" for part in ("key_value_down", "key_rope"))
-    made = tuple(f"{_A}.{part}.weight" for part in ("key_up", "value_up"))
-    return [
-        Rule(f"{attention}.linear_q_proj.weight", (f"{_A}.query.weight",), LATENT_QUERY, "rows"),
-        Rule(f"{attention}.linear_q_down_proj.weight", (f"{_A}.query_down.weight",), SAME, down),
-        *((norms["query"],) if fused_norms else ()),
-        Rule(f"{query_up}.weight", (f"{_A}.query_up.weight",), LATENT_QUERY, "rows"),
-        Rule(f"{attention}.linear_kv_down_proj.weight", shared, LATENT_DOWN, down),
-        *((norms["key_value"],) if fused_norms else ()),
-        Rule(f"{up}.weight", made, LATENT_UP, "rows"),
-        *(() if fused_norms else norms.values()),
+        query_norm_name = f"{attention}.q_layernorm.weight"
+        kv_norm_name = f"{attention}.kv_layernorm.weight"
+    query_norm = Rule(query_norm_name, (f"{_ATTENTION}.query_down_norm.weight",))
+    kv_norm = Rule(kv_norm_name, (f"{_ATTENTION}.key_value_down_norm.weight",))
+    down_parts = (f"{_ATTENTION}.key_value_down.weight", f"{_ATTENTION}.key_rope.weight")
+    up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
+    query_rules = [
+        Rule(
+            f"{attention}.linear_q_proj.weight",
+            (f"{_ATTENTION}.query.weight",),
+            LATENT_QUERY,
+            "rows",
+        ),
+        Rule(
+            f"{attention}.linear_q_down_proj.weight",
+            (f"{_ATTENTION}.query_down.weight",),
+            SAME,
+            down,
+        ),
     ]
+    query_up_rule = Rule(
+        f"{query_up}.weight", (f"{_ATTENTION}.query_up.weight",), LATENT_QUERY, "rows"
+    )
+    kv_down_rule = Rule(f"{attention}.linear_kv_down_proj.weight", down_parts, LATENT_DOWN, down)
+    kv_up_rule = Rule(f"{kv_up}.weight", up_parts, LATENT_UP, "rows")
+    if fused_norms:  # each is registered with its linear layer
+        return [*query_rules, query_norm, query_up_rule, kv_down_rule, kv_norm, kv_up_rule]
+    return [*query_rules, query_up_rule, kv_down_rule, kv_up_rule, query_norm, kv_norm]
 
 
 def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[Rule]:
@@ -379,58 +396,50 @@ def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[Rule]:
 
 
 def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
+    """Return the rules of a feed-forward, whose gate and up are one layer."""
     parts = ("gate", "up") if gated else ("up",)
     how: Transform = STACKED if gated else SAME
     cut: Cut = "halves" if gated else "rows"
+    rules = []
+    for kind in ("weight", "bias"):
+        inner = tuple(f"{logical}.{part}.{kind}" for part in parts)
+        rules.append(Rule(f"{foreign}.linear_fc1.{kind}", inner, how, cut))
     return [
-        *(
-            Rule(
-                f"{foreign}.linear_fc1.{kind}",
-                tuple(f"{logical}.{part}.{kind}" for part in parts),
-                how,
-                cut,
-            )
-            for kind in ("weight", "bias")
-        ),
+        *rules,
         Rule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),
         Rule(f"{foreign}.linear_fc2.bias", (f"{logical}.down.bias",)),
     ]
 
 
 def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool) -> list[Rule]:
-    """InternEvo's InternLM model (modeling_internlm.py).
+    """Return the rules of InternEvo's InternLM model (modeling_internlm.py).
 
-    mlp: its names of the feed-forward's layers -> ours. split_hidden: the embedding's features are
-    cut over ranks, not its vocabulary. weight_parallel: the rows of every linear layer are cut, as
-    they lie.
+    mlp: its names of the feed-forward's layers -> ours.
+    split_hidden: the embedding's features are cut over ranks, not its vocabulary.
+    weight_parallel: the rows of every linear layer are cut, as they lie.
     """
+    # Tensor parallelism cuts the features in of a branch's last layer, whose bias is then whole.
     qkv: Cut = "rows" if weight_parallel else "thirds"
     closing: Cut = "rows" if weight_parallel else "columns"
+    closing_bias: Cut = "rows" if weight_parallel else "whole"
+    embedding: Cut = "columns" if split_hidden else "rows"
     layer = "blocks.N"
+    output = f"{layer}.mixer.out_proj"
+    mlp_rules = []
+    for theirs, ours in mlp.items():
+        cut: Cut = closing if ours == "down" else "rows"
+        mlp_rules.append(
+            Rule(f"{layer}.mlp.{theirs}.weight", (f"{_MLP}.{ours}.weight",), SAME, cut)
+        )
     return [
-        Rule(
-            "embedding.weight", ("embedding.weight",), SAME, "columns" if split_hidden else "rows"
-        ),
-        *_both(f"{layer}.norm1", "layers.N.attention_norm"),
+        Rule("embedding.weight", ("embedding.weight",), SAME, embedding),
+        *_weight_and_bias(f"{layer}.norm1", "layers.N.attention_norm"),
         Rule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
         Rule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
-        Rule(f"{layer}.mixer.out_proj.weight", (f"{_A}.output.weight",), SAME, closing),
-        Rule(
-            f"{layer}.mixer.out_proj.bias",
-            (f"{_A}.output.bias",),
-            SAME,
-            "rows" if weight_parallel else "whole",
-        ),
-        *_both(f"{layer}.norm2", "layers.N.mlp_norm"),
-        *(
-            Rule(
-                f"{layer}.mlp.{theirs}.weight",
-                (f"{_M}.{ours}.weight",),
-                SAME,
-                closing if ours == "down" else "rows",
-            )
-            for theirs, ours in mlp.items()
-        ),
-        *_both("norm", "final_norm"),
+        Rule(f"{output}.weight", (f"{_ATTENTION}.output.weight",), SAME, closing),
+        Rule(f"{output}.bias", (f"{_ATTENTION}.output.bias",), SAME, closing_bias),
+        *_weight_and_bias(f"{layer}.norm2", "layers.N.mlp_norm"),
+        *mlp_rules,
+        *_weight_and_bias("norm", "final_norm"),
         Rule("head.weight", ("head.weight",), SAME, "rows"),
     ]

@@ -7,6 +7,7 @@ conversion.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -16,6 +17,8 @@ from tools.convert.core.transforms import SAME, Heads, Transform
 
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 Layers = Literal["all", "experts", "dense"]
+NamedShape = tuple[str, tuple[int, ...]]
+NamedShapes = Iterator[NamedShape]  # of logical tensors
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ class Rule:
     logical names have it consists of the tensors of all experts, expert by expert.
 
     cut: how the system shards the tensor over tensor-parallel ranks: not at all, by rows, by
-    columns, by rows of each of its two halves or three thirds, or by rows after padding. Hugging
-    Face does not shard. layers: those that have the tensor under this name: all, those with
-    experts, or those without.
+        columns, by rows of each of its two halves or three thirds, or by rows after padding.
+        Hugging Face does not shard.
+    layers: those that have the tensor under this name: all, those with experts, or those without.
     """
 
     foreign: str
@@ -56,117 +59,130 @@ def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
     tensor is in one of them.
     """
     shapes = logical_shapes(model)
-    sizes = heads(model)
-    found: list[Match] = []
-    for rule in _in_order(rules, model):
-        if rule.logical and all(name in shapes for name in rule.logical):
-            ours = [torch.empty(shapes[name], device="meta") for name in rule.logical]
-            found.append(
-                Match(
-                    rule.foreign,
-                    rule.logical,
-                    rule.how,
-                    rule.cut,
-                    tuple(rule.how.join(ours, sizes).shape),
-                )
-            )
-    covered = [name for match in found for name in match.logical]
+    sizes = head_sizes(model)
+    expected: list[Match] = []
+    covered: list[str] = []
+    for rule in _rules_in_order(rules, model):
+        names = rule.logical
+        # A rule of a tensor that this model does not have, such as a bias, matches nothing.
+        if not names or any(name not in shapes for name in names):
+            continue
+        # What a tensor without values becomes tells the foreign tensor's shape.
+        parts = [torch.empty(shapes[name], device="meta") for name in names]
+        shape = tuple(rule.how.join(parts, sizes).shape)
+        expected.append(Match(rule.foreign, names, rule.how, rule.cut, shape))
+        covered += names
     assert sorted(covered) == sorted(shapes), (
         f"the table does not cover {set(shapes) ^ set(covered)}"
     )
-    return found
+    return expected
 
 
-def _in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
-    """Return all rules with numbers inserted; those of layers, and those of modules, stand where
-    the first of them stands.
+def _rules_in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+    """Yield all rules with numbers inserted; those of layers, and those of modules, stand where the
+    first of them stands.
     """
     in_modules = [rule for rule in rules if has_modules([rule])]
     in_layers = [rule for rule in rules if ".N." in rule.foreign and rule not in in_modules]
     for rule in rules:
+        # Tensors outside of layers: embedding, last norm, head.
         if rule not in (*in_layers, *in_modules):
             yield rule
         elif rule is in_layers[0]:
-            for n in range(model.layers):
-                for of_layer in _of_kind(in_layers, model.kind_of_layer(n)):
-                    yield from _numbered(of_layer, n, model.experts)
+            yield from _rules_of_layers(in_layers, model)
         elif in_modules and rule is in_modules[0]:
-            for k in range(model.mtp_layers):
-                for of_module in _of_kind(in_modules, model.kind_of_layer(model.layers - 1)):
-                    yield from _numbered(_of_module(of_module, k), model.layers + k, model.experts)
+            yield from _rules_of_modules(in_modules, model)
+
+
+def _rules_of_layers(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+    for layer in range(model.layers):
+        for rule in _rules_for_kind(rules, model.kind_of_layer(layer)):
+            yield from _insert_numbers(rule, layer, model.experts)
+
+
+def _rules_of_modules(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of modules, whose layers are of the kind of the model's last."""
+    kind = model.kind_of_layer(model.layers - 1)
+    for module in range(model.mtp_layers):
+        for rule in _rules_for_kind(rules, kind):
+            numbered = _replace_in_names(rule, ".K.", f".{module}.")
+            yield from _insert_numbers(numbered, model.layers + module, model.experts)
 
 
 def has_modules(rules: Sequence[Rule]) -> bool:
     """Return True if a table has rows for modules of multi-token prediction."""
-    return any(name.startswith("mtp.K.") for rule in rules for name in rule.logical)
+    logical_names = chain.from_iterable(rule.logical for rule in rules)
+    return any(name.startswith("mtp.K.") for name in logical_names)
 
 
 def layers_of_modules(rules: Sequence[Rule], layer: str, module: str) -> list[Rule]:
     """Return the rows of the layers of modules, whose names have `module` for `layer`."""
-    return [
-        replace(
-            rule,
-            foreign=rule.foreign.replace(layer, module),
-            logical=tuple(name.replace("layers.N.", "mtp.K.") for name in rule.logical),
-        )
-        for rule in rules
-        if ".N." in rule.foreign
-    ]
+    of_modules = []
+    for rule in rules:
+        if ".N." in rule.foreign:
+            foreign = rule.foreign.replace(layer, module)
+            logical = tuple(name.replace("layers.N.", "mtp.K.") for name in rule.logical)
+            of_modules.append(replace(rule, foreign=foreign, logical=logical))
+    return of_modules
 
 
-def _of_kind(rules: Sequence[Rule], layer: ModelConfig) -> list[Rule]:
+def _rules_for_kind(rules: Sequence[Rule], layer: ModelConfig) -> list[Rule]:
     """Return the rules for a layer with experts, or for one without."""
-    return [
-        rule for rule in rules if rule.layers in ("all", "experts" if layer.experts else "dense")
-    ]
+    kind = "experts" if layer.experts else "dense"
+    return [rule for rule in rules if rule.layers in ("all", kind)]
 
 
-def _of_module(rule: Rule, module: int) -> Rule:
-    foreign, *logical = (
-        name.replace(".K.", f".{module}.") for name in (rule.foreign, *rule.logical)
-    )
-    return replace(rule, foreign=foreign, logical=tuple(logical))
+def _replace_in_names(rule: Rule, placeholder: str, number: str) -> Rule:
+    """Return the rule with `number` for `placeholder` in its names."""
+    logical = tuple(name.replace(placeholder, number) for name in rule.logical)
+    return replace(rule, foreign=rule.foreign.replace(placeholder, number), logical=logical)
 
 
-def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
-    foreign, *logical = (
-        name.replace(".N.", f".{layer}.") for name in (rule.foreign, *rule.logical)
-    )
-    if ".E." in foreign:
-        for e in range(experts):
-            own = tuple(name.replace(".E.", f".{e}.") for name in logical)
-            yield Rule(foreign.replace(".E.", f".{e}."), own, rule.how, rule.cut)
-    elif any(".E." in name for name in logical):
-        of_all = tuple(name.replace(".E.", f".{e}.") for e in range(experts) for name in logical)
-        yield Rule(foreign, of_all, rule.how, rule.cut)
+def _insert_numbers(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
+    """Yield the rule for a layer: one for each expert, one with all experts' tensors, or one."""
+    rule = _replace_in_names(rule, ".N.", f".{layer}.")
+    if not any(".E." in name for name in (rule.foreign, *rule.logical)):
+        yield Rule(rule.foreign, rule.logical, rule.how, rule.cut)
+        return
+    of_experts = [_replace_in_names(rule, ".E.", f".{expert}.") for expert in range(experts)]
+    if ".E." in rule.foreign:
+        for numbered in of_experts:
+            yield Rule(numbered.foreign, numbered.logical, rule.how, rule.cut)
     else:
-        yield Rule(foreign, tuple(logical), rule.how, rule.cut)
+        all_logical = tuple(chain.from_iterable(numbered.logical for numbered in of_experts))
+        yield Rule(rule.foreign, all_logical, rule.how, rule.cut)
 
 
-def heads(model: ModelConfig) -> Heads:
+def head_sizes(model: ModelConfig) -> Heads:
     """Return the sizes of the attention heads of `model`."""
     return Heads(
-        model.heads, model.kv_heads, model.head_dim, model.rotary_dims, model.latent.value_dim
+        query=model.heads,
+        kv=model.kv_heads,
+        dim=model.head_dim,
+        rotary=model.rotary_dims,
+        value=model.latent.value_dim,
     )
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every logical tensor of `model`."""
-    h = model.hidden
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, h)}
+    hidden = model.hidden
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, hidden)}
     if model.positions == "learned":
-        shapes["positions.weight"] = (model.max_positions, h)
-    for n in range(model.layers):
-        shapes |= {f"layers.{n}.{name}": shape for name, shape in _layer(model.kind_of_layer(n))}
-    shapes |= dict(_norm("final_norm", model, h))
-    for n in range(model.mtp_layers):
-        shapes |= {f"mtp.{n}.{name}": shape for name, shape in _module(model)}
+        shapes["positions.weight"] = (model.max_positions, hidden)
+    for layer in range(model.layers):
+        for name, shape in _layer(model.kind_of_layer(layer)):
+            shapes[f"layers.{layer}.{name}"] = shape
+    shapes |= dict(_norm("final_norm", model, hidden))
+    for module in range(model.mtp_layers):
+        for name, shape in _module(model):
+            shapes[f"mtp.{module}.{name}"] = shape
     if not model.tied:
-        shapes["head.weight"] = (model.vocab, h)
+        shapes["head.weight"] = (model.vocab, hidden)
     return shapes
 
 
-def _module(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _module(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
     it."""
     for name in ("embedding_norm", "hidden_norm", "final_norm"):
@@ -175,89 +191,98 @@ def _module(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _layer(model.kind_of_layer(model.layers - 1))
 
 
-def _layer(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h = model.hidden
-    yield from _branch_norms("attention", model, h)
-    yield from _latents(model) if model.latent else _queries_keys_values(model)
-    yield from _linear(
-        "attention.output",
-        h,
-        model.heads * (model.latent.value_dim or model.head_dim),
-        model.output_bias,
-    )
-    yield from _branch_norms("mlp", model, h)
+def _layer(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
+    hidden = model.hidden
+    yield from _branch_norms("attention", model, hidden)
+    if model.latent:
+        yield from _latents(model)
+    else:
+        yield from _queries_keys_values(model)
+    values = model.heads * (model.latent.value_dim or model.head_dim)
+    yield from _linear("attention.output", hidden, values, model.output_bias)
+    yield from _branch_norms("mlp", model, hidden)
     if model.experts:
-        yield from _linear("mlp.router", model.experts, h, model.router_bias)
-        if model.router.correction:
-            yield "mlp.router.correction", (model.experts,)
-        for e in range(model.experts):
-            yield from _feed_forward(f"mlp.experts.{e}", model, model.ffn, model.expert_bias)
-        if model.shared_experts:
-            yield from _feed_forward("mlp.shared", model, model.shared_experts, model.expert_bias)
-        if model.shared_gate:
-            yield "mlp.shared_gate.weight", (1, h)
+        yield from _experts(model)
     else:
         yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
 
 
-def _queries_keys_values(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d = model.head_dim
-    width = model.heads * model.head_dim
-    kv_width = model.kv_heads * model.head_dim
-    for name, rows in (("query", width), ("key", kv_width), ("value", kv_width)):
+def _experts(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of a layer's router, experts and shared experts."""
+    hidden = model.hidden
+    bias = model.expert_bias
+    yield from _linear("mlp.router", model.experts, hidden, model.router_bias)
+    if model.router.correction:
+        yield "mlp.router.correction", (model.experts,)
+    for expert in range(model.experts):
+        name = f"mlp.experts.{expert}"
+        yield from _feed_forward(name, model, model.ffn, bias)
+    if model.shared_experts:
+        yield from _feed_forward("mlp.shared", model, model.shared_experts, bias)
+    if model.shared_gate:
+        yield "mlp.shared_gate.weight", (1, hidden)
+
+
+def _queries_keys_values(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of queries, keys and values of ordinary attention."""
+    head_dim = model.head_dim
+    query_rows = model.heads * head_dim
+    kv_rows = model.kv_heads * head_dim
+    for name, rows in (("query", query_rows), ("key", kv_rows), ("value", kv_rows)):
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
+        # A norm over all heads has a weight for each feature of each head.
         over_all = model.qk_norm_over == "all"
-        yield "attention.query_norm.weight", (width if over_all else d,)
-        yield "attention.key_norm.weight", (kv_width if over_all else d,)
+        yield "attention.query_norm.weight", (query_rows if over_all else head_dim,)
+        yield "attention.key_norm.weight", (kv_rows if over_all else head_dim,)
     if model.attention_sinks:
         yield "attention.sinks.weight", (model.heads,)
 
 
-def _latents(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h = model.hidden
+def _latents(model: ModelConfig) -> NamedShapes:
+    """Yield the tensors of queries, keys and values of latent attention."""
+    hidden = model.hidden
+    bias = model.qkv_bias
     sizes = model.latent
-    queries = model.heads * model.head_dim
+    query_rows = model.heads * model.head_dim
+    key_rows = model.heads * sizes.nope_dim
+    value_rows = model.heads * sizes.value_dim
     if sizes.query_rank:
-        yield from _linear("attention.query_down", sizes.query_rank, h, model.qkv_bias)
+        yield from _linear("attention.query_down", sizes.query_rank, hidden, bias)
         yield "attention.query_down_norm.weight", (sizes.query_rank,)
-        yield "attention.query_up.weight", (queries, sizes.query_rank)
+        yield "attention.query_up.weight", (query_rows, sizes.query_rank)
     else:
-        yield "attention.query.weight", (queries, h)
-    yield from _linear("attention.key_value_down", sizes.kv_rank, h, model.qkv_bias)
-    yield from _linear("attention.key_rope", sizes.rope_dim, h, model.qkv_bias)
+        yield "attention.query.weight", (query_rows, hidden)
+    # All heads share the latent of keys and values, and the rotary part of keys.
+    yield from _linear("attention.key_value_down", sizes.kv_rank, hidden, bias)
+    yield from _linear("attention.key_rope", sizes.rope_dim, hidden, bias)
     yield "attention.key_value_down_norm.weight", (sizes.kv_rank,)
-    yield "attention.key_up.weight", (model.heads * sizes.nope_dim, sizes.kv_rank)
-    yield "attention.value_up.weight", (model.heads * sizes.value_dim, sizes.kv_rank)
+    yield "attention.key_up.weight", (key_rows, sizes.kv_rank)
+    yield "attention.value_up.weight", (value_rows, sizes.kv_rank)
 
 
-def _feed_forward(
-    name: str, model: ModelConfig, ffn: int, bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h = model.hidden
+def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
     for part in ("gate", "up") if model.gated else ("up",):
-        yield from _linear(f"{name}.{part}", ffn, h, bias)
-    yield from _linear(f"{name}.down", h, ffn, bias)
+        yield from _linear(f"{name}.{part}", ffn, model.hidden, bias)
+    yield from _linear(f"{name}.down", model.hidden, ffn, bias)
 
 
-def _linear(
-    name: str, rows: int, columns: int, bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _branch_norms(
-    branch: str, model: ModelConfig, features: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes:
+    """Yield the norms before a branch of a layer, after it, or both."""
     if model.norm_at != "after":
         yield from _norm(f"{branch}_norm", model, features)
     if model.norm_at != "before":
         yield from _norm(f"{branch}_post_norm", model, features)
 
 
-def _norm(name: str, model: ModelConfig, features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _norm(name: str, model: ModelConfig, features: int) -> NamedShapes:
     yield f"{name}.weight", (features,)
     if model.norm == "layer":
         yield f"{name}.bias", (features,)

@@ -22,17 +22,20 @@ from tools.convert.core.tensors import PIECE
 
 @dataclass(frozen=True)
 class Origin:
-    """A tensor of a file format: its own name, the keys of the logical tensors in it, and how it is
-    read."""
+    """A tensor of a file format, and the logical tensors that it consists of.
+
+    name: of the tensor in the file.
+    keys, shapes: of the logical tensors.
+    load: reads it, and returns the logical tensors.
+    rows: reads rows [top, bottom) only, where the tensor is stored as ours is; otherwise None.
+    """
 
     name: str
     keys: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     load: Callable[[], Sequence[Tensor]]
-    rows: Callable[[int, int], Tensor] | None = (
-        None  # reads some rows only, where the tensor is stored as ours is
-    )
+    rows: Callable[[int, int], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,29 @@ class Source:
         self.model = model
         self.facts = facts
         self.tokenizer = tuple(tokenizer)
-        self._origin = {key: origin for origin in origins for key in origin.keys}
-        self.shapes = {k: s for o in origins for k, s in zip(o.keys, o.shapes, strict=True)}
         self.loads: Counter[str] = Counter()  # how often each foreign tensor was read
-        self._held: tuple[str, dict[str, Tensor]] = "", {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._origins: dict[str, Origin] = {}  # by the keys of their logical tensors
+        for origin in origins:
+            self.shapes.update(zip(origin.keys, origin.shapes, strict=True))
+            self._origins.update(dict.fromkeys(origin.keys, origin))
+        # What was loaded last: the name of the foreign tensor, and its parts that nobody has read.
+        self._loaded_name = ""
+        self._loaded: dict[str, Tensor] = {}
 
     @property
     def alone(self) -> "Source":
         """Return this source without modules of multi-token prediction."""
         if not self.model.mtp_layers:
             return self
-        origins = [
-            origin
-            for key, origin in self._origin.items()
-            if not key.partition("/")[2].startswith("mtp.")
-        ]
-        kept = tuple(dict.fromkeys(origins))
-        return Source(self.path, self.kind, self.model.alone, kept, self.facts, self.tokenizer)
+        retained: dict[Origin, None] = {}  # in order, each once
+        for key, origin in self._origins.items():
+            name = key.partition("/")[2]
+            if not name.startswith("mtp."):
+                retained[origin] = None
+        return Source(
+            self.path, self.kind, self.model.alone, tuple(retained), self.facts, self.tokenizer
+        )
 
     def keys(self, kind: str) -> Iterator[str]:
         """Return all keys of a kind, in the order of the files' tensors."""
@@ -108,7 +117,7 @@ class Source:
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype that a logical tensor is stored in."""
-        return self._origin[key].dtype
+        return self._origins[key].dtype
 
     def dtype_in(self, key: str, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as
@@ -117,29 +126,35 @@ class Source:
 
     def rows(self, key: str, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of a logical tensor."""
-        some = self._origin[key].rows
-        return some(top, bottom) if some else self.read(key)[top:bottom]
+        read_rows = self._origins[key].rows
+        if read_rows is None:
+            return self.read(key)[top:bottom]
+        return read_rows(top, bottom)
 
     def pieces(self, key: str) -> Iterator[Tensor]:
         """Yield the rows of a logical tensor in order, some at a time; all at once if they cannot
         be read separately.
         """
-        origin = self._origin[key]
+        origin = self._origins[key]
         shape = self.shapes[key]
         if origin.rows is None or not shape:
             yield self.read(key)
             return
         self.loads[origin.name] += 1
-        step = max(1, PIECE // max(1, prod(shape[1:]) * origin.dtype.itemsize))
+        # Pieces of about PIECE bytes, but of whole rows.
+        row_bytes = prod(shape[1:]) * origin.dtype.itemsize
+        step = max(1, PIECE // max(1, row_bytes))
         for top in range(0, shape[0], step):
             yield origin.rows(top, min(top + step, shape[0]))
 
     def read(self, key: str) -> Tensor:
         """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they
         are read next."""
-        origin = self._origin[key]
-        if self._held[0] != origin.name or key not in self._held[1]:
-            self._held = "", {}  # lets go of the old one first
-            self._held = origin.name, dict(zip(origin.keys, origin.load(), strict=True))
+        origin = self._origins[key]
+        if self._loaded_name != origin.name or key not in self._loaded:
+            # Let go of the old tensor first: two need not be in memory at once.
+            self._loaded = {}
+            self._loaded = dict(zip(origin.keys, origin.load(), strict=True))
+            self._loaded_name = origin.name
             self.loads[origin.name] += 1
-        return self._held[1].pop(key)
+        return self._loaded.pop(key)

@@ -34,14 +34,18 @@ from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill
 
 JOURNAL = "journal.jsonl"
+MOST_PROBLEMS = 10  # lines of a refusal
 # (bytes written or compared since the last call, what is being done)
 Report = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a part of a tensor. take: returns the part of the joined tensor, in the file's
-    dtype."""
+class Location:
+    """The location of a part of a tensor in the target's files.
+
+    start: byte of its first element.
+    take: returns the part of the joined tensor, in the file's dtype.
+    """
 
     file: str
     start: int
@@ -50,17 +54,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Write:
-    """One tensor of the target's format: the keys of the logical tensors that it is joined of, and
-    its places.
+    """One tensor of the target's format.
 
-    straight: it is one logical tensor at one place, row by row; it is then never in memory as a
+    keys: of the logical tensors that it is joined of.
+    locations: of its parts.
+    straight: it is one logical tensor at one location, row by row; it is then never in memory as a
         whole.
     """
 
     name: str
     keys: tuple[str, ...]
     join: Callable[[Sequence[Tensor]], Tensor]
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     straight: bool = False
 
 
@@ -69,9 +74,14 @@ class Target:
     """The writer of a format for one source.
 
     describe: JSON value that identifies this conversion; an interrupted one is resumed only if it
-    is equal. dtypes: key -> dtype in which it will be read back. reserve: creates the files in a
-    folder (unless the flag says that they exist) and returns the writes. finish: writes everything
-    but tensors. reopen: reads the folder. left_out: parts of the model that the format lacks.
+        is equal.
+    size: bytes that the target takes.
+    dtypes: key -> dtype in which it will be read back.
+    reserve: creates the files in a folder (unless the flag says that they exist) and returns the
+        writes.
+    finish: writes everything but tensors.
+    reopen: reads the folder.
+    left_out: parts of the model that the format lacks.
     """
 
     describe: dict[str, Any]
@@ -91,23 +101,24 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
     """
     damage = NotFinite()
     partial = destination.with_name(f".{destination.name}.partial")
-    with _disk_told(destination):
+    with _report_disk_errors(destination):
         journal = Journal(partial / JOURNAL, _identity(source, target))
         if not journal.begun:
-            _make_room(partial, target.size)
-        with _nothing_left(partial):
-            _fill(source, target, partial, journal, report)
+            _make_folder(partial, target.size)
+        with _remove_if_refused(partial):
+            _write_all(source, target, partial, journal, report)
             _compare(target.reopen(partial), journal.by_key(), damage, report)
+        # Only the files of the format remain.
         journal.path.unlink()
         _publish(partial, destination)
     return damage.lines((key, source.dtype(key), dtype) for key, dtype in target.dtypes.items())
 
 
-def _fill(
+def _write_all(
     source: Source, target: Target, partial: Path, journal: "Journal", report: Report
 ) -> None:
     """Write everything that is not written yet."""
-    writes = _ordered(target.reserve(partial, not journal.begun), source)
+    writes = _in_order_of_source(target.reserve(partial, not journal.begun), source)
     _check_complete(writes, target, source)
     journal.begin()
     for write in writes:
@@ -118,7 +129,7 @@ def _fill(
 
 
 @contextmanager
-def _nothing_left(partial: Path) -> Iterator[None]:
+def _remove_if_refused(partial: Path) -> Iterator[None]:
     """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be
     resumed."""
     try:
@@ -130,6 +141,7 @@ def _nothing_left(partial: Path) -> Iterator[None]:
 
 def _publish(partial: Path, destination: Path) -> None:
     """Flush the folder to disk and give it its name."""
+    # A name for files that are not on the disk would promise what a power cut takes away.
     for path in partial.rglob("*"):
         sync(path)
     partial.rename(destination)
@@ -143,32 +155,30 @@ class Journal:
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.identity = identity
-        lines = self._whole_lines()
+        lines = self._read_complete_lines()
         self.begun = bool(lines) and lines[0] == identity
-        self.digests: dict[
-            str, dict[str, str]
-        ] = {}  # checksums of logical tensors by key, by name of the target's tensor
+        # Checksums of logical tensors by key, by name of the target's tensor.
+        self.digests: dict[str, dict[str, str]] = {}
         if self.begun:
             self.digests = {line["name"]: line["digests"] for line in lines[1:]}
 
-    def _whole_lines(self) -> list[dict[str, Any]]:
+    def _read_complete_lines(self) -> list[dict[str, Any]]:
         """Return the complete lines, without a last one that was truncated by a kill."""
         if not self.path.is_file():
             return []
         content = read_whole(self.path)
-        whole = content[: content.rfind(b"\n") + 1]
-        os.truncate(self.path, len(whole))
+        complete = content[: content.rfind(b"\n") + 1]
+        # The next line must not be appended to half of one.
+        os.truncate(self.path, len(complete))
         try:
-            lines = [parse_json(line) for line in whole.splitlines()]
+            lines = [parse_json(line) for line in complete.splitlines()]
             assert all(isinstance(line, dict) for line in lines)
-            return [
-                *lines[:1],
-                *({"name": line["name"], "digests": line["digests"]} for line in lines[1:]),
-            ]
+            writes = [{"name": line["name"], "digests": line["digests"]} for line in lines[1:]]
         except (ValueError, KeyError, AssertionError) as error:
             raise UserError(
                 f"{self.path} is damaged: remove {self.path.parent} to convert anew"
             ) from error
+        return [*lines[:1], *writes]
 
     def begin(self) -> None:
         """Record that the files exist, unless that is recorded already."""
@@ -183,11 +193,15 @@ class Journal:
 
     def by_key(self) -> dict[str, str]:
         """Return the digest of every logical tensor."""
-        return {key: value for digests in self.digests.values() for key, value in digests.items()}
+        by_key: dict[str, str] = {}
+        for digests in self.digests.values():
+            by_key |= digests
+        return by_key
 
 
 @contextmanager
-def _disk_told(destination: Path) -> Iterator[None]:
+def _report_disk_errors(destination: Path) -> Iterator[None]:
+    """Raise UserError in place of OSError, with a remedy for a full disk."""
     try:
         yield
     except OSError as error:
@@ -201,16 +215,17 @@ def _disk_told(destination: Path) -> Iterator[None]:
 
 def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
-    files = sorted(f for f in source.path.rglob("*") if f.is_file())
-    stamps = [
-        (str(f.relative_to(source.path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
-    ]
-    seen = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
-    return {"target": target.describe, "source": str(source.path.absolute()), "files": seen}
+    stamps = []
+    for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
+        status = file.stat()
+        stamps.append((str(file.relative_to(source.path)), status.st_size, status.st_mtime_ns))
+    # A source that was changed in between is converted anew, not resumed.
+    digest = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+    return {"target": target.describe, "source": str(source.path.absolute()), "files": digest}
 
 
-def _make_room(partial: Path, size: int) -> None:
-    """Return an empty folder on a disk with enough room."""
+def _make_folder(partial: Path, size: int) -> None:
+    """Make an empty folder. Raises UserError if its disk has not `size` bytes free."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free
@@ -221,57 +236,71 @@ def _make_room(partial: Path, size: int) -> None:
         )
 
 
-def _ordered(writes: list[Write], source: Source) -> list[Write]:
+def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
     """Return the writes in the order of the source, so that each of its tensors is read once."""
-    place = {key: number for number, key in enumerate(source.shapes)}
-    return sorted(writes, key=lambda write: min(place.get(key, -1) for key in write.keys))
+    positions = {key: number for number, key in enumerate(source.shapes)}
+
+    def first_position(write: Write) -> int:
+        return min(positions.get(key, -1) for key in write.keys)
+
+    return sorted(writes, key=first_position)
 
 
 def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> None:
     """Raise UserError unless each logical tensor of the source is written exactly once."""
-    wanted = [key for write in writes for key in write.keys]
-    twice = [key for key, count in Counter(wanted).items() if count > 1]
-    assert not twice, f"the table of the target has {twice} twice"
-    missing = sorted(set(wanted) - source.shapes.keys())
-    surplus = sorted(set(target.dtypes) - set(wanted))
+    needed: list[str] = []
+    for write in writes:
+        needed += write.keys
+    repeated = [key for key, count in Counter(needed).items() if count > 1]
+    assert not repeated, f"the table of the target has {repeated} twice"
+    missing = sorted(set(needed) - source.shapes.keys())
+    surplus = sorted(set(target.dtypes) - set(needed))
     problems = [f"{source.path} lacks {key}, which the target needs" for key in missing]
     problems += [f"{source.path} holds {key}, which the target has no place for" for key in surplus]
     if problems:
-        raise UserError(*problems[:10])
+        raise UserError(*problems[:MOST_PROBLEMS])
 
 
 def _nbytes(keys: Sequence[str], source: Source, target: Target) -> int:
+    """Return the bytes that logical tensors take in the target."""
     return sum(prod(source.shapes[key]) * target.dtypes[key].itemsize for key in keys)
 
 
 def _write(write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
+    """Write one tensor of the target; return the checksums of its logical tensors by key."""
     if write.straight:
-        return {write.keys[0]: _copy(write, source, target.dtypes[write.keys[0]], partial)}
+        (key,) = write.keys
+        return {key: _copy_pieces(write, source, target.dtypes[key], partial)}
     parts = [source.read(key) for key in write.keys]
-    sums = {
-        key: checksum(target.dtypes[key], part.shape, [part.to(target.dtypes[key])])
+    digests = {
+        key: _checksum_as(target.dtypes[key], part)
         for key, part in zip(write.keys, parts, strict=True)
     }
-    whole = write.join(parts)
+    joined = write.join(parts)
     del parts  # memory that is not needed twice
-    for place in write.places:
-        fill(partial / place.file, place.start, place.take(whole))
-    return sums
+    for location in write.locations:
+        fill(partial / location.file, location.start, location.take(joined))
+    return digests
 
 
-def _copy(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
+def _checksum_as(dtype: torch.dtype, values: Tensor) -> str:
+    return checksum(dtype, values.shape, [values.to(dtype)])
+
+
+def _copy_pieces(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
     """Write a tensor piece by piece; return its checksum."""
-    (key,), (place,) = write.keys, write.places
+    (key,) = write.keys
+    (location,) = write.locations
 
-    def written() -> Iterator[Tensor]:
-        at = place.start
+    def written_pieces() -> Iterator[Tensor]:
+        start = location.start
         for piece in source.pieces(key):
-            values = place.take(piece)
-            fill(partial / place.file, at, values)
-            at += values.nbytes
+            values = location.take(piece)
+            fill(partial / location.file, start, values)
+            start += values.nbytes
             yield values
 
-    return checksum(dtype, source.shapes[key], written())
+    return checksum(dtype, source.shapes[key], written_pieces())
 
 
 def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report: Report) -> None:
@@ -298,7 +327,7 @@ def checksum(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Tensor])
     It detects errors of disks and readers; SHA-256 would also detect forgeries, but takes three
     times as long.
     """
-    made = zlib.crc32(f"{dtype} {tuple(shape)}\n".encode())
+    crc = zlib.crc32(f"{dtype} {tuple(shape)}\n".encode())
     for piece in pieces:
-        made = zlib.crc32(raw(piece), made)
-    return f"{made:08x}"
+        crc = zlib.crc32(raw(piece), crc)
+    return f"{crc:08x}"

@@ -48,11 +48,13 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. start: byte of its first element. strides: in elements.
+    """A tensor in a file.
 
+    start: byte of its first element.
+    strides: in elements; None: the values are contiguous.
     crc: CRC-32 of its bytes, if the file states it: they are held against it when they are read.
     within: a tensor of which this is the first part, so that reading this holds all of that against
-    its checksum.
+        its checksum.
     """
 
     file: Path
@@ -73,49 +75,53 @@ class Stored:
         """Elements in the file from the first one to the last one."""
         if self.strides is None:
             return prod(self.shape)
-        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        steps = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
 
     def read(self) -> Tensor:
         """Return the tensor. Raises UserError if the file ends before it, or has other bytes than
         it says."""
         if self.within is not None:
-            self.within._check()
+            self.within._check_crc()
+        # An empty tensor may lie at the end of a file, where there is nothing to read.
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
-        values = self._elements(self._span)
+        values = self._read_elements(self._span)
         if self.strides is None:
             return values.view(self.shape)
+        # A view on the span of the file that has all elements, others' between them too.
         return values.as_strided(self.shape, self.strides)
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom), without reading the others."""
         if self.strides is not None or (top, bottom) == (0, self.shape[0]):
             return self.read()[top:bottom]
-        row = prod(self.shape[1:])
-        start = self.start + top * row * self.dtype.itemsize
+        row_elements = prod(self.shape[1:])
+        start = self.start + top * row_elements * self.dtype.itemsize
         return self.part((bottom - top, *self.shape[1:]), start).read()
 
     def part(
         self, shape: tuple[int, ...], start: int, strides: tuple[int, ...] | None = None
     ) -> "Stored":
         """Return a part of this tensor. start, strides: as those of a tensor."""
-        whole = self if self.crc is not None else self.within
-        within = whole if start == self.start else None
+        checked = self if self.crc is not None else self.within
+        # Only the first part checks the whole, so that it is checked once and not for each part.
+        within = checked if start == self.start else None
         return replace(self, shape=shape, start=start, strides=strides, crc=None, within=within)
 
-    def _check(self) -> None:
+    def _check_crc(self) -> None:
         """Raise UserError if the bytes are others than the file says. They are never in memory as a
         whole."""
-        made = 0
-        rest = self._span * self.dtype.itemsize
+        crc = 0
+        remaining = self._span * self.dtype.itemsize
         with reading(self.file, buffering=0) as file:
             file.seek(self.start)
-            while rest and (piece := file.read(min(PIECE, rest))):
-                made = zlib.crc32(piece, made)
-                rest = rest - len(piece)
-        self._compare(made)
+            while remaining and (piece := file.read(min(PIECE, remaining))):
+                crc = zlib.crc32(piece, crc)
+                remaining -= len(piece)
+        self._require_crc(crc)
 
-    def _compare(self, crc: int) -> None:
+    def _require_crc(self, crc: int) -> None:
         if self.crc is not None and crc != self.crc:
             raise UserError(
                 f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another "
@@ -124,18 +130,19 @@ class Stored:
                 "save it anew"
             )
 
-    def _elements(self, count: int) -> Tensor:
+    def _read_elements(self, count: int) -> Tensor:
         size = count * self.dtype.itemsize
         if self.start < 0 or self.start + size > self.file.stat().st_size:
             raise UserError(f"{self.file} is truncated: it ends before its tensors do")
+        # Bytes first, for numpy has no bf16 and no FP8 to read into.
         values = torch.empty(size, dtype=torch.uint8)
         with reading(self.file, buffering=0) as file:
             file.seek(self.start)
-            rest = values.numpy().data
-            while rest and (done := file.readinto(rest)):
-                rest = rest[done:]
+            unfilled = values.numpy().data
+            while unfilled and (count_read := file.readinto(unfilled)):
+                unfilled = unfilled[count_read:]
         if self.crc is not None:
-            self._compare(zlib.crc32(values.numpy().data))
+            self._require_crc(zlib.crc32(values.numpy().data))
         return values.view(self.dtype)
 
 
@@ -143,46 +150,55 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds
     it damaged."""
     try:
+        # The library checks the header; the values are read here, without a map of the file.
         with safe_open(file, "pt"):
             pass
         with reading(file) as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = parse_json(opened.read(length))
+            (header_length,) = struct.unpack("<Q", opened.read(8))
+            header = parse_json(opened.read(header_length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
         raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+    # What the writer said about the file, and no tensor.
     header.pop("__metadata__", None)
-    if unknown := {entry["dtype"] for entry in header.values()} - DTYPES.keys():
+    unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
+    if unknown:
         raise UserError(
             f"{file} holds values of type {', '.join(sorted(unknown))}, which cannot be converted"
         )
-    return {
-        name: Stored(file, DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
-        for name, e in header.items()
-    }
+    values_start = 8 + header_length
+    tensors = {}
+    for name, entry in header.items():
+        start = values_start + entry["data_offsets"][0]
+        tensors[name] = Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return tensors
 
 
 def reserve_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
 ) -> dict[str, int]:
-    """Create a safetensors file with room for `tensors` (unless it exists); return the first byte
-    of each."""
+    """Return the first byte of each tensor in a safetensors file with room for all of them.
+
+    write: create the file.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    offsets = {}
+    offsets: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():
-        offsets[name], end = end, end + prod(shape) * dtype.itemsize
+        offsets[name] = end
+        end += prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [offsets[name], end],
         }
     content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)
+    content += b" " * (-len(content) % 8)  # values begin at a multiple of 8 bytes
+    values_start = 8 + len(content)
     if write:
         with open(file, "wb") as opened:
             opened.write(struct.pack("<Q", len(content)) + content)
-            allocate(opened.fileno(), 8 + len(content) + end)
-    return {name: 8 + len(content) + offset for name, offset in offsets.items()}
+            allocate(opened.fileno(), values_start + end)
+    return {name: values_start + offset for name, offset in offsets.items()}
 
 
 def allocate(descriptor: int, size: int) -> None:
@@ -196,9 +212,10 @@ def allocate(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
         return
-    except AttributeError:
+    except AttributeError:  # macOS has no such call
         pass
     except OSError as error:
+        # The filesystem cannot allocate; a full disk is another error.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     disk = os.fstatvfs(descriptor)

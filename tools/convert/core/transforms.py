@@ -6,8 +6,9 @@ separate, [features out, features in]: query [n d, h], key and value [g d, h]. O
 the three into one tensor, in one of two orders that have the same shape and are therefore easily
 confused:
 
-    packed    all of query, all of key, all of value                     (GPT-2)
-    grouped   for each group its queries, its key head, its value head   (Megatron; GPT-NeoX, where a group is a head)
+    packed    all of query, all of key, all of value (GPT-2)
+    grouped   for each group its queries, its key head, its value head (Megatron; GPT-NeoX, where
+              a group is a head)
 
 In latent attention a head of ours has its features with rotary positions first, and the partners of
 a rotation half of them apart. Other systems have them last, and mostly the partners side by side.
@@ -19,11 +20,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+Parts = Sequence[Tensor]  # megaprec's tensors, of which another system's consists
+
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary
-    positions. value: of a head's value in latent attention.
+    """The sizes that a rearrangement needs.
+
+    query: number of query heads.
+    kv: number of key/value heads.
+    dim: features of a query or key head.
+    rotary: features of a head with rotary positions.
+    value: features of a head's value in latent attention.
     """
 
     query: int
@@ -35,133 +43,209 @@ class Heads:
 
 @dataclass(frozen=True)
 class Transform:
-    """A rearrangement. join: megaprec's tensors -> the other system's. split: the inverse. Both
-    work on meta tensors, for shapes.
+    """A rearrangement. Both directions work on meta tensors, for shapes.
+
+    join: megaprec's tensors -> the other system's.
+    split: the inverse.
     """
 
-    join: Callable[[Sequence[Tensor], Heads], Tensor]
-    split: Callable[[Tensor, Heads], Sequence[Tensor]]
+    join: Callable[[Parts, Heads], Tensor]
+    split: Callable[[Tensor, Heads], Parts]
 
 
-def _packed(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_same(parts: Parts, heads: Heads) -> Tensor:
+    return parts[0]
+
+
+def _split_same(joined: Tensor, heads: Heads) -> Parts:
+    return [joined]
+
+
+def _join_transposed(parts: Parts, heads: Heads) -> Tensor:
+    return parts[0].t()
+
+
+def _split_transposed(joined: Tensor, heads: Heads) -> Parts:
+    return [joined.t()]
+
+
+def _join_stacked(parts: Parts, heads: Heads) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _unpacked(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-    return whole.split([heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim])
+def _split_stacked(joined: Tensor, heads: Heads) -> Parts:
+    return joined.chunk(2)
 
 
-def _grouped(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    return torch.cat([part.unflatten(0, (heads.kv, -1)) for part in parts], 1).flatten(0, 1)
+def _split_packed(joined: Tensor, heads: Heads) -> Parts:
+    query_rows = heads.query * heads.dim
+    kv_rows = heads.kv * heads.dim
+    return joined.split([query_rows, kv_rows, kv_rows])
 
 
-def _ungrouped(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-    own = heads.query // heads.kv * heads.dim
-    parts = whole.unflatten(0, (heads.kv, -1)).split([own, heads.dim, heads.dim], 1)
-    return [part.flatten(0, 1) for part in parts]
+def _join_packed_transposed(parts: Parts, heads: Heads) -> Tensor:
+    return _join_stacked(parts, heads).t()
+
+
+def _split_packed_transposed(joined: Tensor, heads: Heads) -> Parts:
+    return _split_packed(joined.t(), heads)
+
+
+def _join_per_head(parts: Parts, count: int) -> Tensor:
+    """Return rows of all parts for the first of `count` heads, then for the second, and so on."""
+    per_head = [part.unflatten(0, (count, -1)) for part in parts]
+    return torch.cat(per_head, 1).flatten(0, 1)
+
+
+def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Parts:
+    """Invert `_join_per_head`. rows: of each part, for one head."""
+    per_head = joined.unflatten(0, (count, -1)).split(list(rows), 1)
+    return [part.flatten(0, 1) for part in per_head]
+
+
+def _join_grouped(parts: Parts, heads: Heads) -> Tensor:
+    return _join_per_head(parts, heads.kv)
+
+
+def _split_grouped(joined: Tensor, heads: Heads) -> Parts:
+    query_rows = heads.query // heads.kv * heads.dim
+    return _split_per_head(joined, heads.kv, [query_rows, heads.dim, heads.dim])
 
 
 def _interleave(x: Tensor, heads: Heads) -> Tensor:
     """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
     x = x.unflatten(0, (-1, heads.dim))
-    turned = x[:, : heads.rotary].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turned, x[:, heads.rotary :]), 1).flatten(0, 1)
+    # The first halves of all pairs, then the second halves: [heads, 2, r/2, ...].
+    halves = x[:, : heads.rotary].unflatten(1, (2, -1))
+    rotary = halves.transpose(1, 2).flatten(1, 2)
+    unrotated = x[:, heads.rotary :]
+    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
-def _halve(x: Tensor, heads: Heads) -> Tensor:
+def _deinterleave(x: Tensor, heads: Heads) -> Tensor:
     """Invert `_interleave`."""
     x = x.unflatten(0, (-1, heads.dim))
-    turned = x[:, : heads.rotary].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turned, x[:, heads.rotary :]), 1).flatten(0, 1)
+    pairs = x[:, : heads.rotary].unflatten(1, (-1, 2))  # [heads, r/2, 2, ...]
+    rotary = pairs.transpose(1, 2).flatten(1, 2)
+    unrotated = x[:, heads.rotary :]
+    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
-def _grouped_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    query, key, value = parts
-    return _grouped([_interleave(query, heads), _interleave(key, heads), value], heads)
+def _join_grouped_interleaved(parts: Parts, heads: Heads) -> Tensor:
+    query, key, value = parts  # values have no positions
+    query = _interleave(query, heads)
+    key = _interleave(key, heads)
+    return _join_grouped([query, key, value], heads)
 
 
-def _ungrouped_interleaved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-    query, key, value = _ungrouped(whole, heads)
-    return [_halve(query, heads), _halve(key, heads), value]
+def _split_grouped_interleaved(joined: Tensor, heads: Heads) -> Parts:
+    query, key, value = _split_grouped(joined, heads)
+    query = _deinterleave(query, heads)
+    key = _deinterleave(key, heads)
+    return [query, key, value]
 
 
 def _latent_query(interleaved: bool) -> Transform:
-    """Return the transform of the queries of latent attention. interleaved: rotary partners are
-    neighbours there."""
+    """Return the transform of the queries of latent attention, whose rotary features are last in a
+    head of the other system.
 
-    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-        x = (_interleave(parts[0], heads) if interleaved else parts[0]).unflatten(
-            0, (-1, heads.dim)
-        )
-        return torch.cat((x[:, heads.rotary :], x[:, : heads.rotary]), 1).flatten(0, 1)
+    interleaved: rotary partners are neighbours there.
+    """
 
-    def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-        x = whole.unflatten(0, (-1, heads.dim))
-        still = heads.dim - heads.rotary
-        x = torch.cat((x[:, still:], x[:, :still]), 1).flatten(0, 1)
-        return [_halve(x, heads) if interleaved else x]
+    def join(parts: Parts, heads: Heads) -> Tensor:
+        (query,) = parts
+        if interleaved:
+            query = _interleave(query, heads)
+        query = query.unflatten(0, (-1, heads.dim))
+        rotary = query[:, : heads.rotary]
+        unrotated = query[:, heads.rotary :]
+        return torch.cat((unrotated, rotary), 1).flatten(0, 1)
+
+    def split(joined: Tensor, heads: Heads) -> Parts:
+        query = joined.unflatten(0, (-1, heads.dim))
+        unrotated_dim = heads.dim - heads.rotary
+        rotary = query[:, unrotated_dim:]
+        unrotated = query[:, :unrotated_dim]
+        query = torch.cat((rotary, unrotated), 1).flatten(0, 1)
+        if interleaved:
+            query = _deinterleave(query, heads)
+        return [query]
 
     return Transform(join, split)
 
 
 def _latent_down(interleaved: bool) -> Transform:
-    """Return the transform of the latent of keys and values, and of the rotary part of keys after
-    it."""
+    """Return the transform of the latent of keys and values, with the rotary part of keys after it.
 
-    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-        latent, turning = parts
-        alone = replace(heads, dim=heads.rotary)
-        return torch.cat((latent, _interleave(turning, alone) if interleaved else turning))
+    interleaved: rotary partners are neighbours in the other system.
+    """
 
-    def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-        latent, turning = whole.split([len(whole) - heads.rotary, heads.rotary])
-        return [
-            latent,
-            _halve(turning, replace(heads, dim=heads.rotary)) if interleaved else turning,
-        ]
+    def join(parts: Parts, heads: Heads) -> Tensor:
+        latent, key_rope = parts
+        if interleaved:  # as a head that has nothing but rotary features
+            rope_heads = replace(heads, dim=heads.rotary)
+            key_rope = _interleave(key_rope, rope_heads)
+        return torch.cat((latent, key_rope))
+
+    def split(joined: Tensor, heads: Heads) -> Parts:
+        latent, key_rope = joined.split([len(joined) - heads.rotary, heads.rotary])
+        if interleaved:
+            rope_heads = replace(heads, dim=heads.rotary)
+            key_rope = _deinterleave(key_rope, rope_heads)
+        return [latent, key_rope]
 
     return Transform(join, split)
 
 
-def _latent_up(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    return torch.cat([part.unflatten(0, (heads.query, -1)) for part in parts], 1).flatten(0, 1)
+def _join_latent_up(parts: Parts, heads: Heads) -> Tensor:
+    return _join_per_head(parts, heads.query)
 
 
-def _latent_up_split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-    parts = whole.unflatten(0, (heads.query, -1)).split([heads.dim - heads.rotary, heads.value], 1)
-    return [part.flatten(0, 1) for part in parts]
+def _split_latent_up(joined: Tensor, heads: Heads) -> Parts:
+    nope_dim = heads.dim - heads.rotary  # features of a key without positions
+    return _split_per_head(joined, heads.query, [nope_dim, heads.value])
 
 
-def _experts_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+def _join_experts_transposed(parts: Parts, heads: Heads) -> Tensor:
+    return torch.stack([part.t() for part in parts])
+
+
+def _split_experts_transposed(joined: Tensor, heads: Heads) -> Parts:
+    return [expert.t() for expert in joined]
+
+
+def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
     """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return torch.stack([torch.stack(pair, 1).flatten(0, 1).t() for pair in pairs])
+    experts = []
+    for gate, up in zip(parts[::2], parts[1::2], strict=True):
+        gate_up = torch.stack((gate, up), 1).flatten(0, 1)
+        experts.append(gate_up.t())
+    return torch.stack(experts)
 
 
-def _experts_halved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
-    """Invert `_experts_interleaved`."""
-    return [part for expert in whole for part in (expert.t()[::2], expert.t()[1::2])]
+def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Parts:
+    """Invert `_join_experts_interleaved`."""
+    parts: list[Tensor] = []
+    for expert in joined:
+        gate_up = expert.t()
+        parts += [gate_up[::2], gate_up[1::2]]
+    return parts
 
 
-SAME = Transform(lambda parts, _: parts[0], lambda whole, _: [whole])
-TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: [whole.t()])
-# two of one size
-STACKED = Transform(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
-PACKED = Transform(_packed, _unpacked)
-PACKED_TRANSPOSED = Transform(
-    lambda p, heads: _packed(p, heads).t(), lambda w, heads: _unpacked(w.t(), heads)
-)
-GROUPED = Transform(_grouped, _ungrouped)
-GROUPED_INTERLEAVED = Transform(_grouped_interleaved, _ungrouped_interleaved)
+SAME = Transform(_join_same, _split_same)
+TRANSPOSED = Transform(_join_transposed, _split_transposed)
+# Two of one size, such as gate and up.
+STACKED = Transform(_join_stacked, _split_stacked)
+PACKED = Transform(_join_stacked, _split_packed)
+PACKED_TRANSPOSED = Transform(_join_packed_transposed, _split_packed_transposed)
+GROUPED = Transform(_join_grouped, _split_grouped)
+GROUPED_INTERLEAVED = Transform(_join_grouped_interleaved, _split_grouped_interleaved)
 LATENT_QUERY = _latent_query(True)
 LATENT_QUERY_HALVES = _latent_query(False)
 LATENT_DOWN = _latent_down(True)
 LATENT_DOWN_HALVES = _latent_down(False)
-LATENT_UP = Transform(_latent_up, _latent_up_split)
+LATENT_UP = Transform(_join_latent_up, _split_latent_up)
 # Of all experts of a layer: features in before features out; a bias as it is.
-EXPERTS_TRANSPOSED = Transform(
-    lambda parts, _: torch.stack([part.t() for part in parts]),
-    lambda whole, _: [expert.t() for expert in whole],
-)
-EXPERTS_INTERLEAVED = Transform(_experts_interleaved, _experts_halved)
+EXPERTS_TRANSPOSED = Transform(_join_experts_transposed, _split_experts_transposed)
+EXPERTS_INTERLEAVED = Transform(_join_experts_interleaved, _split_experts_interleaved)

@@ -1,6 +1,8 @@
 """A separate program that lists the contents of a torch file of unknown origin without trusting it.
 
-    python -P untrusted.py PATH ...        each a file of torch.save, or the folder of a distributed checkpoint
+    python -P untrusted.py PATH ...
+
+A path is a file of torch.save, or the folder of a distributed checkpoint.
 
 Such files are pickles. Only this process unpickles them, with limits of memory, time and open files
 and unable to write any, through torch's own unpickler of weights, which makes tensors and plain
@@ -13,7 +15,6 @@ from there.
 import argparse
 import gc
 import io
-import itertools
 import json
 import pickle
 import re
@@ -35,9 +36,12 @@ gc.enable()
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300  # of processor time for a folder
 # seconds for the start, and for each file
-OF_START = 20
-OF_FILE = 2
-MOST = 1_000_000  # values that a file may have, a tensor counted as one and a text by its length
+SECONDS_OF_START = 20
+SECONDS_OF_FILE = 2
+# Values that a file may have, a tensor counted as one and a text by its length: the largest models
+# have some ten thousand tensors.
+MOST_VALUES = 1_000_000
+TEXT_UNIT = 64  # characters of a text that count as one value
 HARMLESS = (
     "megatron.",
     "transformer_engine.",
@@ -51,21 +55,28 @@ HARMLESS = (
 DICTS = ("internlm.core.context.parallel_context.Config",)
 # stands for a tensor in a file of its own
 REFERENCES = ("torch_xla.utils.serialization.TensorReference",)
-# Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss
-# scale.
-SAID = tuple(
-    f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler")
+# Names, but for a prefix, of the steps and the loss scale of Megatron's distributed optimizer.
+OPTIMIZER_OBJECTS = (
+    "optimizer.distributed.dp_group_idx_0.optimizer/",
+    "optimizer.distributed.dp_group_idx_0.grad_scaler/",
 )
-METADATA = tuple(
-    f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner")
+METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
 )
 _ANEW = "load it with torch and save it again"
 STORAGE = re.compile(r".*/data/[^/]+")  # the files of a torch file that hold values
-# torch's with more in it
-OWN_METADATA = (
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "MCoreMetadata",
-)
+# torch's Metadata with more in it
+MEGATRON_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+# Other classes that .metadata may name, and what stands for them.
+PLAIN_CLASSES: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "dict"): dict,
+    ("builtins", "set"): set,
+}
 
 
 class Inert:
@@ -94,55 +105,77 @@ def limit(seconds: int = SECONDS) -> None:
     Memory is limited on Linux only: other systems do not say how much of it this process has, or do
     not keep to it.
     """
-    limits = {resource.RLIMIT_CPU: seconds}
-    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
+    limits = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+    }
     with suppress(FileNotFoundError):
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limits[resource.RLIMIT_AS] = taken + MEMORY
-    for what, most in limits.items():
-        _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
-        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-        resource.setrlimit(what, (most, most))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limits[resource.RLIMIT_AS] = pages * resource.getpagesize() + MEMORY
+    for kind, maximum in limits.items():
+        _, allowed = resource.getrlimit(kind)  # the user's own limit, which may only be lowered
+        if allowed != resource.RLIM_INFINITY:
+            maximum = min(maximum, allowed)
+        resource.setrlimit(kind, (maximum, maximum))
 
 
-def described(file: Path | BinaryIO) -> Any:
+def describe(file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file as a JSON value: [kind, content].
 
-    Raises ValueError for more than MOST values and characters, for a small file that refers to the
-    same list again and again would be a huge answer, and as `_unpickled` and `_place` do.
+    Raises ValueError for more than MOST_VALUES values and characters, for a small file that refers
+    to the same list again and again would be a huge answer, and as `_unpickle` and `_locate` do.
     """
     if isinstance(file, Path):
         _require_zip(file)
-    storages = _storages(file)
-    return _described(_unpickled(file), storages, itertools.count(0))
+    storages = _read_storages(file)
+    return _Description(storages).describe(_unpickle(file))
 
 
-def _described(
-    value: Any, storages: Mapping[int, tuple[int, int]], counted: "itertools.count[int]"
-) -> Any:
-    for _ in range(1 + len(value) // 64 if isinstance(value, str) else 1):
-        if next(counted) > MOST:
-            raise ValueError(f"it has more than {MOST:,} values")
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        place = _place(value, storages)
-        return ["tensor", [dtype, list(value.shape), list(value.stride()), *place]]
-    if isinstance(value, Reference):
-        return ["reference", int(value.state["tid"])]
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if isinstance(value, dict):
-        entries = {_key(k): _described(v, storages, counted) for k, v in value.items()}
-        if len(entries) < len(value):
+class _Description:
+    """The description of a file's contents. storages: as `_read_storages` returns them."""
+
+    def __init__(self, storages: Mapping[int, tuple[int, int]]) -> None:
+        self.storages = storages
+        self.count = -1  # values in the file, of which the outermost is none
+
+    def describe(self, value: Any) -> Any:
+        """Return [kind, content] of a value, and of what is in it."""
+        self._count(value)
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            start, crc = _locate(value, self.storages)
+            return ["tensor", [dtype, list(value.shape), list(value.stride()), start, crc]]
+        if isinstance(value, Reference):
+            return ["reference", int(value.state["tid"])]
+        if isinstance(value, argparse.Namespace):
+            return self._describe_dict(vars(value))
+        if isinstance(value, dict):
+            return self._describe_dict(value)
+        if isinstance(value, list | tuple | torch.Size):
+            return ["list", [self.describe(item) for item in value]]
+        if value is None or isinstance(value, str | int | float | bool):
+            return ["plain", value]
+        if isinstance(value, torch.dtype):
+            return ["plain", str(value)]
+        return ["other", type(value).__name__]
+
+    def _describe_dict(self, table: Mapping[Any, Any]) -> Any:
+        entries = {}
+        for key, value in table.items():
+            entries[_key(key)] = self.describe(value)
+        # Keys become text in JSON, where 1 and "1" would be one.
+        if len(entries) < len(table):
             raise ValueError("it has a table with two keys that are alike but for their kind")
         return ["dict", [*entries.items()]]
-    if isinstance(value, list | tuple | torch.Size):
-        return ["list", [_described(v, storages, counted) for v in value]]
-    if value is None or isinstance(value, str | int | float | bool):
-        return ["plain", value]
-    if isinstance(value, torch.dtype):
-        return ["plain", str(value)]
-    return ["other", type(value).__name__]
+
+    def _count(self, value: Any) -> None:
+        self.count += 1
+        if isinstance(value, str):
+            self.count += len(value) // TEXT_UNIT
+        if self.count > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
 
 
 def _key(key: Any) -> str | int:
@@ -155,44 +188,48 @@ def _key(key: Any) -> str | int:
     return str(key)
 
 
-def _storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
+def _read_storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
     """Return where values begin in a torch file, how many bytes from there on are of one storage,
     and their CRC-32.
 
     Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say
     that it is damaged.
     """
-    found: dict[int, tuple[int, int]] = {}
+    storages: dict[int, tuple[int, int]] = {}
     try:
         directory = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
         raise ValueError(
             "it lacks its end, which lists its parts: it was not saved or fetched whole"
         ) from error
-    with (
-        directory as archive,
-        file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened,
-    ):
+    opening = file.open("rb") if isinstance(file, Path) else nullcontext(file)
+    with directory as archive, opening as opened:
         for entry in archive.infolist():
-            order = entry.filename.endswith("/byteorder")
-            if not (order or STORAGE.fullmatch(entry.filename)):
+            is_byte_order = entry.filename.endswith("/byteorder")
+            if not is_byte_order and not STORAGE.fullmatch(entry.filename):
                 continue
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"its values are compressed; torch.save does not do that: {_ANEW}")
-            # where a zip says how long its own words before the values are
-            opened.seek(entry.header_offset + 26)
-            start = entry.header_offset + 30 + sum(struct.unpack("<HH", opened.read(4)))
+            start = _content_start(opened, entry)
             opened.seek(start)
-            if order and opened.read(min(entry.file_size, 16)) != sys.byteorder.encode():
+            if is_byte_order and opened.read(min(entry.file_size, 16)) != sys.byteorder.encode():
                 raise ValueError(
                     "its numbers have their bytes in the other order: a machine of another "
                     "kind saved it"
                 )
-            found[start] = entry.file_size, entry.CRC
-    return found
+            storages[start] = entry.file_size, entry.CRC
+    return storages
 
 
-def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tuple[int, int | None]:
+def _content_start(opened: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Return the first byte of an entry's contents, which follow a local header of 30 bytes, a name
+    and an extra field, whose lengths are its bytes 26 to 30."""
+    opened.seek(entry.header_offset + 26)
+    name_length, extra_length = struct.unpack("<HH", opened.read(4))
+    return entry.header_offset + 30 + name_length + extra_length
+
+
+def _locate(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tuple[int, int | None]:
     """Return the byte where the first element of a tensor lies, and the CRC-32 of its bytes if the
     file states it.
 
@@ -201,25 +238,29 @@ def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tupl
     begins there, and the tensor lies in it.
     """
     storage: Any = value.untyped_storage()
-    start = getattr(storage, "_checkpoint_offset", None)
-    size = storage.nbytes()
-    if start is None or value.is_neg() or value.is_conj():
+    storage_start = getattr(storage, "_checkpoint_offset", None)
+    storage_size = storage.nbytes()
+    if storage_start is None or value.is_neg() or value.is_conj():
         raise ValueError("a tensor in it has no values that could be read as they lie")
-    there, crc = storages.get(start, (0, 0))
-    if size != there and size:
+    stored_size, crc = storages.get(storage_start, (0, 0))
+    if storage_size != stored_size and storage_size:
         raise ValueError(
             "its values do not lie where torch.save puts them, so it is damaged or packed "
             f"anew: {_ANEW}"
         )
-    spans = [(n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)]
-    end = 0 if 0 in value.shape else value.storage_offset() + sum(spans) + 1
-    if end * value.dtype.itemsize > size:
+    end = 0  # in elements from the start of the storage
+    if 0 not in value.shape:
+        steps = zip(value.shape, value.stride(), strict=True)
+        end = value.storage_offset() + sum((size - 1) * stride for size, stride in steps) + 1
+    itemsize = value.dtype.itemsize
+    if end * itemsize > storage_size:
         raise ValueError("a tensor in it is larger than its values are")
-    whole = value.storage_offset() == 0 and end * value.dtype.itemsize == size
-    return start + value.storage_offset() * value.dtype.itemsize, crc or None if whole else None
+    is_whole_storage = value.storage_offset() == 0 and end * itemsize == storage_size
+    start = storage_start + value.storage_offset() * itemsize
+    return start, crc or None if is_whole_storage else None
 
 
-def _unpickled(file: Path | BinaryIO) -> Any:
+def _unpickle(file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file, tensors without values. Raises if it is damaged or
     refers to anything harmful.
     """
@@ -227,61 +268,58 @@ def _unpickled(file: Path | BinaryIO) -> Any:
         file.seek(0)
     # reads the names, makes nothing
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    known = ("argparse.Namespace", *DICTS, *REFERENCES)
-    if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
+    known_names = ("argparse.Namespace", *DICTS, *REFERENCES)
+    foreign = [name for name in names if not name.startswith(HARMLESS) and name not in known_names]
+    if foreign:
         raise ValueError(
             f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that "
             "are let in"
         )
-    stands: list[Callable | tuple[Callable, str]] = [
-        (Inert, name) for name in names if name not in known
-    ]
-    stands += [(dict, name) for name in names if name in DICTS]
-    stands += [(Reference, name) for name in names if name in REFERENCES]
+    stand_ins: list[Callable | tuple[Callable, str]] = [argparse.Namespace]
+    for name in names:
+        if name in DICTS:
+            stand_ins.append((dict, name))
+        elif name in REFERENCES:
+            stand_ins.append((Reference, name))
+        elif name not in known_names:
+            stand_ins.append((Inert, name))
     if not isinstance(file, Path):
         file.seek(0)
-    with torch.serialization.safe_globals([argparse.Namespace, *stands]):
+    with torch.serialization.safe_globals(stand_ins):
         return torch.load(file, map_location="meta", weights_only=True)
 
 
 def _require_zip(file: Path) -> None:
     """Raise if a file is not one of torch.save since torch 1.6, and say what it is instead."""
     with open(file, "rb") as opened:
-        begins = opened.read(32)
-    if begins.startswith(b"\x80"):
+        beginning = opened.read(32)
+    if beginning.startswith(b"\x80"):
         raise ValueError(
             "it has the form that torch.save had before torch 1.6, which is not read here: "
             "save it anew"
         )
-    if begins.startswith(b"version https://git-lfs"):
+    if beginning.startswith(b"version https://git-lfs"):
         raise ValueError(
             "it is a pointer of Git LFS, not the file itself: git lfs pull fetches that"
         )
-    if not begins.startswith(b"PK"):
+    if not beginning.startswith(b"PK"):
         raise ValueError("it is no file of torch.save")
 
 
-class Metadata(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Unpickler of a distributed checkpoint's .metadata, with `Record` in place of torch's classes
     that only hold values.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (
-            module,
-            name,
-        ) == OWN_METADATA:
+        # Names of classes begin with a capital: no function of these modules is let in.
+        is_class = name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+        if (module in METADATA_MODULES and is_class) or (module, name) == MEGATRON_METADATA:
             return type(name, (Record,), {})
-        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
-            return {"Size": torch.Size, "_get_layout": str}[name]
+        if (module, name) in PLAIN_CLASSES:
+            return PLAIN_CLASSES[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in (
-            ("collections", "OrderedDict"),
-            ("builtins", "dict"),
-            ("builtins", "set"),
-        ):
-            return {"OrderedDict": dict, "dict": dict, "set": set}[name]
         if f"{module}.{name}".startswith(HARMLESS):
             return Inert
         raise pickle.UnpicklingError(
@@ -293,9 +331,9 @@ class Record:
     """An object with the fields that the pickle gives it."""
 
     def __new__(cls, *args: Any) -> "Record":
-        made = super().__new__(cls)
-        made.args = args  # type: ignore[attr-defined]
-        return made
+        record = super().__new__(cls)
+        record.args = args  # type: ignore[attr-defined]
+        return record
 
     def __init__(self, *args: Any) -> None: ...
 
@@ -306,18 +344,18 @@ class Record:
             self.state = state
 
     def __hash__(self) -> int:
-        return hash(json.dumps(plain(self), default=repr, sort_keys=True))
+        return hash(json.dumps(as_plain(self), default=repr, sort_keys=True))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and plain(self) == plain(other)
+        return isinstance(other, Record) and as_plain(self) == as_plain(other)
 
 
-def plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Return a Record as a dict of its fields, recursively."""
     if isinstance(value, Record):
-        return {k: plain(v) for k, v in vars(value).items()}
+        return {name: as_plain(field) for name, field in vars(value).items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [as_plain(item) for item in value]
     return value
 
 
@@ -328,7 +366,7 @@ class Part(io.RawIOBase):
         self.file = file
         self.start = start
         self.length = length
-        self.at = 0
+        self.position = 0
 
     def readable(self) -> bool:
         return True
@@ -337,57 +375,53 @@ class Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = max(
-            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        )
-        return self.at
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}
+        self.position = max(0, offset + bases[whence])
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
-        self.file.seek(self.start + self.at)
-        done = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.at)]) or 0
-        self.at += done
-        return done
+        self.file.seek(self.start + self.position)
+        remaining = max(0, self.length - self.position)
+        count = self.file.readinto(memoryview(buffer)[:remaining]) or 0
+        self.position += count
+        return count
 
 
-def distributed(folder: Path) -> Any:
+def describe_distributed(folder: Path) -> Any:
     """Return the tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype
-    and its place in a file.
+    and its location in a file.
 
     Also returns the contents of its distributed optimizer besides tensors: name -> content, and its
-    place.
+    location.
     """
     with open(folder / ".metadata", "rb") as file:
-        metadata = Metadata(file).load()
-    places = {}
+        metadata = MetadataUnpickler(file).load()
+    storage_infos = {}
     for index, info in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
-        places[index.fqn, offset] = info
+        storage_infos[index.fqn, offset] = info
 
-    def place(name: str, offset: tuple[int, ...] | None) -> Any:
-        if (name, offset) not in places:
+    def storage_info(name: str, offset: tuple[int, ...] | None) -> Any:
+        if (name, offset) not in storage_infos:
             raise ValueError(f".metadata does not say where {name} lies, or one of its parts")
-        return places[name, offset]
+        return storage_infos[name, offset]
 
     tensors = {}
-    said = {}
+    optimizer = {}
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
-            chunks = [
-                _chunk(
-                    folder,
-                    place(name, tuple(chunk.offsets)),
-                    list(chunk.offsets),
-                    list(chunk.sizes),
-                )
-                for chunk in entry.chunks
-            ]
+            chunks = []
+            for chunk in entry.chunks:
+                info = storage_info(name, tuple(chunk.offsets))
+                chunks.append(_describe_chunk(folder, info, [*chunk.offsets], [*chunk.sizes]))
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
-        elif any(known in name for known in SAID):
-            said[name] = _inside(folder, place(name, None))
-    return {"tensors": tensors, "said": said}
+        # Other objects of a checkpoint, such as random states, are not needed.
+        elif any(known in name for known in OPTIMIZER_OBJECTS):
+            optimizer[name] = _describe_inside(folder, storage_info(name, None))
+    return {"tensors": tensors, "optimizer": optimizer}
 
 
-def _inside(folder: Path, info: Any) -> dict[str, Any]:
+def _describe_inside(folder: Path, info: Any) -> dict[str, Any]:
     """Return the contents of a file of torch.save inside of a file, and the byte where it begins in
     the outer one."""
     file = folder / info.relative_path
@@ -403,12 +437,14 @@ def _inside(folder: Path, info: Any) -> dict[str, Any]:
         )
     with open(file, "rb", buffering=0) as opened:
         inside = io.BufferedReader(Part(opened, info.offset, info.length))
-        return {"file": file.name, "start": info.offset, "content": described(inside)}
+        return {"file": file.name, "start": info.offset, "content": describe(inside)}
 
 
-def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
-    inside = _inside(folder, info)
+def _describe_chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
+    """Return where a part of a tensor lies, and where in the tensor it begins."""
+    inside = _describe_inside(folder, info)
     kind, content = inside["content"]
+    # The file itself says its shape too.
     if kind != "tensor" or content[1] != shape:
         raise ValueError(f"{folder / inside['file']} does not hold the {shape} that .metadata says")
     dtype, shape, strides, start, crc = content
@@ -425,12 +461,12 @@ def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict
 
 def main(paths: Sequence[str]) -> None:
     """Print the contents of each path, or the first path with a fault."""
-    folders = any(Path(path).is_dir() for path in paths)
-    limit(SECONDS if folders else OF_START + OF_FILE * len(paths))
+    has_folders = any(Path(path).is_dir() for path in paths)
+    limit(SECONDS if has_folders else SECONDS_OF_START + SECONDS_OF_FILE * len(paths))
     answers = []
     for path in map(Path, paths):
         try:
-            answers.append(distributed(path) if path.is_dir() else described(path))
+            answers.append(describe_distributed(path) if path.is_dir() else describe(path))
         except Exception as error:  # whatever a file can provoke is the file's fault
             reason = " ".join(str(error).split())[:600]
             print(f"{path} is not opened: {type(error).__name__}: {reason}", file=sys.stderr)

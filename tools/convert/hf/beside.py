@@ -17,7 +17,8 @@ _WEIGHTS = re.compile(
     r"(?:(?!optim|pytorch_optim).*\.safetensors)|(?:(?:pytorch|adapter)_)?model\b.*\.bin"
 )
 _AS_THEY_ARE = "the files were read as they are"
-_OTHERS = {
+POINTER_BYTES = 1024  # more than a pointer of Git LFS has
+_OTHER_FORMATS = {
     ".gguf": "llama.cpp",
     ".onnx": "ONNX",
     ".h5": "TensorFlow",
@@ -29,7 +30,8 @@ _OTHERS = {
 def require_fetched(path: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
     for file in sorted(path.iterdir()):
-        if file.is_file() and file.stat().st_size < 1024 and read_regular(file).startswith(POINTER):
+        is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
+        if is_small and read_regular(file).startswith(POINTER):
             raise UserError(
                 f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in "
                 "its folder"
@@ -54,11 +56,8 @@ def require_plain(path: Path, indices: Mapping[str, str]) -> None:
     """
     require_no_adapter(path)
     for index, single in indices.items():
-        if (
-            (path / index).is_file()
-            and (path / single).is_file()
-            and single.encode() not in read_whole(path / index)
-        ):
+        has_both = (path / index).is_file() and (path / single).is_file()
+        if has_both and single.encode() not in read_whole(path / index):
             raise UserError(
                 f"{path} has both {single} and {index}, which names other files: take one of "
                 "them out"
@@ -68,17 +67,19 @@ def require_plain(path: Path, indices: Mapping[str, str]) -> None:
 def unread_weights(path: Path, read: Collection[Path]) -> str:
     """Return what to say of files beside those that were read that have names of weights; "" if
     there are none."""
-    found = [
-        f.name
-        for f in sorted(path.iterdir())
-        if f.is_file() and _WEIGHTS.fullmatch(f.name) and f not in read
+    unread = [
+        file.name
+        for file in sorted(path.iterdir())
+        if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read
     ]
-    if not found:
+    if not unread:
         return ""
-    others = f"{len(found) - 1} more {'files' if found[2:] else 'file'}"
-    more = f" and {others} of weights are" if found[1:] else " is"
+    verb = " is"
+    if len(unread) > 1:
+        files = "files" if len(unread) > 2 else "file"
+        verb = f" and {len(unread) - 1} more {files} of weights are"
     return (
-        f"{found[0]}{more} not read: {min(read).name if read else 'nothing'} and what belongs to "
+        f"{unread[0]}{verb} not read: {min(read).name if read else 'nothing'} and what belongs to "
         "it hold the model"
     )
 
@@ -86,42 +87,40 @@ def unread_weights(path: Path, read: Collection[Path]) -> str:
 def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Iterator[str]:
     """Yield notes on what an index says of its shards, other than they are.
 
-    files: the tensors in them, by name. in_bytes: total_size is in bytes; Colossal-AI counts in
-        MiB, with fractions.
+    files: the tensors in them, by name.
+    in_bytes: total_size is in bytes; Colossal-AI counts in MiB, with fractions.
     """
-    said = read_json(index)
-    where = said["weight_map"]
-    metadata = said.get("metadata")
-    total = (metadata if isinstance(metadata, dict) else {}).get("total_size")
-    there = sum(s.nbytes for s in files.values())
-    if in_bytes and total not in (None, there):
+    content = read_json(index)
+    metadata = content.get("metadata")
+    total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    actual_size = sum(stored.nbytes for stored in files.values())
+    if in_bytes and total_size not in (None, actual_size):
         yield (
-            f"{index.name} says total_size = {short(total)}, but its tensors have {there:,} "
-            f"bytes: {_AS_THEY_ARE}"
+            f"{index.name} says total_size = {short(total_size)}, but its tensors have "
+            f"{actual_size:,} bytes: {_AS_THEY_ARE}"
         )
-    odd = [
-        (name, where.get(name), s.file.name)
-        for name, s in files.items()
-        if where.get(name) != s.file.name
-    ]
-    for name, named, file in odd[:1]:
-        place = f"puts {name} in {named}, but it" if named else f"does not name {name}, which"
-        more = f", and {len(odd) - 1} more such" if odd[1:] else ""
-        yield f"{index.name} {place} is in {file}{more}: {_AS_THEY_ARE}"
+    weight_map = content["weight_map"]
+    misplaced = [name for name, stored in files.items() if weight_map.get(name) != stored.file.name]
+    if misplaced:
+        name = misplaced[0]
+        shard = weight_map.get(name)
+        statement = f"puts {name} in {shard}, but it" if shard else f"does not name {name}, which"
+        others = f", and {len(misplaced) - 1} more such" if len(misplaced) > 1 else ""
+        yield (f"{index.name} {statement} is in {files[name].file.name}{others}: {_AS_THEY_ARE}")
 
 
 def template_notes(path: Path) -> Iterator[str]:
     """Yield a note for each chat template in a file of its own."""
-    yield from (
-        f"{path / name} is not carried over: copy it where the tokenizer goes"
-        for name in TEMPLATES
-        if (path / name).exists()
-    )
+    for name in TEMPLATES:
+        if (path / name).exists():
+            yield f"{path / name} is not carried over: copy it where the tokenizer goes"
 
 
 def other_weights(path: Path) -> str:
     """Return what to say of weights in formats that are not read; "" if there are none."""
-    found = [file for file in sorted(path.iterdir()) if file.suffix in _OTHERS]
-    if found:
-        return f"; {found[0].name} has the format of {_OTHERS[found[0].suffix]}, which is not read"
+    for file in sorted(path.iterdir()):
+        if file.suffix in _OTHER_FORMATS:
+            return (
+                f"; {file.name} has the format of {_OTHER_FORMATS[file.suffix]}, which is not read"
+            )
     return ""

@@ -42,18 +42,14 @@ def make_model(fields: Json, origin: str) -> ModelConfig:
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
-        found = [
-            e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"
-        ]
-        raise UserError(
-            *(
-                (
-                    f"{origin}: "
-                    f"{' '.join((*map(str, e['loc']), e['msg'].removeprefix('Value error, ')))}"
-                )
-                for e in found
-            )
-        ) from error
+        problems = []
+        for problem in error.errors(include_url=False):
+            # A default that follows from a wrong field is no problem of its own.
+            if problem["type"] == "default_factory_not_called":
+                continue
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(f"{origin}: {' '.join((*map(str, problem['loc']), message))}")
+        raise UserError(*problems) from error
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
@@ -67,15 +63,16 @@ def from_hugging_face(config: Json) -> ModelConfig:
         require_readable(keys)
         fields = _READERS[kind](keys) | {"init_std": keys["initializer_range"]}
         for key in IDS:
-            keys[key]  # `special_ids` has them
+            keys.mark_read(key)  # `special_ids` has them
         if unread := list(keys.unread()):
             raise UserError(*unread)
         return make_model(fields, "config.json")
     except UserError as error:
+        # A null that was read explains what else went wrong.
         raise UserError(*(keys.nulls() or error.problems)) from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        stated = keys.nulls() or [f"config.json of a {kind} model misstates something: {error}"]
-        raise UserError(*stated) from error
+        problems = keys.nulls() or [f"config.json of a {kind} model misstates something: {error}"]
+        raise UserError(*problems) from error
 
 
 def special_ids(config: Json) -> dict[str, Any]:
@@ -85,205 +82,244 @@ def special_ids(config: Json) -> dict[str, Any]:
     return {key: keys[key] for key in IDS}
 
 
-def _gpt2(c: Keys) -> dict[str, Any]:
-    require_layers_alike(c, 0, c["n_layer"])
-    _require_own_heads(c, c["n_embd"] // c["n_head"])
+def _gpt2(keys: Keys) -> dict[str, Any]:
+    require_layers_alike(keys, 0, keys["n_layer"])
+    _require_own_heads(keys, keys["n_embd"] // keys["n_head"])
     return {
         "family": "gpt2",
-        "layers": c["n_layer"],
-        "hidden": c["n_embd"],
-        "heads": c["n_head"],
-        "mlp": GELU[require(c["activation_function"], "activation_function", tuple(GELU))],
-        "ffn": 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"],
-        "vocab": c["vocab_size"],
-        "max_positions": c["n_positions"],
-        "norm_eps": c["layer_norm_epsilon"],
-        "tied": c["tie_word_embeddings"],
-        "dropout": c["resid_pdrop"],
-        "embedding_dropout": c["embd_pdrop"],
-        "attention_dropout": c["attn_pdrop"],
+        "layers": keys["n_layer"],
+        "hidden": keys["n_embd"],
+        "heads": keys["n_head"],
+        "mlp": GELU[require(keys["activation_function"], "activation_function", tuple(GELU))],
+        "ffn": 4 * keys["n_embd"] if keys["n_inner"] is None else keys["n_inner"],
+        "vocab": keys["vocab_size"],
+        "max_positions": keys["n_positions"],
+        "norm_eps": keys["layer_norm_epsilon"],
+        "tied": keys["tie_word_embeddings"],
+        "dropout": keys["resid_pdrop"],
+        "embedding_dropout": keys["embd_pdrop"],
+        "attention_dropout": keys["attn_pdrop"],
     }
 
 
-def _common(c: Keys) -> dict[str, Any]:
+def _common(keys: Keys) -> dict[str, Any]:
     """Return the fields that all families with rotary positions share, except for positions."""
     return {
-        "family": c.kind.removesuffix("_moe").removesuffix("_text"),
-        "layers": c["num_hidden_layers"],
-        "hidden": c["hidden_size"],
-        "heads": c["num_attention_heads"],
-        "ffn": c["intermediate_size"],
-        "vocab": c["vocab_size"],
-        "max_positions": c["max_position_embeddings"],
-        "tied": c["tie_word_embeddings"],
-        "attention_dropout": c["attention_dropout"],
+        "family": keys.kind.removesuffix("_moe").removesuffix("_text"),
+        "layers": keys["num_hidden_layers"],
+        "hidden": keys["hidden_size"],
+        "heads": keys["num_attention_heads"],
+        "ffn": keys["intermediate_size"],
+        "vocab": keys["vocab_size"],
+        "max_positions": keys["max_position_embeddings"],
+        "tied": keys["tie_word_embeddings"],
+        "attention_dropout": keys["attention_dropout"],
     }
 
 
-def _neox(c: Keys) -> dict[str, Any]:
-    require_layers_alike(c, 0, c["num_hidden_layers"])
-    _require_own_heads(c, c["hidden_size"] // c["num_attention_heads"])
-    base = c["rotary_emb_base"]
-    fraction = c["rotary_pct"]
-    bias = c["attention_bias"]
-    turned = rope(c, base, fraction, "rotary_emb_base")
-    for key, used in (
-        ("rope_theta", turned["rope_base"]),
-        ("partial_rotary_factor", turned["rotary_fraction"]),
-    ):
-        require(c[key], key, (used, None))  # transformers goes by rotary_emb_base and rotary_pct
+def _neox(keys: Keys) -> dict[str, Any]:
+    require_layers_alike(keys, 0, keys["num_hidden_layers"])
+    _require_own_heads(keys, keys["hidden_size"] // keys["num_attention_heads"])
+    base = keys["rotary_emb_base"]
+    fraction = keys["rotary_pct"]
+    bias = keys["attention_bias"]
+    rotary = rope(keys, base, fraction, "rotary_emb_base")
+    # transformers goes by rotary_emb_base and rotary_pct
+    require(keys["rope_theta"], "rope_theta", (rotary["rope_base"], None))
+    rotary_fraction = rotary["rotary_fraction"]
+    require(keys["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
     return {
-        **_common(c),
-        **turned,
-        "mlp": GELU[require(c["hidden_act"], "hidden_act", tuple(GELU))],
-        "norm_eps": c["layer_norm_eps"],
+        **_common(keys),
+        **rotary,
+        "mlp": GELU[require(keys["hidden_act"], "hidden_act", tuple(GELU))],
+        "norm_eps": keys["layer_norm_eps"],
         "qkv_bias": bias,
         "output_bias": bias,
-        "parallel_residual": c["use_parallel_residual"],
-        "dropout": c["hidden_dropout"],
+        "parallel_residual": keys["use_parallel_residual"],
+        "dropout": keys["hidden_dropout"],
     }
 
 
-def _rms(c: Keys) -> dict[str, Any]:
+def _rms(keys: Keys) -> dict[str, Any]:
     """Return the fields that the families after Llama share."""
-    require(c["hidden_act"], "hidden_act", SILU)
-    turned = rope(c, c["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
-    return {**_rms_sizes(c), **turned}
+    require(keys["hidden_act"], "hidden_act", SILU)
+    return {**_rotary_of_all_features(keys), **_rms_sizes(keys)}
 
 
-def _rms_sizes(c: Keys) -> dict[str, Any]:
+def _rotary_of_all_features(keys: Keys) -> dict[str, Any]:
+    """Return the fields of rotary positions. Raises UserError unless all features turn."""
+    rotary = rope(keys, keys["rope_theta"])
+    require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
+    return rotary
+
+
+def _rms_sizes(keys: Keys) -> dict[str, Any]:
     """Return the fields of families that turn all features of a head, except for positions and
     activation function."""
-    require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
-    return _sizes(c)
+    require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    return _sizes(keys)
 
 
-def _sizes(c: Keys) -> dict[str, Any]:
+def _sizes(keys: Keys) -> dict[str, Any]:
     """Return the fields that the families after Llama share, except for positions and activation
     function."""
-    kv_heads = c["num_key_value_heads"]
-    head_dim = c["head_dim"]
+    heads = keys["num_attention_heads"]
+    kv_heads = keys["num_key_value_heads"]
+    head_dim = keys["head_dim"]
     return {
-        **_common(c),
-        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
-        "head_dim": c["hidden_size"] // c["num_attention_heads"] if head_dim is None else head_dim,
-        "norm_eps": c["rms_norm_eps"],
+        **_common(keys),
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": keys["hidden_size"] // heads if head_dim is None else head_dim,
+        "norm_eps": keys["rms_norm_eps"],
     }
 
 
-def _llama(c: Keys) -> dict[str, Any]:
-    require_layers_alike(c, 0, c["num_hidden_layers"])
-    bias = c["attention_bias"]
-    return {**_rms(c), "qkv_bias": bias, "output_bias": bias, "mlp_bias": c["mlp_bias"]}
+def _llama(keys: Keys) -> dict[str, Any]:
+    require_layers_alike(keys, 0, keys["num_hidden_layers"])
+    bias = keys["attention_bias"]
+    return {**_rms(keys), "qkv_bias": bias, "output_bias": bias, "mlp_bias": keys["mlp_bias"]}
 
 
-def _mistral(c: Keys) -> dict[str, Any]:
-    window = window_of(c)
-    require_layers_alike(c, window, c["num_hidden_layers"])
-    return {**_rms(c), "window": window}
+def _mistral(keys: Keys) -> dict[str, Any]:
+    window = window_of(keys)
+    require_layers_alike(keys, window, keys["num_hidden_layers"])
+    return {**_rms(keys), "window": window}
 
 
-def _qwen2(c: Keys) -> dict[str, Any]:
-    return {**_rms(c), "qkv_bias": True, **windows_of(c)}
+def _qwen2(keys: Keys) -> dict[str, Any]:
+    return {**_rms(keys), "qkv_bias": True, **windows_of(keys)}
 
 
-def _qwen3(c: Keys) -> dict[str, Any]:
-    bias = c["attention_bias"]
-    return {**_rms(c), "qkv_bias": bias, "output_bias": bias, **windows_of(c)}
+def _qwen3(keys: Keys) -> dict[str, Any]:
+    bias = keys["attention_bias"]
+    return {**_rms(keys), "qkv_bias": bias, "output_bias": bias, **windows_of(keys)}
 
 
-def _qwen3_moe(c: Keys) -> dict[str, Any]:
-    window = window_of(c) if c["use_sliding_window"] else 0
-    require_layers_alike(c, window, c["num_hidden_layers"])
-    if c["sliding_window"] is not None and window:
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    window = window_of(keys) if keys["use_sliding_window"] else 0
+    require_layers_alike(keys, window, keys["num_hidden_layers"])
+    if keys["sliding_window"] is not None and window:
         # transformers gives the window to all layers
-        require(c["max_window_layers"], "max_window_layers", (0, None))
-    c.asked.add("max_window_layers")
-    return {**_rms(c), **_attention_biases(c), "window": window, **qwen_experts(c)}
+        require(keys["max_window_layers"], "max_window_layers", (0, None))
+    keys.mark_read("max_window_layers")
+    return {**_rms(keys), **_attention_biases(keys), "window": window, **qwen_experts(keys)}
 
 
-def _qwen2_moe(c: Keys) -> dict[str, Any]:
-    if (
-        c["use_sliding_window"] and c["layer_types"] is None
-    ):  # versions of transformers differ in what that means
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    # versions of transformers differ in what that means
+    if keys["use_sliding_window"] and keys["layer_types"] is None:
         raise UserError(
             "config.json has use_sliding_window = true: give layer_types, the layers that "
             "have the window"
         )
-    return {**_rms(c), **windows_of(c), "qkv_bias": c["qkv_bias"], **qwen_experts(c, shared=True)}
+    return {
+        **_rms(keys),
+        **windows_of(keys),
+        "qkv_bias": keys["qkv_bias"],
+        **qwen_experts(keys, shared=True),
+    }
 
 
-def _glm4_moe(c: Keys) -> dict[str, Any]:
+def _glm4_moe(keys: Keys) -> dict[str, Any]:
     """Return the fields of GLM-4.5; layers for multi-token prediction are not read, which a note
     says."""
-    require(c["hidden_act"], "hidden_act", SILU)
-    require_layers_alike(c, 0, c["num_hidden_layers"])
-    fraction = c["partial_rotary_factor"]
-    layers = c["num_hidden_layers"]
-    first = c["first_k_dense_replace"]
-    shared = c["n_shared_experts"] * c["moe_intermediate_size"]
+    require(keys["hidden_act"], "hidden_act", SILU)
+    require_layers_alike(keys, 0, keys["num_hidden_layers"])
+    fraction = keys["partial_rotary_factor"]
+    layers = keys["num_hidden_layers"]
+    first = keys["first_k_dense_replace"]
+    # Several shared experts compute what one of their widths together does.
+    shared = keys["n_shared_experts"] * keys["moe_intermediate_size"]
     if first >= layers:
         raise UserError(
             f"config.json has first_k_dense_replace = {first}: none of {layers} layers has experts"
         )
     if not shared > 0:
         raise UserError(
-            f"config.json has n_shared_experts = {c['n_shared_experts']}, of which only 1 or "
+            f"config.json has n_shared_experts = {keys['n_shared_experts']}, of which only 1 or "
             "more is known"
         )
+    router = {"score": "sigmoid", "correction": True}
     return {
-        **_sizes(c),
-        **rope(c, c["rope_theta"], 1.0 if fraction is None else fraction),
+        **_sizes(keys),
+        **rope(keys, keys["rope_theta"], 1.0 if fraction is None else fraction),
         "family": "glm4_moe",
-        "mtp_layers": c["num_mtp_layers"] or 0,
-        "qkv_bias": c["attention_bias"],
+        "mtp_layers": keys["num_mtp_layers"] or 0,
+        "qkv_bias": keys["attention_bias"],
         "output_bias": False,
-        "qk_norm": c["use_qk_norm"],
-        "experts": c["n_routed_experts"],
-        "experts_per_token": c["num_experts_per_tok"],
-        "norm_topk": c["norm_topk_prob"],
+        "qk_norm": keys["use_qk_norm"],
+        "experts": keys["n_routed_experts"],
+        "experts_per_token": keys["num_experts_per_tok"],
+        "norm_topk": keys["norm_topk_prob"],
         "shared_experts": shared,
         "router_aux_loss": 0.0,
-        **feed_forwards(c, list(range(first))),
-        "router": by_groups(c)
-        | {"score": "sigmoid", "correction": True, "scale": float(c["routed_scaling_factor"])},
+        **feed_forwards(keys, list(range(first))),
+        "router": {**router, **by_groups(keys), "scale": float(keys["routed_scaling_factor"])},
     }
 
 
-def _olmo2(c: Keys) -> dict[str, Any]:
-    require_layers_alike(c, 0, c["num_hidden_layers"])
-    return {**_rms(c), **_attention_biases(c)}
+def _olmo2(keys: Keys) -> dict[str, Any]:
+    require_layers_alike(keys, 0, keys["num_hidden_layers"])
+    return {**_rms(keys), **_attention_biases(keys)}
 
 
-def _olmo3(c: Keys) -> dict[str, Any]:
-    require(c["hidden_act"], "hidden_act", SILU)
-    windows = windows_by_type(c, 4)
+def _olmo3(keys: Keys) -> dict[str, Any]:
+    require(keys["hidden_act"], "hidden_act", SILU)
+    windows = windows_by_type(keys, 4)
     # transformers takes rope_theta for the layers without the window only
-    usual = DEFAULTS[c.kind]["rope_theta"]
-    turned = rope_by_layer(c, c["rope_theta"], usual, windows)
-    return {**_rms_sizes(c), **turned, **windows, **_attention_biases(c)}
+    default_base = DEFAULTS[keys.kind]["rope_theta"]
+    rotary = rope_by_layer(keys, keys["rope_theta"], default_base, windows)
+    return {**_rms_sizes(keys), **rotary, **windows, **_attention_biases(keys)}
 
 
-def _gemma3(c: Keys) -> dict[str, Any]:
+def _gemma3(keys: Keys) -> dict[str, Any]:
     """Return the fields of Gemma 3's text model; the norms and the scale of embeddings follow from
     the family."""
-    require(GELU.get(c["hidden_activation"]), "hidden_activation", ("gelu",))
-    windows = windows_by_type(c, c["sliding_window_pattern"])
-    turned = rope_by_layer(c, c["rope_theta"], c["rope_local_base_freq"], windows)
-    scalar = float(c["query_pre_attn_scalar"])
+    require(GELU.get(keys["hidden_activation"]), "hidden_activation", ("gelu",))
+    windows = windows_by_type(keys, keys["sliding_window_pattern"])
+    rotary = rope_by_layer(keys, keys["rope_theta"], keys["rope_local_base_freq"], windows)
     return {
-        **_rms_sizes(c),
-        **turned,
+        "attention_scalar": float(keys["query_pre_attn_scalar"]),
+        **_rms_sizes(keys),
+        **rotary,
         **windows,
-        **_attention_biases(c),
-        "attention_scalar": scalar,
+        **_attention_biases(keys),
     }
 
 
-def _deepseek(c: Keys) -> dict[str, Any]:
+def _deepseek(keys: Keys) -> dict[str, Any]:
     """Return the fields of DeepSeek-V2 and V3; the norms of latents have their own epsilon, that of
     the class."""
+    _require_latent_sizes(keys)
+    heads = keys["num_attention_heads"]
+    rope_dim = keys["qk_rope_head_dim"]
+    nope_dim = keys["qk_nope_head_dim"]
+    require(keys["num_key_value_heads"], "num_key_value_heads", (heads, None))
+    # their classes put the width that turns there
+    require(keys["head_dim"], "head_dim", (rope_dim, None))
+    require(keys["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
+    require(keys["hidden_act"], "hidden_act", SILU)
+    require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    rotary = _rotary_of_all_features(keys)
+    latent = {
+        "kv_rank": keys["kv_lora_rank"],
+        "query_rank": keys["q_lora_rank"] or 0,
+        "rope_dim": rope_dim,
+        "nope_dim": nope_dim,
+        "value_dim": keys["v_head_dim"],
+    }
+    keys.mark_read("num_mtp_layers")  # of DeepSeek-V3; `notes` says that V2 has none
+    return {
+        **_common(keys),
+        **rotary,
+        **_attention_biases(keys),
+        "latent": latent,
+        "norm_eps": keys["rms_norm_eps"],
+    }
+
+
+def _require_latent_sizes(keys: Keys) -> None:
+    """Raise UserError for sizes with which there is no latent attention."""
     for key in (
         "q_lora_rank",
         "kv_lora_rank",
@@ -291,94 +327,70 @@ def _deepseek(c: Keys) -> dict[str, Any]:
         "qk_nope_head_dim",
         "v_head_dim",
     ):
-        if c[key] == 0 or (c[key] is None and key != "q_lora_rank"):
+        # Queries may have no latent.
+        if keys[key] == 0 or (keys[key] is None and key != "q_lora_rank"):
             raise UserError(
-                f"config.json has {key} = {c[key]}, with which there is no latent attention"
+                f"config.json has {key} = {keys[key]}, with which there is no latent attention"
             )
-    if c["qk_rope_head_dim"] % 2:
+    if keys["qk_rope_head_dim"] % 2:
         raise UserError(
-            f"config.json has qk_rope_head_dim = {c['qk_rope_head_dim']}: rotary positions "
+            f"config.json has qk_rope_head_dim = {keys['qk_rope_head_dim']}: rotary positions "
             "rotate pairs"
         )
-    heads = c["num_attention_heads"]
-    turning = c["qk_rope_head_dim"]
-    still = c["qk_nope_head_dim"]
-    require(c["num_key_value_heads"], "num_key_value_heads", (heads, None))
-    # their classes put the width that turns there
-    require(c["head_dim"], "head_dim", (turning, None))
-    require(c["qk_head_dim"], "qk_head_dim", (turning + still, None))
-    require(c["hidden_act"], "hidden_act", SILU)
-    require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
-    turned = rope(c, c["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
-    latent = {
-        "kv_rank": c["kv_lora_rank"],
-        "query_rank": c["q_lora_rank"] or 0,
-        "rope_dim": turning,
-        "nope_dim": still,
-        "value_dim": c["v_head_dim"],
-    }
-    c["num_mtp_layers"]  # of DeepSeek-V3; `notes` says that V2 has none
-    return {
-        **_common(c),
-        **turned,
-        **_attention_biases(c),
-        "latent": latent,
-        "norm_eps": c["rms_norm_eps"],
-    }
 
 
-def _deepseek_v2(c: Keys) -> dict[str, Any]:
+def _deepseek_v2(keys: Keys) -> dict[str, Any]:
     """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
     normalizes."""
-    fields = {**_deepseek(c), "mlp_bias": c["mlp_bias"]}
-    method = c["topk_method"]
-    normalized = c["norm_topk_prob"]
-    routed = _deepseek_experts(c)
-    groups = c["n_group"]
-    limits = c["topk_group"]
-    if not routed["experts"]:
-        return {**fields, **routed}
+    fields = {**_deepseek(keys), "mlp_bias": keys["mlp_bias"]}
+    method = keys["topk_method"]
+    normalized = keys["norm_topk_prob"]
+    experts_fields = _deepseek_experts(keys)
+    groups = keys["n_group"]
+    chosen_groups = keys["topk_group"]
+    if not experts_fields["experts"]:
+        return {**fields, **experts_fields}
     require(normalized, "norm_topk_prob", (False, None))
-    grouped = require(method, "topk_method", ("greedy", "group_limited_greedy")) != "greedy"
-    if grouped:
-        _require_groups(groups, limits)
-    router = {"score": "softmax", "scale": float(c["routed_scaling_factor"])}
-    return {**fields, **routed, "router": router | (by_groups(c, 1) if grouped else {})}
+    router: dict[str, Any] = {"score": "softmax", "scale": float(keys["routed_scaling_factor"])}
+    if require(method, "topk_method", ("greedy", "group_limited_greedy")) != "greedy":
+        _require_groups(groups, chosen_groups)
+        router |= by_groups(keys, 1)
+    return {**fields, **experts_fields, "router": router}
 
 
-def _deepseek_v3(c: Keys) -> dict[str, Any]:
+def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     # the order of rows, by which they are read
-    require(c["rope_interleave"], "rope_interleave", (True, False))
-    fields = _deepseek(c)
-    routed = _deepseek_experts(c)
-    normalized = c["norm_topk_prob"]
-    fields["mtp_layers"] = c["num_mtp_layers"] or 0
-    scale = c["routed_scaling_factor"]
-    groups = c["n_group"]
-    limits = c["topk_group"]
-    if not routed["experts"]:
-        return {**fields, **routed}
-    _require_groups(groups, limits)
-    router = {"score": "sigmoid", "correction": True, "scale": float(scale), **by_groups(c)}
-    return {**fields, **routed, "norm_topk": bool(normalized), "router": router}
+    require(keys["rope_interleave"], "rope_interleave", (True, False))
+    fields = _deepseek(keys)
+    experts_fields = _deepseek_experts(keys)
+    normalized = keys["norm_topk_prob"]
+    fields["mtp_layers"] = keys["num_mtp_layers"] or 0
+    scale = keys["routed_scaling_factor"]
+    groups = keys["n_group"]
+    chosen_groups = keys["topk_group"]
+    if not experts_fields["experts"]:
+        return {**fields, **experts_fields}
+    # The class of V3 always chooses among groups.
+    _require_groups(groups, chosen_groups)
+    router = {"score": "sigmoid", "correction": True, "scale": float(scale), **by_groups(keys)}
+    return {**fields, **experts_fields, "norm_topk": bool(normalized), "router": router}
 
 
-def _require_groups(groups: Any, limits: Any) -> None:
-    if not all(type(number) is int for number in (groups, limits)):
+def _require_groups(groups: Any, chosen: Any) -> None:
+    if not all(type(number) is int for number in (groups, chosen)):
         raise UserError(
-            f"config.json has n_group = {groups} and topk_group = {limits}: both must be numbers"
+            f"config.json has n_group = {groups} and topk_group = {chosen}: both must be numbers"
         )
 
 
-def _deepseek_experts(c: Keys) -> dict[str, Any]:
+def _deepseek_experts(keys: Keys) -> dict[str, Any]:
     """Return the fields of experts and feed-forwards; of a model none of whose layers has experts,
     experts = 0."""
-    shared = c["n_shared_experts"]
-    dense = c["first_k_dense_replace"]
-    scale = c["routed_scaling_factor"]
-    routed = {**experts(c, c["n_routed_experts"], c["aux_loss_alpha"]), "norm_topk": False}
-    fields = feed_forwards(c, list(range(min(dense, c["num_hidden_layers"]))))
+    shared = keys["n_shared_experts"]
+    dense = keys["first_k_dense_replace"]
+    scale = keys["routed_scaling_factor"]
+    routed = {**experts(keys, keys["n_routed_experts"], keys["aux_loss_alpha"]), "norm_topk": False}
+    fields = feed_forwards(keys, list(range(min(dense, keys["num_hidden_layers"]))))
     if "experts" in fields:
         return fields
     if not shared or not scale:
@@ -386,71 +398,70 @@ def _deepseek_experts(c: Keys) -> dict[str, Any]:
             f"config.json has n_shared_experts = {shared} and routed_scaling_factor = "
             f"{scale}: give both"
         )
-    return {**routed, **fields, "shared_experts": shared * c["moe_intermediate_size"]}
+    return {**routed, **fields, "shared_experts": shared * keys["moe_intermediate_size"]}
 
 
-def _gemma2(c: Keys) -> dict[str, Any]:
+def _gemma2(keys: Keys) -> dict[str, Any]:
     """Return the fields of Gemma 2; the norms and the scale of embeddings follow from the
     family."""
-    require(GELU.get(c["hidden_activation"]), "hidden_activation", ("gelu",))
-    turned = rope(c, c["rope_theta"])
-    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
+    require(GELU.get(keys["hidden_activation"]), "hidden_activation", ("gelu",))
     return {
-        **_rms_sizes(c),
-        **turned,
-        **windows_by_type(c, 2),
-        **_attention_biases(c),
-        "attention_scalar": float(c["query_pre_attn_scalar"]),
-        "attention_softcap": _softcap(c, "attn_logit_softcapping"),
-        "final_softcap": _softcap(c, "final_logit_softcapping"),
+        **_rotary_of_all_features(keys),
+        **_rms_sizes(keys),
+        **windows_by_type(keys, 2),
+        **_attention_biases(keys),
+        "attention_scalar": float(keys["query_pre_attn_scalar"]),
+        "attention_softcap": _softcap(keys, "attn_logit_softcapping"),
+        "final_softcap": _softcap(keys, "final_logit_softcapping"),
     }
 
 
-def _softcap(c: Keys, key: str) -> float:
+def _softcap(keys: Keys, key: str) -> float:
     """Return a soft cap; null there is 0 here."""
-    cap = c[key]
+    cap = keys[key]
     if cap is not None and not cap > 0:
         raise UserError(f"config.json has {key} = {cap}, with which nothing is left: null is none")
     return float(cap or 0)
 
 
-def _gpt_oss(c: Keys) -> dict[str, Any]:
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
     """Return the fields of gpt-oss; sinks, activation and biases of experts follow from the
     family."""
-    if c.given.get("rope_scaling") is None and c.given.get("rope_parameters") is None:
-        c.given["rope_parameters"] = dict(GPT_OSS_ROPE)
+    # transformers' class has YaRN where the file says nothing.
+    if keys.stated.get("rope_scaling") is None and keys.stated.get("rope_parameters") is None:
+        keys.stated["rope_parameters"] = dict(GPT_OSS_ROPE)
     fields = {
-        **_rms(c),
-        **windows_by_type(c, 2),
-        **_attention_biases(c),
-        **experts(c, c["num_local_experts"], c["router_aux_loss_coef"]),
+        **_rms(keys),
+        **windows_by_type(keys, 2),
+        **_attention_biases(keys),
+        **experts(keys, keys["num_local_experts"], keys["router_aux_loss_coef"]),
     }
-    scaling = fields["rope_scaling"]
-    said = (
-        ("initial_context_length", scaling.get(ORIGINAL)),
-        ("experts_per_token", fields["experts_per_token"]),
-    )
-    for key, used in said:  # transformers ignores them
-        require(c[key], key, (used, None))
+    # transformers ignores these two
+    original_length = fields["rope_scaling"].get(ORIGINAL)
+    require(keys["initial_context_length"], "initial_context_length", (original_length, None))
+    require(keys["experts_per_token"], "experts_per_token", (fields["experts_per_token"], None))
     return {
         **fields,
-        "swiglu_alpha": float(c["swiglu_alpha"]),
-        "swiglu_limit": float(c["swiglu_limit"]),
+        "swiglu_alpha": float(keys["swiglu_alpha"]),
+        "swiglu_limit": float(keys["swiglu_limit"]),
     }
 
 
-def _attention_biases(c: Keys) -> dict[str, Any]:
-    return dict.fromkeys(("qkv_bias", "output_bias"), c["attention_bias"])
+def _attention_biases(keys: Keys) -> dict[str, Any]:
+    return dict.fromkeys(("qkv_bias", "output_bias"), keys["attention_bias"])
 
 
-def _mixtral(c: Keys) -> dict[str, Any]:
-    return {**_mistral(c), **experts(c, c["num_local_experts"], c["router_aux_loss_coef"])}
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    return {
+        **_mistral(keys),
+        **experts(keys, keys["num_local_experts"], keys["router_aux_loss_coef"]),
+    }
 
 
-def _require_own_heads(c: Keys, width: int) -> None:
+def _require_own_heads(keys: Keys, width: int) -> None:
     """Check families that do not read head_dim."""
-    c.asked.add("head_dim")
-    require(c.given.get("head_dim"), "head_dim", (width, None))
+    keys.mark_read("head_dim")
+    require(keys.stated.get("head_dim"), "head_dim", (width, None))
 
 
 _READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {

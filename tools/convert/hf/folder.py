@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial as bind
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
-from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.rules import Match, Rule, head_sizes, matches
 from tools.convert.core.rules import has_modules as has_rows
 from tools.convert.core.source import Facts, Origin, Source
-from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
@@ -38,21 +38,36 @@ from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
-from tools.convert.hf.stacked import one_by_one
+from tools.convert.hf.stacked import unstack_experts
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
-from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
+from tools.convert.hf.write_config import (
+    ARCHITECTURES,
+    model_type,
+    omitted_settings,
+    to_hugging_face,
+)
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-WEIGHTS: tuple[
-    tuple[str, str, Callable[[Path], dict[str, Stored]]], ...
-] = (  # an index of shards, or one file
-    ("model.safetensors.index.json", "model.safetensors", safetensors_in),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
+
+
+class WeightFormat(NamedTuple):
+    """A way to store weights: in one file, or in shards with an index. read: returns the tensors of
+    a file."""
+
+    index: str
+    single: str
+    read: Callable[[Path], dict[str, Stored]]
+
+
+WEIGHTS = (
+    WeightFormat("model.safetensors.index.json", "model.safetensors", safetensors_in),
+    WeightFormat("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
 )
 NO_FACTS = Facts()
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 5_000_000_000  # as transformers 4 has it
+MOST_PROBLEMS = 10  # lines of a refusal
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
 
 
@@ -66,28 +81,30 @@ def read_generation(path: Path) -> dict[str, Any]:
     return read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
 
 
-def write_generation(path: Path, said: Mapping[str, Any]) -> None:
-    """Writes a folder's generation_config.json."""
-    _write_json(path / GENERATION, said)
+def write_generation(path: Path, generation: Mapping[str, Any]) -> None:
+    """Write a folder's generation_config.json."""
+    _write_json(path / GENERATION, generation)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return a folder's config.json, of a model with other inputs than text that of its text
     model."""
-    return dict(_named(path, text_config, read_json(path / CONFIG)))
+    return dict(_name_folder_in_errors(path, text_config, read_json(path / CONFIG)))
 
 
 def hf_model(path: Path) -> ModelConfig:
     """Return the model of a folder's config.json, with the modules of multi-token prediction that
     its files hold."""
-    model = _named(path, from_hugging_face, read_config(path))
-    if model.mtp_layers and has_modules(model, _names(path)):
+    model = _name_folder_in_errors(path, from_hugging_face, read_config(path))
+    if model.mtp_layers and has_modules(model, _tensor_names(path)):
         return model
     return model.alone
 
 
-def _named(path: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
-    """Return what is read from a config.json. UserErrors name the folder."""
+def _name_folder_in_errors(
+    path: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, Any]
+) -> Any:
+    """Return what `read` makes of a config.json. UserErrors name the folder."""
     try:
         return read(config)
     except UserError as error:
@@ -96,8 +113,10 @@ def _named(path: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, 
 
 def in_fp8(path: Path) -> bool:
     """Return True if the config.json of a folder says that its weights are in FP8."""
-    said = read_config(path).get("quantization_config") if find_hf(path) else None
-    return isinstance(said, dict) and said.get("quant_method") == "fp8"
+    if not find_hf(path):
+        return False
+    quantization = read_config(path).get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
 
 
 def hf_tokenizer(path: Path) -> list[Path]:
@@ -112,121 +131,171 @@ def hf_tokenizer(path: Path) -> list[Path]:
 def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     """Open a folder, which another system may have written.
 
+    system: the kind of the source.
+    facts: what that system says besides.
     Raises UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
     """
     model = hf_model(path)
     config = read_config(path)
-    whole = read_json(path / CONFIG)
+    # of a model with several kinds of input: with that of its text model inside
+    full_config = read_json(path / CONFIG)
     kind = config["model_type"]
-    files = _stored(path)
-    as_named = _named_like_the_table(text_tensors(files, whole), PREFIXES.get(kind, "model."))
-    as_named = one_by_one(as_named, kind)
-    stored = with_quantized(as_named, config, path)
-    halves = config.get("rope_interleave", True) is False
-    found = matches((IN_HALVES if halves else HUGGING_FACE)[kind], model)
-    check_tied(path, model, stored, found)
+    files = _read_tensors(path)
+    tensors = text_tensors(files, full_config)
+    tensors = _named_like_the_table(tensors, PREFIXES.get(kind, "model."))
+    tensors = unstack_experts(tensors, kind)
+    stored = with_quantized(tensors, config, path)
+    in_halves = config.get("rope_interleave", True) is False
+    expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
+    # Copies are dropped before the tensors are counted.
+    check_tied(path, model, stored, expected)
     take_copies(path, model, stored)
-    check_tensors(path, found, stored)
-    origins = [
-        replace(origin, rows=stored[m.foreign].rows if m.how is SAME else None)
-        for m in found
-        for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
-    ]
-    own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
-    indices = [path / index for index, _, _ in WEIGHTS if (path / index).is_file()]
-    of_index = index_notes(indices[0], files, system == "hf") if indices else ()
-    of_files = (
-        *wrapped_notes(files, whole),
+    check_tensors(path, expected, stored)
+    folder_notes = [
+        *notes(config, ARCHITECTURES[kind], model.mtp_layers > 0),
+        *wrapped_notes(files, full_config),
         *quantized_notes(config),
         *rotary_notes(model, files),
-        *of_index,
-    )
-    found_notes = *own_notes, *of_files
-    unread = unread_weights(path, {one.file for one in files.values()})
-    said = tuple(f"{path}: {note}" for note in (*found_notes, *([unread] if unread else [])))
-    told = (*facts.notes, *said, *template_notes(path))
+        *_notes_on_index(path, files, system),
+    ]
+    if unread := unread_weights(path, {tensor.file for tensor in files.values()}):
+        folder_notes.append(unread)
+    named_notes = [f"{path}: {note}" for note in folder_notes]
     facts = replace(
-        facts, special=special_ids(config), generation=read_generation(path), notes=told
+        facts,
+        special=special_ids(config),
+        generation=read_generation(path),
+        notes=(*facts.notes, *named_notes, *template_notes(path)),
     )
+    origins = _with_rows(expected, origins_of(expected, stored, model), stored)
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 
+def _notes_on_index(path: Path, files: Mapping[str, Stored], system: str) -> Sequence[str]:
+    """Return notes on the index of shards that was read, if there is one."""
+    for weights in WEIGHTS:
+        if (path / weights.index).is_file():
+            return [*index_notes(path / weights.index, files, system == "hf")]
+    return ()
+
+
+def _with_rows(
+    expected: Sequence[Match], origins: Sequence[Origin], stored: Mapping[str, Any]
+) -> list[Origin]:
+    """Return the origins, such that tensors that are stored as ours are can be read by rows."""
+    by_rows = []
+    for match, origin in zip(expected, origins, strict=True):
+        if match.how is SAME:
+            origin = replace(origin, rows=stored[match.foreign].rows)
+        by_rows.append(origin)
+    return by_rows
+
+
+def origins_of(
+    expected: Sequence[Match], tensors: Mapping[str, Any], model: ModelConfig
+) -> list[Origin]:
+    """Return the origin of each match. tensors: with `read` and `dtype`, by foreign name."""
+    origins = []
+    for match in expected:
+        tensor = tensors[match.foreign]
+        origins.append(origin_of(match, tensor.read, tensor.dtype, model))
+    return origins
+
+
 def origin_of(
-    match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight"
+    match: Match,
+    read: Callable[[], Tensor],
+    dtype: torch.dtype,
+    model: ModelConfig,
+    kind: str = "weight",
 ) -> Origin:
     """Return the origin whose foreign tensor `read` returns."""
-    sizes = heads(model)
+    sizes = head_sizes(model)
     keys = tuple(f"{kind}/{name}" for name in match.logical)
+    # The shapes of the parts follow from a split without values.
     parts = match.how.split(torch.empty(match.shape, device="meta"), sizes)
     shapes = tuple(tuple(part.shape) for part in parts)
-    return Origin(
-        f"{kind}/{match.foreign}", keys, shapes, dtype, lambda: match.how.split(read(), sizes)
-    )
+
+    def load() -> Sequence[Tensor]:
+        return match.how.split(read(), sizes)
+
+    return Origin(f"{kind}/{match.foreign}", keys, shapes, dtype, load)
 
 
 def has_weights(path: Path) -> bool:
     """Return True if the folder holds weights in Hugging Face's format."""
-    return any((path / name).is_file() for index, single, _ in WEIGHTS for name in (index, single))
+    return any(
+        (path / weights.index).is_file() or (path / weights.single).is_file() for weights in WEIGHTS
+    )
 
 
-def _stored(path: Path) -> dict[str, Stored]:
+def _read_tensors(path: Path) -> dict[str, Stored]:
     """Return all tensors of the folder by their names in it."""
-    require_plain(path, {index: single for index, single, _ in WEIGHTS})
-    for index, single, reader in WEIGHTS:
-        if (path / index).is_file():
-            return _sharded(path, index, reader)
-        if (path / single).is_file():
-            return reader(path / single)
+    require_plain(path, {weights.index: weights.single for weights in WEIGHTS})
+    for weights in WEIGHTS:
+        if (path / weights.index).is_file():
+            return _read_shards(path, weights)
+        if (path / weights.single).is_file():
+            return weights.read(path / weights.single)
     none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
     raise UserError(f"{path} has no weights: {none}{other_weights(path)}")
 
 
-def _names(path: Path) -> set[str]:
+def _tensor_names(path: Path) -> set[str]:
     """Return the names of all tensors of the folder, of shards by their index; none if it has no
     weights."""
-    for index, single, reader in WEIGHTS:
-        if (path / index).is_file():
-            where = read_json(path / index).get("weight_map")
-            return set(where) if isinstance(where, dict) else set()
-        if (path / single).is_file():
-            return set(reader(path / single))
+    for weights in WEIGHTS:
+        if (path / weights.index).is_file():
+            weight_map = read_json(path / weights.index).get("weight_map")
+            return set(weight_map) if isinstance(weight_map, dict) else set()
+        if (path / weights.single).is_file():
+            return set(weights.read(path / weights.single))
     return set()
 
 
-def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
-    where = read_json(path / index).get("weight_map")
-    if not isinstance(where, dict) or not all(
-        isinstance(f, str) and Path(f).name == f for f in where.values()
-    ):
+def _read_shards(path: Path, weights: WeightFormat) -> dict[str, Stored]:
+    """Return the tensors of all shards. Raises UserError unless they are those of the index."""
+    index = weights.index
+    weight_map = read_json(path / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise UserError(f"{path / index} has no weight_map of files in the folder")
-    if missing := sorted({f for f in where.values() if not (path / f).is_file()}):
-        raise UserError(*(f"{path / f} is missing; {index} names it" for f in missing))
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        raise UserError(*(f"{path / shard} is missing; {index} names it" for shard in missing))
     stored: dict[str, Stored] = {}
-    for file in sorted(set(where.values())):
-        tensors = reader(path / file)
-        if twice := sorted(tensors.keys() & stored.keys()):
-            raise UserError(f"{path}: {twice[0]} is in two files")
+    for shard in shards:
+        tensors = weights.read(path / shard)
+        if repeated := sorted(tensors.keys() & stored.keys()):
+            raise UserError(f"{path}: {repeated[0]} is in two files")
         stored |= tensors
-    if lost := sorted(where.keys() - stored.keys()):
+    if lost := sorted(weight_map.keys() - stored.keys()):
         raise UserError(f"{path}: {index} names {lost[0]}, which no file holds")
     return stored
 
 
-def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+def _is_file_name(value: Any) -> bool:
+    """Return True for the name of a file, without a folder: no path leaves the model's folder."""
+    return isinstance(value, str) and Path(value).name == value
+
+
+def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
     """Return the tensors without buffers, with the prefix that a folder saved without the head
     omits."""
-    kept = {name: s for name, s in stored.items() if not name.endswith(BUFFERS)}
-    if any(name.startswith(prefix) or f".{prefix}" in name for name in kept):
-        return kept
-    return {prefix + name: s for name, s in kept.items()}
+    parameters = {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
+    # A folder that was saved with the head has the prefix already.
+    if any(name.startswith(prefix) or f".{prefix}" in name for name in parameters):
+        return parameters
+    return {prefix + name: stored for name, stored in parameters.items()}
 
 
 def check_tied(
-    path: Path, model: ModelConfig, stored: dict[str, Any], found: Sequence[Match]
+    path: Path, model: ModelConfig, stored: dict[str, Any], expected: Sequence[Match]
 ) -> None:
     """Check that a tied head that was saved nevertheless equals the embedding; it is then
     dropped."""
-    embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
+    embedding = next(match.foreign for match in expected if match.logical == ("embedding.weight",))
+    # As the families call it; GPT-NeoX is the second.
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
@@ -240,106 +309,146 @@ def check_tied(
             del stored[head]
 
 
-def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
-    """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes, of
-    floats."""
-    expected = {match.foreign: match.shape for match in found}
-    first = next(iter(expected), "")
-    if (
-        wrapped := [name for name in stored if name.endswith(f".{first}")]
-        if first not in stored
-        else []
-    ):
-        before = wrapped[0].removesuffix(first)
-        raise UserError(
-            f"{path}: names of tensors begin with {before!r}, as in {wrapped[0]}, and those "
-            "of its model do not: save "
-            "the state of the model itself, not of what is around it"
-        )
+def check_tensors(path: Path, expected: Sequence[Match], tensors: Mapping[str, Any]) -> None:
+    """Raise UserError unless `tensors` are exactly those that are expected, with the same shapes,
+    of floats."""
+    shapes = {match.foreign: match.shape for match in expected}
+    _check_not_wrapped(path, next(iter(shapes), ""), tensors)
     problems = [
         f"{path} lacks the tensor {name} {list(shape)}"
-        for name, shape in expected.items()
-        if name not in stored
+        for name, shape in shapes.items()
+        if name not in tensors
     ]
     problems += [
         f"{path} has the tensor {name}, which its model has no place for"
-        for name in stored
-        if name not in expected
+        for name in tensors
+        if name not in shapes
     ]
+    present = {name: shape for name, shape in shapes.items() if name in tensors}
     problems += [
-        f"{path}: {name} is {list(stored[name].shape)}, but the model asks for {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and tuple(stored[name].shape) != shape
+        f"{path}: {name} is {list(tensors[name].shape)}, but the model asks for {list(shape)}"
+        for name, shape in present.items()
+        if tuple(tensors[name].shape) != shape
     ]
-    problems += [
-        (
-            f"{path}: {name} is {str(stored[name].dtype).removeprefix('torch.')}, not floats: "
-            "such weights are not read"
-        )
-        for name in expected
-        if name in stored
-        and not (stored[name].dtype.is_floating_point and stored[name].dtype.itemsize > 1)
-    ]
+    for name in present:
+        dtype = tensors[name].dtype
+        # FP8 without scales is no weight.
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            problems.append(
+                f"{path}: {name} is {str(dtype).removeprefix('torch.')}, not floats: "
+                "such weights are not read"
+            )
+    unnamed = len(problems) - MOST_PROBLEMS
+    if unnamed > 0:
+        problems = [*problems[:MOST_PROBLEMS], f"... and {unnamed} more"]
     if problems:
-        raise UserError(
-            *problems[:10], *([f"... and {len(problems) - 10} more"] if len(problems) > 10 else [])
-        )
+        raise UserError(*problems)
+
+
+def _check_not_wrapped(path: Path, first: str, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError if names have something before them. first: the name of one that is
+    expected."""
+    if first in tensors:
+        return
+    for name in tensors:
+        if name.endswith(f".{first}"):
+            prefix = name.removesuffix(first)
+            raise UserError(
+                f"{path}: names of tensors begin with {prefix!r}, as in {name}, and those "
+                "of its model do not: save "
+                "the state of the model itself, not of what is around it"
+            )
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
     """Return a target with the weights of `source` in `dtype`, or in their own dtypes.
 
+    shard_bytes: the largest size of a file with several tensors.
     Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
     """
+    # Now, and not after hours of writing weights.
     require_writable(source.tokenizer)
     rules = HUGGING_FACE[model_type(source.model)]
-    source, left = (source, ()) if has_rows(rules) else (source.alone, left_modules(source.model))
-    model = source.model
-    sizes = heads(source.model)
-    found = matches(rules, model)
-    again = [*copies(model)]
-    kept = {
-        match: source.dtype_in(f"weight/{match.logical[0]}", dtype) for match in (*found, *again)
-    }
-    shards = _shards(kept, shard_bytes)
-    size = sum(prod(match.shape) * held.itemsize for match, held in kept.items())
+    left_out: tuple[str, ...] = ()
+    if not has_rows(rules):
+        left_out = left_modules(source.model)
+        source = source.alone
+    writer = _Writer(source, rules, dtype, shard_bytes)
+    describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
+    return Target(
+        describe,
+        writer.size,
+        writer.dtypes,
+        writer.reserve,
+        writer.finish,
+        open_hf,
+        (*omitted_settings(source.model), *left_out),
+    )
 
-    def reserve(folder: Path, write: bool) -> list[Write]:
-        places = dict[Match, Place]()
-        for file, inside in shards.items():
-            starts = reserve_safetensors(
-                folder / file, {m.foreign: (kept[m], m.shape) for m in inside}, write
-            )
-            places |= {m: Place(file, starts[m.foreign], bind(_as, kept[m])) for m in inside}
+
+class _Writer:
+    """The files of one conversion. dtype: of the weights; None: their own."""
+
+    def __init__(
+        self, source: Source, rules: Sequence[Rule], dtype: torch.dtype | None, shard_bytes: int
+    ) -> None:
+        self.source = source
+        self.matches = matches(rules, source.model)
+        # Modules of multi-token prediction have copies of embedding and head of their own.
+        self.copies = [*copies(source.model)]
+        self.dtype_of = {
+            match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
+            for match in (*self.matches, *self.copies)
+        }
+        self.shards = _shards(self.dtype_of, shard_bytes)
+        self.size = sum(
+            prod(match.shape) * dtype.itemsize for match, dtype in self.dtype_of.items()
+        )
+        self.dtypes: dict[str, torch.dtype] = {}
+        for match in self.matches:
+            for name in match.logical:
+                self.dtypes[f"weight/{name}"] = self.dtype_of[match]
+
+    def reserve(self, folder: Path, write: bool) -> list[Write]:
+        """Make the shards; return a write for each tensor, with a location for each copy of it."""
+        locations: dict[Match, Location] = {}
+        for file, of_shard in self.shards.items():
+            tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in of_shard}
+            starts = reserve_safetensors(folder / file, tensors, write)
+            for match in of_shard:
+                cast = bind(_cast, self.dtype_of[match])
+                locations[match] = Location(file, starts[match.foreign], cast)
+        sizes = head_sizes(self.source.model)
         writes = []
-        for m in found:
-            keys = tuple(f"weight/{name}" for name in m.logical)
-            same = [c for c in again if c.logical == m.logical]
-            own = tuple(places[one] for one in (m, *same))
+        for match in self.matches:
+            same = [copy for copy in self.copies if copy.logical == match.logical]
             writes.append(
-                Write(m.foreign, keys, bind(_join, m, sizes), own, m.how is SAME and not same)
+                Write(
+                    match.foreign,
+                    tuple(f"weight/{name}" for name in match.logical),
+                    bind(_join, match, sizes),
+                    tuple(locations[of_tensor] for of_tensor in (match, *same)),
+                    straight=match.how is SAME and not same,
+                )
             )
         return writes
 
-    def finish(folder: Path) -> None:
-        weights = next(iter(kept.values()))
-        ids = special_ids_of(source)
-        _write_json(
-            folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids
-        )
-        write_generation(folder, source.facts.generation or ids)
-        if len(shards) > 1:
-            where = {m.foreign: file for file, inside in shards.items() for m in inside}
-            index = {"metadata": {"total_size": size}, "weight_map": where}
+    def finish(self, folder: Path) -> None:
+        """Write everything but tensors."""
+        dtype = str(next(iter(self.dtype_of.values()))).removeprefix("torch.")
+        ids = special_ids_of(self.source)
+        _write_json(folder / CONFIG, to_hugging_face(self.source.model, dtype) | ids)
+        write_generation(folder, self.source.facts.generation or ids)
+        if len(self.shards) > 1:
+            weight_map = {}
+            for file, of_shard in self.shards.items():
+                weight_map |= {match.foreign: file for match in of_shard}
+            index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
-        write_tokenizer(source.tokenizer, folder, ids["bos_token_id"])
-
-    dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
-    describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
-    return Target(describe, size, dtypes, reserve, finish, open_hf, (*unsaid(model), *left))
+        write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
 
 
-def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
     return values.to(dtype)
 
 
@@ -347,32 +456,31 @@ def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
     return match.how.join(parts, sizes)
 
 
-def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
+def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
     """Return file name -> tensors. No file is larger than `shard_bytes`, unless a single tensor
     is."""
-    groups: list[list[Match]] = [[]]
-    room = shard_bytes
-    for match, dtype in kept.items():
+    shards: list[list[Match]] = [[]]
+    free = shard_bytes
+    for match, dtype in dtype_of.items():
         nbytes = prod(match.shape) * dtype.itemsize
-        if groups[-1] and nbytes > room:
-            groups.append([])
-            room = shard_bytes
-        groups[-1].append(match)
-        room -= nbytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        if shards[-1] and nbytes > free:
+            shards.append([])
+            free = shard_bytes
+        shards[-1].append(match)
+        free -= nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
     return {
-        f"model-{n:05d}-of-{len(groups):05d}.safetensors": group
-        for n, group in enumerate(groups, 1)
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
     }
 
 
 def special_ids_of(source: Source) -> dict[str, Any]:
     """Return the ids of special tokens as a config.json has them: those of the source, or of its
     tokenizer."""
-    return {"bos_token_id": None, "eos_token_id": None} | (
-        source.facts.special or tokenizer_ids(source)
-    )
+    ids = source.facts.special or tokenizer_ids(source)
+    return {"bos_token_id": None, "eos_token_id": None, **ids}
 
 
 def tokenizer_ids(source: Source) -> dict[str, int | None]:

@@ -3,8 +3,8 @@
 The files hold, in place of a matrix NAME [features out, features in] and blocks of 128 x 128,
 
     NAME              float8_e4m3fn [features out, features in]
-    NAME_scale_inv    FP32 [features out / 128, features in / 128], rounded up: the last block of a row or column may be
-                      smaller
+    NAME_scale_inv    FP32 [features out / 128, features in / 128], rounded up: the last block of a
+                      row or column may be smaller
 
 Each number is multiplied in FP32 by the scale of its block, which is thus the inverse of the one it
 was quantized with, and rounded to bf16. So do README_WEIGHTS.md and inference/kernel.py
@@ -33,11 +33,8 @@ _KNOWN: dict[str, tuple[Any, ...] | None] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
-    "scale_fmt": (
-        "float",
-        "ue8m0",
-        None,
-    ),  # how scales were rounded; they have the dtype that the files say
+    # how scales were rounded; they have the dtype that the files say
+    "scale_fmt": ("float", "ue8m0", None),
     "expert_dtype": ("fp8", None),
     "dequantize": (True, False, None),
     "modules_to_convert": (None, []),
@@ -65,37 +62,38 @@ class Blocks:
 
     def read(self) -> Tensor:
         """Return the matrix. Raises UserError for a scale or a number that is not finite."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for top in range(0, len(whole), ROWS):
-            bottom = min(top + ROWS, len(whole))
-            whole[top:bottom] = self.rows(top, bottom)
-        return whole
+        matrix = torch.empty(self.shape, dtype=self.dtype)
+        for top in range(0, len(matrix), ROWS):
+            bottom = min(top + ROWS, len(matrix))
+            matrix[top:bottom] = self.rows(top, bottom)
+        return matrix
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of the matrix."""
         height, width = self.block
-        first = top // height
+        first = top // height  # block that the rows begin in
         scales = self.scales.rows(first, -(-bottom // height)).float()
         if not (scales.isfinite() & (scales > 0)).all():
             raise UserError(
                 f"{self.scales.file}: {self.name}{SCALES} has a scale that is not a number above 0"
             )
-        of_rows = scales.repeat_interleave(height, 0)[
-            top - first * height : bottom - first * height
-        ]
+        row_scales = scales.repeat_interleave(height, 0)
+        row_scales = row_scales[top - first * height : bottom - first * height]
         values = self.codes.rows(top, bottom).float()
-        values *= of_rows.repeat_interleave(width, 1)[:, : values.shape[1]]
-        if not (rounded := values.to(self.dtype)).isfinite().all():
+        # In FP32: FP8 times a scale is not exact in bf16.
+        values *= row_scales.repeat_interleave(width, 1)[:, : values.shape[1]]
+        rounded = values.to(self.dtype)
+        if not rounded.isfinite().all():
             raise UserError(
                 f"{self.codes.file}: {self.name} has numbers that are NaN or beyond what bf16 holds"
             )
         return rounded
 
 
-def require_known_blocks(said: Mapping[str, Any]) -> None:
+def require_known_blocks(quantization: Mapping[str, Any]) -> None:
     """Raise UserError unless a quantization_config of quant_method fp8 says blocks, and nothing
     that is not known."""
-    block = said.get("weight_block_size", BLOCK)
+    block = quantization.get("weight_block_size", BLOCK)
     if block is None:
         raise UserError(
             "config.json has quantization_config with weight_block_size = null, one scale "
@@ -107,67 +105,77 @@ def require_known_blocks(said: Mapping[str, Any]) -> None:
             f"config.json has quantization_config with weight_block_size = {short(block)}: "
             "give two numbers above 0"
         )
-    for key, value in said.items():
-        known = _KNOWN.get(key, ()) if key != "weight_block_size" else (block,)
-        if known is None and (value is None or _is_names(value)):
-            continue
-        if known is None or value not in known:
+    for key, value in quantization.items():
+        if key != "weight_block_size" and not _is_understood(key, value):
             raise UserError(
                 f"config.json has quantization_config with {key} = {short(value)}, which is "
                 "not known"
             )
 
 
+def _is_understood(key: str, value: Any) -> bool:
+    """Return True for a setting of quantization_config that is among the known ones."""
+    allowed = _KNOWN.get(key, ())
+    if allowed is None:
+        return value is None or _is_names(value)
+    return value in allowed
+
+
 def with_blocks(
-    stored: Mapping[str, Stored], said: Mapping[str, Any] | None, path: object
+    stored: Mapping[str, Stored], quantization: Mapping[str, Any] | None, path: object
 ) -> dict[str, Any]:
     """Return the tensors of a folder, with each FP8 matrix and its scales as one tensor.
 
-    said: its quantization_config. Raises UserError if that does not say what is stored, for a
-    matrix without scales, scales without a matrix, and scales of another shape.
+    quantization: its quantization_config. Raises UserError if that does not say what is stored, for
+        a matrix without scales, scales without a matrix, and scales of another shape.
     """
-    narrow = [name for name, one in stored.items() if one.dtype == FP8]
-    scales = [name for name in stored if name.endswith(SCALES)]
-    if said is None and narrow:
-        raise UserError(
-            f"{path} stores {narrow[0]} in FP8, but config.json has no quantization_config "
-            "that says so"
-        )
-    if said is not None and not narrow:
+    quantized = [name for name, tensor in stored.items() if tensor.dtype == FP8]
+    if quantization is None:
+        if quantized:
+            raise UserError(
+                f"{path} stores {quantized[0]} in FP8, but config.json has no quantization_config "
+                "that says so"
+            )
+        return dict(stored)
+    if not quantized:
         raise UserError(
             f"{path} stores no FP8 weights, but config.json has quantization_config with "
             "quant_method = 'fp8': take "
             "the key out if they were dequantized"
         )
-    if said is None:
-        return dict(stored)
-    if lost := [name for name in scales if name.removesuffix(SCALES) not in narrow]:
-        raise UserError(
-            f"{path} has {lost[0]}, but {lost[0].removesuffix(SCALES)} is not stored in FP8"
-        )
-    if kept := [name for name in narrow if _is_kept(name, said)]:
-        raise UserError(
-            f"{path} stores {kept[0]} in FP8, but quantization_config says that it is not converted"
-        )
-    height, width = said.get("weight_block_size", BLOCK)
-    whole = {name: _matrix(name, stored, (height, width), path) for name in narrow}
-    return {name: whole.get(name, one) for name, one in stored.items() if name not in scales}
+    scales = [name for name in stored if name.endswith(SCALES)]
+    for name in scales:
+        matrix = name.removesuffix(SCALES)
+        if matrix not in quantized:
+            raise UserError(f"{path} has {name}, but {matrix} is not stored in FP8")
+    for name in quantized:
+        if _is_excepted(name, quantization):
+            raise UserError(
+                f"{path} stores {name} in FP8, but quantization_config says that it is not "
+                "converted"
+            )
+    height, width = quantization.get("weight_block_size", BLOCK)
+    matrices = {name: _matrix(name, stored, (height, width), path) for name in quantized}
+    return {
+        name: matrices.get(name, tensor) for name, tensor in stored.items() if name not in scales
+    }
 
 
 def _matrix(
     name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object
 ) -> Blocks:
+    """Return an FP8 matrix with its scales. Raises UserError if these do not fit it."""
     codes = stored[name]
     scales = stored.get(name + SCALES)
     if scales is None:
         raise UserError(f"{path} has {name} in FP8, but lacks {name}{SCALES}")
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
-        turned = ": they are transposed" if scales.shape == expected[::-1] else ""
+        cause = ": they are transposed" if scales.shape == expected[::-1] else ""
         raise UserError(
             f"{path}: {name} is {list(codes.shape)} in blocks of {block[0]} x {block[1]}, so "
             f"{name}{SCALES} must be "
-            f"{list(expected)}, but is {list(scales.shape)}{turned}"
+            f"{list(expected)}, but is {list(scales.shape)}{cause}"
         )
     if scales.dtype not in SCALE_DTYPES:
         raise UserError(
@@ -178,23 +186,24 @@ def _matrix(
 
 
 def _is_size(block: Any) -> bool:
-    return (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    )
+    """Return True for a list of two numbers above 0."""
+    if not isinstance(block, list) or len(block) != 2:
+        return False
+    return all(type(length) is int and length > 0 for length in block)
 
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def _is_kept(name: str, said: Mapping[str, Any]) -> bool:
+def _is_excepted(name: str, quantization: Mapping[str, Any]) -> bool:
     """Return True if a module of `modules_to_not_convert` has the tensor: by its name, its
     beginning or its end."""
     module = name.removesuffix(".weight")
-    patterns = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
-    return any(
-        fnmatchcase(module, one)
-        or fnmatchcase(module, f"{one}.*")
-        or fnmatchcase(module, f"*.{one}")
-        for one in patterns
-    )
+    modules = quantization.get("modules_to_not_convert") or ()
+    ignored = quantization.get("ignored_layers") or ()
+    for pattern in (*modules, *ignored):
+        for variant in (pattern, f"{pattern}.*", f"*.{pattern}"):
+            if fnmatchcase(module, variant):
+                return True
+    return False

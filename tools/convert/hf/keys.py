@@ -64,11 +64,11 @@ FREE: dict[str, str] = {
             "classifier_dropout",
             "summary_type",
             "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
         ),
         _LABELS,
-    ),
-    **dict.fromkeys(
-        ("summary_activation", "summary_proj_to_labels", "summary_first_dropout"), _LABELS
     ),
     **dict.fromkeys(
         (
@@ -78,10 +78,11 @@ FREE: dict[str, str] = {
             "output_router_logits",
             "return_dict",
             "torchscript",
+            "output_past",
+            "tie_last_hidden_states",
         ),
         _OUTPUTS,
     ),
-    **dict.fromkeys(("output_past", "tie_last_hidden_states"), _OUTPUTS),
     **dict.fromkeys(
         (
             "attn_implementation",
@@ -135,9 +136,17 @@ ONLY: dict[str, tuple[Any, ...]] = {
         _NO,
     ),
     **dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), _NONE
+        (
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "hidden_dropout",
+            "attention_dropout",
+            "router_jitter_noise",
+            "embedding_dropout",
+        ),
+        _NONE,
     ),
-    **dict.fromkeys(("router_jitter_noise", "embedding_dropout"), _NONE),
 }
 # Of some families, further values.
 ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -158,7 +167,9 @@ ONLY_OF: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 # What to say of a key besides that it is not known.
 WHY: dict[str, str] = {
-    "compression_config": "its weights are quantized or sparse: convert the folder that they were made from",
+    "compression_config": (
+        "its weights are quantized or sparse: convert the folder that they were made from"
+    ),
     "per_layer_config": "layers of several kinds cannot be converted",
     "rope_theta": "rope_parameters and rope_scaling say another",
 }
@@ -166,73 +177,87 @@ WHY: dict[str, str] = {
 
 class Keys:
     """The keys of a config.json, missing ones with the default of the family. Records which were
-    read."""
+    read.
 
-    def __init__(self, given: Json, kind: str) -> None:
+    stated: the keys that the file itself has, by their usual names.
+    """
+
+    def __init__(self, config: Json, kind: str) -> None:
         self.kind = kind
-        self.asked = set[str]()
-        self.given = dict(given)
-        if wrong := list(wrong_kinds(given, kind)):
-            raise UserError(*wrong)
-        for other, name in ALIASES.get(kind, {}).items():
-            if other in given:
-                self._alias(other, name)
+        self.stated = dict(config)
+        self._read = set[str]()
+        if problems := list(wrong_kinds(config, kind)):
+            raise UserError(*problems)
+        for alias, name in ALIASES.get(kind, {}).items():
+            if alias in config:
+                self._rename(alias, name)
 
-    def _alias(self, other: str, name: str) -> None:
-        value = self.given.pop(other)
-        if self.given.setdefault(name, value) != value:
+    def _rename(self, alias: str, name: str) -> None:
+        """Take the value of `alias` for that of `name`."""
+        value = self.stated.pop(alias)
+        if self.stated.setdefault(name, value) != value:
             raise UserError(
-                f"config.json has {other} = {value!r}, but {name} = {self.given[name]!r}: one "
+                f"config.json has {alias} = {value!r}, but {name} = {self.stated[name]!r}: one "
                 "is wrong"
             )
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return self.given[key] if key in self.given else DEFAULTS[self.kind][key]
+        self.mark_read(key)
+        return self.stated[key] if key in self.stated else DEFAULTS[self.kind][key]
+
+    def mark_read(self, key: str) -> None:
+        """Record that a key was read, or need not be."""
+        self._read.add(key)
 
     def has(self, key: str) -> bool:
         """Return True if the file itself has the key, and not null."""
-        return self.given.get(key) is not None
+        return self.stated.get(key) is not None
 
     def nulls(self) -> list[str]:
         """Return a line for each null that was read though its key has to have a value."""
-        return list(nulls(self.given, self.kind, self.asked))
+        return list(nulls(self.stated, self.kind, self._read))
 
     def unread(self) -> Iterator[str]:
         """Return a line for each key that was not read and may change what the model computes."""
-        for key in sorted(self.given.keys() - self.asked - FREE.keys()):
-            if problem := self._problem(key, self.given[key]):
+        for key in sorted(self.stated.keys() - self._read - FREE.keys()):
+            if problem := self._problem(key, self.stated[key]):
                 yield problem
 
     def _problem(self, key: str, value: Any) -> str:
-        said = f"config.json has {key} = {short(value)}"
+        """Return why a key that was not read cannot be ignored; "" if it can."""
+        setting = f"config.json has {key} = {short(value)}"
         if key in WHY:
-            return f"{said}: {WHY[key]}" if value is not None else ""
-        if known := ONLY_OF.get(self.kind, {}).get(key) or ONLY.get(key):
-            if _among(value, known):
+            return f"{setting}: {WHY[key]}" if value is not None else ""
+        allowed = ONLY_OF.get(self.kind, {}).get(key) or ONLY.get(key)
+        if allowed:
+            if _is_among(value, allowed):
                 return ""
-            return f"{said}, of which only {_or(known)} is known"
+            return f"{setting}, of which only {_alternatives(allowed)} is known"
         if value is None:
             return ""
         return (
-            f"{said}, which is not known of a {self.kind} model: take it out if the model "
+            f"{setting}, which is not known of a {self.kind} model: take it out if the model "
             "computes the same without"
         )
 
 
-def require(value: Any, key: str, known: tuple[Any, ...]) -> Any:
-    """Return `value`. Raises UserError that names `key` if it is not one of `known`."""
-    if not _among(value, known):
+def require(value: Any, key: str, allowed: tuple[Any, ...]) -> Any:
+    """Return `value`. Raises UserError that names `key` if it is not one of `allowed`."""
+    if not _is_among(value, allowed):
         raise UserError(
-            f"config.json has {key} = {short(value)}, of which only {_or(known)} is known"
+            f"config.json has {key} = {short(value)}, of which only {_alternatives(allowed)} is "
+            "known"
         )
     return value
 
 
-def _among(value: Any, known: tuple[Any, ...]) -> bool:
-    """Return True if `value` is in `known`, where 1 is not True."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return True if `value` is in `allowed`, where 1 is not True."""
+    return any(
+        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
+        for candidate in allowed
+    )
 
 
-def _or(values: tuple[Any, ...]) -> str:
+def _alternatives(values: tuple[Any, ...]) -> str:
     return " or ".join("null" if value is None else repr(value) for value in values)

@@ -23,11 +23,12 @@ HEAD = "lm_head.weight"
 def has_modules(model: ModelConfig, names: set[str]) -> bool:
     """Return True if a folder with tensors of these names holds something of the model's
     modules."""
-    prefixes = tuple(f"model.layers.{n}." for n in _layers(model))
+    prefixes = tuple(f"model.layers.{layer}." for layer in _module_layers(model))
     return any(name.startswith(prefixes) for name in names)
 
 
-def _layers(model: ModelConfig) -> range:
+def _module_layers(model: ModelConfig) -> range:
+    """Return the numbers of the layers of modules, after those of the model."""
     return range(model.layers, model.layers + model.mtp_layers)
 
 
@@ -35,17 +36,17 @@ def copies(model: ModelConfig) -> Iterator[Match]:
     """Yield the copies of embedding and head that each module has in a folder."""
     shape = (model.vocab, model.hidden)
     head = "embedding.weight" if model.tied else "head.weight"
-    for n in _layers(model):
-        yield Match(
-            f"model.layers.{n}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape
-        )
-        yield Match(f"model.layers.{n}.shared_head.head.weight", (head,), SAME, "whole", shape)
+    for layer in _module_layers(model):
+        prefix = f"model.layers.{layer}"
+        yield Match(f"{prefix}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape)
+        yield Match(f"{prefix}.shared_head.head.weight", (head,), SAME, "whole", shape)
 
 
 def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
     """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
     original."""
     for match in copies(model):
+        # A tied model's head is its embedding, and so is the module's.
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
             if not same_values(stored[match.foreign].read(), stored[original].read()):

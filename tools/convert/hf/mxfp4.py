@@ -24,6 +24,7 @@ from tools.convert.hf.kinds import short
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32  # numbers that share a scale
+SCALE_BIAS = 127  # of the exponent that a scale is
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 _KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")
@@ -48,78 +49,83 @@ class Quantized:
     def read(self) -> Tensor:
         """Return the tensor, one expert after the other. Raises UserError for a scale that is no
         number."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for e, expert in enumerate(whole):
-            blocks, scales = (part.rows(e, e + 1)[0] for part in (self.blocks, self.scales))
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        for number, expert in enumerate(tensor):
+            blocks = self.blocks.rows(number, number + 1)[0]
+            scales = self.scales.rows(number, number + 1)[0]
+            # Blocks run along the features in, which are the rows of the published tensor.
             expert.copy_(dequantized(blocks, scales).t())
             if not expert.isfinite().all():
                 raise UserError(
-                    f"{self.blocks.file}: MXFP4 scales of expert {e} are beyond what bf16 holds"
+                    f"{self.blocks.file}: MXFP4 scales of expert {number} are beyond what bf16 "
+                    "holds"
                 )
-        return whole
+        return tensor
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return FP32 [..., 32 * groups] from blocks uint8 [..., groups, 16] and scales uint8 [...,
     groups]."""
     values = torch.tensor(VALUES)
-    numbers = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1).flatten(
-        -2
-    )
-    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2)
+    # The first of two numbers is in the lower half of a byte.
+    lower = values[(blocks & 15).long()]
+    upper = values[(blocks >> 4).long()]
+    numbers = torch.stack((lower, upper), -1).flatten(-2)
+    exponents = scales.int().unsqueeze(-1) - SCALE_BIAS
+    return torch.ldexp(numbers, exponents).flatten(-2)
 
 
-def require_known(said: Any) -> None:
+def require_known(quantization: Any) -> None:
     """Raise UserError unless quantization_config is null or says MXFP4."""
-    if said is None:
+    if quantization is None:
         return
-    if not isinstance(said, Mapping) or said.get("quant_method") != "mxfp4":
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
         raise UserError(
-            f"config.json has quantization_config = {short(said)}: only weights of "
+            f"config.json has quantization_config = {short(quantization)}: only weights of "
             "quant_method = 'mxfp4' can be read"
         )
-    if unknown := sorted(set(said) - set(_KNOWN)):
+    if unknown := sorted(set(quantization) - set(_KNOWN)):
         raise UserError(
             f"config.json has quantization_config with {', '.join(unknown)}, which is not known"
         )
 
 
-def with_quantized(stored: Mapping[str, Stored], said: Any, path: object) -> dict[str, Any]:
+def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object) -> dict[str, Any]:
     """Return the tensors of a folder, with each pair of blocks and scales as one tensor.
 
-    said: quantization_config, which says whether there are such pairs. Raises UserError if it does
-    not say what is stored, or for a half of a pair.
+    quantization: quantization_config, which says whether there are such pairs. Raises UserError if
+        it does not say what is stored, or for a half of a pair.
     """
-    names = [name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)]
     halves = [name for name in stored if name.endswith((_BLOCKS, _SCALES))]
-    if bool(halves) != bool(said):
+    if bool(halves) != bool(quantization):
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
-        raise UserError(
-            f"{path} {stores}, but quantization_config is {'mxfp4' if said else 'missing'}"
-        )
-    whole: dict[str, Any] = {name: one for name, one in stored.items() if name not in halves}
-    for name in names:
+        stated = "mxfp4" if quantization else "missing"
+        raise UserError(f"{path} {stores}, but quantization_config is {stated}")
+    tensors: dict[str, Any] = {
+        name: tensor for name, tensor in stored.items() if name not in halves
+    }
+    for half in halves:
+        name = half.removesuffix(_BLOCKS)
+        if name == half:
+            continue  # scales
         if name + _SCALES not in stored:
             raise UserError(f"{path} has {name}{_BLOCKS}, but lacks {name}{_SCALES}")
-        whole[name] = _pair(stored[name + _BLOCKS], stored[name + _SCALES], f"{path}: {name}")
-    if lost := [
-        name
-        for name in halves
-        if name.endswith(_SCALES) and name.removesuffix(_SCALES) not in names
-    ]:
-        raise UserError(f"{path} has {lost[0]}, but lacks its blocks")
-    return whole
+        tensors[name] = _pair(stored[name + _BLOCKS], stored[name + _SCALES], f"{path}: {name}")
+    for half in halves:
+        name = half.removesuffix(_SCALES)
+        if name != half and name + _BLOCKS not in stored:
+            raise UserError(f"{path} has {half}, but lacks its blocks")
+    return tensors
 
 
-def _pair(blocks: Stored, scales: Stored, what: str) -> Quantized:
-    fits = (
-        len(blocks.shape) == 4
-        and blocks.shape[3] == BLOCK // 2
-        and blocks.shape[:3] == scales.shape
-    )
-    if not fits or {blocks.dtype, scales.dtype} != {torch.uint8}:
+def _pair(blocks: Stored, scales: Stored, where: str) -> Quantized:
+    """Return blocks and scales as one tensor. Raises UserError unless they are. where: for
+    messages."""
+    same_groups = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape
+    are_bytes = {blocks.dtype, scales.dtype} == {torch.uint8}
+    if not same_groups or blocks.shape[3] != BLOCK // 2 or not are_bytes:
         raise UserError(
-            f"{what}: blocks {list(blocks.shape)} and scales {list(scales.shape)} are no "
+            f"{where}: blocks {list(blocks.shape)} and scales {list(scales.shape)} are no "
             "MXFP4 tensor"
         )
     return Quantized(blocks, scales)

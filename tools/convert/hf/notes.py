@@ -17,49 +17,60 @@ from tools.convert.hf.rope import BY_LAYER
 Json = Mapping[str, Any]
 ANGLES = "rotary_emb.inv_freq"
 KEPT = "which no token of vocab_size has: it is kept"
+# By how much saved angles may differ: bf16 rounds to 0.4 %, and another rope_theta is far more.
+ANGLE_RTOL = 0.02
+ANGLE_ATOL = 1e-6
 
 
 def notes(config: Json, architecture: str, read: bool) -> list[str]:
     """Return notes on settings of a config.json that are ignored though users may expect otherwise.
 
+    architecture: the class of transformers that it is read as.
     read: the files hold the layers for multi-token prediction that it names.
     """
-    said = config.get("architectures")
+    remarks = [*_notes_on_code(config, architecture)]
+    remarks += [f"{key} = {config[key]}, {KEPT}" for key in _ids_beyond_vocabulary(config)]
+    remarks += _notes_on_versions(config)
+    layers = further_layers(config)
+    if layers and read:
+        remarks.append(
+            f"{layers} layers for multi-token prediction: they are read as model.mtp_layers, "
+            "which only training uses"
+        )
+    elif layers:
+        remarks.append(
+            f"{layers} layers for multi-token prediction, of which the files hold no tensor: "
+            "there are none"
+        )
+    return [f"config.json has {remark}" for remark in remarks]
+
+
+def _notes_on_code(config: Json, architecture: str) -> Iterator[str]:
+    """Yield remarks on a class or on code that a config.json names and that is not run."""
+    architectures = config.get("architectures")
     family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
-    if isinstance(said, list):
-        others = [name for name in said if not str(name).lower().startswith(family)]
-    else:
-        others = []
-    if others:
-        found = [f"architectures = {others}: it is read as {architecture}, as model_type says"]
-    else:
-        found = []
+    if isinstance(architectures, list):
+        others = [name for name in architectures if not str(name).lower().startswith(family)]
+        if others:
+            yield f"architectures = {others}: it is read as {architecture}, as model_type says"
     if config.get("auto_map"):
-        found.append(f"auto_map: code of the folder's own is not run; it is read as {architecture}")
-    found += [f"{key} = {config[key]}, {KEPT}" for key in _strange(config)]
-    if unread := _untruncated(config):
-        found.append(
-            f"truncate = false in {unread}: transformers 5 does not read it in a "
+        yield f"auto_map: code of the folder's own is not run; it is read as {architecture}"
+
+
+def _notes_on_versions(config: Json) -> Iterator[str]:
+    """Yield remarks on what versions of transformers read differently."""
+    if key := _key_with_untruncated(config):
+        yield (
+            f"truncate = false in {key}: transformers 5 does not read it in a "
             f"{config['model_type']} model, and so "
             "it is read here; transformers 4 does"
         )
     if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
-        found.append(
+        yield (
             f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers "
             "without the window alone, and "
             "so it is read here; transformers 4 takes it for all"
         )
-    if (extra := further_layers(config)) and read:
-        found.append(
-            f"{extra} layers for multi-token prediction: they are read as model.mtp_layers, "
-            "which only training uses"
-        )
-    elif extra:
-        found.append(
-            f"{extra} layers for multi-token prediction, of which the files hold no tensor: "
-            "there are none"
-        )
-    return [f"config.json has {note}" for note in found]
 
 
 def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[str]:
@@ -69,11 +80,11 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
     Older versions of transformers saved them, with rope_scaling or before it, and 16 bits round
     them.
     """
-    saved = {name: stored for name, stored in files.items() if name.endswith(ANGLES)}
-    for name, stored in saved.items():
-        if stored.shape != (model.rotary_dims // 2,) or not _are_angles(
-            stored.read().double(), model
-        ):
+    for name, stored in files.items():
+        if not name.endswith(ANGLES):
+            continue
+        has_shape = stored.shape == (model.rotary_dims // 2,)
+        if not has_shape or not _are_angles(stored.read().double(), model):
             yield (
                 f"{name} has other angles than config.json says, which is followed: rope_theta "
                 "may be another there"
@@ -81,45 +92,48 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
             return
 
 
-def _are_angles(said: Tensor, model: ModelConfig) -> bool:
+def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
+    """Return True if saved angles are those of some layers of a model, or those before scaling."""
     for base in (model.rope_base, model.window_rope_base or model.rope_base):
         for scaling in (model.rope_scaling, RopeScaling()):
-            ours = frequencies(scaling, base, model.rotary_dims, model.max_positions)
-            if torch.allclose(said, ours, rtol=0.02, atol=1e-6):
+            angles = frequencies(scaling, base, model.rotary_dims, model.max_positions)
+            if torch.allclose(saved, angles, rtol=ANGLE_RTOL, atol=ANGLE_ATOL):
                 return True
     return False
 
 
-def _strange(config: Json) -> list[str]:
-    """Return the keys of special tokens with ids that the vocabulary does not have. -1 stands for
+def _ids_beyond_vocabulary(config: Json) -> Iterator[str]:
+    """Yield the keys of special tokens with ids that the vocabulary does not have. -1 stands for
     none."""
-    size = Keys(config, config["model_type"])["vocab_size"]
-    said = {
-        key: config[key] if isinstance(config[key], list) else [config[key]]
-        for key in IDS
-        if key in config
-    }
-    return [key for key, ids in said.items() if any(one is not None and one >= size for one in ids)]
+    vocab_size = Keys(config, config["model_type"])["vocab_size"]
+    for key in IDS:
+        ids = config.get(key)
+        if not isinstance(ids, list):
+            ids = [ids]
+        if any(token is not None and token >= vocab_size for token in ids):
+            yield key
 
 
 def _sliding_base_is_open(config: Json) -> bool:
     """Return True if an OLMo 3 has a base of its own, and nothing says which its layers with the
     window have."""
-    usual = DEFAULTS["olmo3"]["rope_theta"]
     base = config.get("rope_theta")
-    said = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    return base not in (None, usual) and "rope_theta" not in said
+    window_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    has_own_base = base not in (None, DEFAULTS["olmo3"]["rope_theta"])
+    return has_own_base and "rope_theta" not in window_parameters
 
 
-def _untruncated(config: Json) -> str:
+def _key_with_untruncated(config: Json) -> str:
     """Return the key of rotary positions by layer that asks for YaRN's range in fractions of pairs;
     "" for none."""
     if config["model_type"] not in BY_LAYER:
         return ""
     tables = {"rope_scaling": config.get("rope_scaling")}
     tables |= config.get("rope_parameters") or {}
-    asking = (key for key, table in tables.items() if table and not table.get("truncate", True))
-    return next(asking, "")
+    for key, table in tables.items():
+        if table and not table.get("truncate", True):
+            return key
+    return ""
 
 
 def further_layers(config: Json) -> int:

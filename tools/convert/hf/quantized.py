@@ -31,23 +31,22 @@ NOTES = {
 }
 
 
-def require_readable(c: Keys) -> None:
+def require_readable(keys: Keys) -> None:
     """Raise UserError unless the weights of a config.json are not quantized, or in a way that is
     read."""
-    c.asked.add(KEY)
-    said = c.given.get(KEY)
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if c.kind == "gpt_oss":
-        mxfp4.require_known(said)
-    elif isinstance(said, Mapping) and method == "fp8":
-        fp8_blocks.require_known_blocks(said)
-    elif said is not None:
+    keys.mark_read(KEY)
+    quantization = keys.stated.get(KEY)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if keys.kind == "gpt_oss":
+        mxfp4.require_known(quantization)
+    elif isinstance(quantization, Mapping) and method == "fp8":
+        fp8_blocks.require_known_blocks(quantization)
+    elif quantization is not None:
+        description = f"= {short(quantization)}"
         if isinstance(method, str):
-            named = f"with quant_method = {short(method)}"
-        else:
-            named = f"= {short(said)}"
+            description = f"with quant_method = {short(method)}"
         raise UserError(
-            f"config.json has {KEY} {named}: such weights are not read; "
+            f"config.json has {KEY} {description}: such weights are not read; "
             f"{WAYS.get(str(method), _FROM)}"
         )
 
@@ -57,19 +56,24 @@ def with_quantized(
 ) -> dict[str, Any]:
     """Return the tensors of a folder, with the parts of each quantized one as one tensor. Raises
     UserError."""
-    said = config.get(KEY)
-    if said is None and (found := [name for name in FILES if (path / name).is_file()]):
-        raise UserError(
-            f"{path / found[0]} says that weights are quantized: such weights are not read; {_FROM}"
-        )
+    quantization = config.get(KEY)
+    if quantization is None:
+        for name in FILES:
+            if (path / name).is_file():
+                raise UserError(
+                    f"{path / name} says that weights are quantized: such weights are not read; "
+                    f"{_FROM}"
+                )
     if config["model_type"] == "gpt_oss":
-        return mxfp4.with_quantized(fp8_blocks.with_blocks(stored, None, path), said, path)
-    return fp8_blocks.with_blocks(stored, said, path)
+        plain = fp8_blocks.with_blocks(stored, None, path)
+        return mxfp4.with_quantized(plain, quantization, path)
+    return fp8_blocks.with_blocks(stored, quantization, path)
 
 
 def quantized_notes(config: Mapping[str, Any]) -> list[str]:
     """Return the note on weights that are dequantized as they are read; empty if there are none."""
-    said = config.get(KEY)
-    if said:
-        return [f"{NOTES[said['quant_method']]}; a folder that is written has no {KEY}"]
+    quantization = config.get(KEY)
+    if quantization:
+        note = NOTES[quantization["quant_method"]]
+        return [f"{note}; a folder that is written has no {KEY}"]
     return []

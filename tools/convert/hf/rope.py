@@ -16,182 +16,232 @@ REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a fact
 DEFAULT = {"rope_type": "default"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 KINDS = tuple(kind for kind in PARAMETERS if kind != "none")
+TYPE_KEYS = ("rope_type", "type")
 # model_type of families that turn layers with the window in their own way
-BY_LAYER = (
-    "olmo3",
-    "gemma3_text",
-)
+BY_LAYER = ("olmo3", "gemma3_text")
 STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
 
 
 def rope(
-    c: Keys, base: float, fraction: float = 1.0, base_key: str = "rope_theta"
+    keys: Keys, base: float, fraction: float = 1.0, base_key: str = "rope_theta"
 ) -> dict[str, Any]:
-    """Our fields. base, fraction: the family's, or what its other keys say; base_key: the name of
-    that key."""
-    return _fields(_given(c), c, base, fraction, base_key)
+    """Return our fields of rotary positions.
+
+    base, fraction: the family's, or what its other keys say.
+    base_key: the name of the key of `base`.
+    """
+    return _fields(_parameters(keys), keys, base, fraction, base_key)
 
 
 def rope_by_layer(
-    c: Keys, base: float, window_base: float, windows: Mapping[str, Any]
+    keys: Keys, base: float, window_base: float, windows: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Our fields for families whose layers with the window have rotary positions of their own.
+    """Return our fields for families whose layers with the window have rotary positions of their
+    own.
 
     windows: the window and its layers, as fields. rope_parameters has a table for each type of
-    layer; rope_scaling and rope_theta in older files are those of the layers without the window.
+        layer; rope_scaling and rope_theta in older files are those of the layers without the
+        window.
     """
-    tables = c["rope_parameters"] or {}
+    full, windowed = _tables_by_layer(keys)
+    older = _table(keys, "rope_scaling")
+    if older and "rope_type" not in keys["rope_scaling"]:
+        raise UserError(
+            "config.json has rope_scaling without rope_type: transformers ignores it in a "
+            f"{keys.kind} model"
+        )
+    for table in (full, windowed, older):
+        # transformers 5 does not look for it by layer, which `notes` says
+        table.pop("truncate", None)
+    _require_same(older, full, keys)
+    fields = _fields(full or older or dict(DEFAULT), keys, base, 1.0, "rope_theta")
+    window_fields = _fields(
+        windowed or dict(DEFAULT), keys, window_base, 1.0, "rope_local_base_freq"
+    )
+    for each in (fields, window_fields):
+        require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
+    # Without such layers, or where all turn alike, one set of fields says all.
+    if not windows["window"] or fields == window_fields:
+        return fields
+    if window_fields["rope_scaling"]:
+        raise UserError(
+            "config.json scales rotary positions in layers with sliding_attention: only in "
+            "others can it"
+        )
+    return {**fields, "window_rope_base": window_fields["rope_base"]}
+
+
+def _tables_by_layer(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rope parameters of layers without the window, and of those with it; empty where
+    the file does not say them."""
+    tables = keys["rope_parameters"] or {}
     if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
         raise UserError(
             f"config.json has rope_parameters = {tables!r}: they must be by "
             f"{' and '.join(LAYER_TYPES)}"
         )
     full, windowed = (
-        _normal(tables.get(kind) or {}, f"rope_parameters.{kind}") for kind in LAYER_TYPES
+        _with_rope_type(tables.get(layer_type) or {}, f"rope_parameters.{layer_type}")
+        for layer_type in LAYER_TYPES
     )
-    older = _table(c, "rope_scaling")
-    if older and "rope_type" not in c["rope_scaling"]:
-        raise UserError(
-            "config.json has rope_scaling without rope_type: transformers ignores it in a "
-            f"{c.kind} model"
-        )
-    for table in (full, windowed, older):
-        # transformers 5 does not look for it by layer, which `notes` says
-        table.pop("truncate", None)
-    _require_alike(older, full, c)
-    fields = _fields(full or older or dict(DEFAULT), c, base, 1.0, "rope_theta")
-    beside = _fields(windowed or dict(DEFAULT), c, window_base, 1.0, "rope_local_base_freq")
-    for each in (fields, beside):
-        require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
-    if not windows["window"] or fields == beside:
-        return fields
-    if beside["rope_scaling"]:
-        raise UserError(
-            "config.json scales rotary positions in layers with sliding_attention: only in "
-            "others can it"
-        )
-    return {**fields, "window_rope_base": beside["rope_base"]}
+    return full, windowed
 
 
 def _fields(
-    given: dict[str, Any], c: Keys, base: float, fraction: float, base_key: str
+    parameters: dict[str, Any], keys: Keys, base: float, fraction: float, base_key: str
 ) -> dict[str, Any]:
-    said = given.pop("rope_theta", None)
-    if said is not None and c.has(base_key) and said != base:
+    """Return our fields of rope parameters, which may say base and fraction too."""
+    stated_base = parameters.pop("rope_theta", None)
+    if stated_base is not None and keys.has(base_key) and stated_base != base:
         raise UserError(
-            f"config.json has {base_key} = {base}, but rope_theta = {said} in its rope_parameters"
+            f"config.json has {base_key} = {base}, but rope_theta = {stated_base} in its "
+            "rope_parameters"
         )
-    turning = given.pop("partial_rotary_factor", None)
-    if turning is not None and c.has("rotary_pct") and turning != fraction:
+    stated_fraction = parameters.pop("partial_rotary_factor", None)
+    if stated_fraction is not None and keys.has("rotary_pct") and stated_fraction != fraction:
         raise UserError(
-            f"config.json has rotary_pct = {fraction}, but partial_rotary_factor = {turning}"
+            f"config.json has rotary_pct = {fraction}, but partial_rotary_factor = "
+            f"{stated_fraction}"
         )
     return {
-        "rope_base": float(base if said is None else said),
-        "rotary_fraction": float(fraction if turning is None else turning),
-        "rope_scaling": _scaling(given, c),
+        "rope_base": float(base if stated_base is None else stated_base),
+        "rotary_fraction": float(fraction if stated_fraction is None else stated_fraction),
+        "rope_scaling": _scaling(parameters, keys),
     }
 
 
-def _given(c: Keys) -> dict[str, Any]:
-    """The rope parameters, their kind as rope_type."""
-    older = _table(c, "rope_scaling")
-    newer = _table(c, "rope_parameters")
-    _require_alike(older, newer, c)
+def _parameters(keys: Keys) -> dict[str, Any]:
+    """Return the rope parameters, their kind as rope_type."""
+    older = _table(keys, "rope_scaling")
+    newer = _table(keys, "rope_parameters")
+    _require_same(older, newer, keys)
     return newer or older or dict(DEFAULT)
 
 
-def _require_alike(older: Mapping[str, Any], newer: Mapping[str, Any], c: Keys) -> None:
+def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], keys: Keys) -> None:
     """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may
     stand beside it."""
-    if c.has("rope_theta") and "rope_theta" in newer:
-        beside = {"rope_theta": c.given["rope_theta"]}
-    else:
-        beside = {}
-    if older and newer and {**beside, **older} != newer:
+    stated = dict(older)
+    if keys.has("rope_theta") and "rope_theta" in newer:
+        stated.setdefault("rope_theta", keys.stated["rope_theta"])
+    if older and newer and stated != newer:
         raise UserError(
             "config.json has rope_scaling and rope_parameters that say different things: "
             "leave one out"
         )
 
 
-def _table(c: Keys, key: str) -> dict[str, Any]:
-    table = c[key] or {}
+def _table(keys: Keys, key: str) -> dict[str, Any]:
+    """Return the rope parameters under a key; empty if there are none."""
+    table = keys[key] or {}
     if not isinstance(table, Mapping):
         raise UserError(f"config.json has {key} = {table!r}: it must be an object")
-    return _normal(table, key)
+    return _with_rope_type(table, key)
 
 
-def _normal(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the parameters in `table`, their kind as rope_type."""
-    if nested := [name for name, value in table.items() if isinstance(value, Mapping)]:
+    nested = [name for name, value in table.items() if isinstance(value, Mapping)]
+    if nested:
         raise UserError(
             f"config.json has {key} with parameters for {nested[0]} alone: all layers must "
             "turn alike"
         )
-    kinds = {str(table[name]) for name in ("rope_type", "type") if table.get(name) is not None}
+    kinds = {str(table[name]) for name in TYPE_KEYS if table.get(name) is not None}
     if len(kinds) > 1:
         raise UserError(
             f"config.json has {key} with rope_type {table['rope_type']!r} and type "
             f"{table['type']!r}"
         )
-    kept = {name: value for name, value in table.items() if name not in ("rope_type", "type")}
-    if table:
-        return {"rope_type": kinds.pop() if kinds else "default", **kept}
-    return {}
+    if not table:
+        return {}
+    parameters = {name: value for name, value in table.items() if name not in TYPE_KEYS}
+    return {"rope_type": kinds.pop() if kinds else "default", **parameters}
 
 
-def _scaling(said: dict[str, Any], c: Keys) -> dict[str, Any]:
-    """Our rope_scaling. Where an original length is not given, theirs is that of the model."""
-    kind = said.pop("rope_type")
-    given = {key: value for key, value in said.items() if value is not None}
-    original = c[ORIGINAL]
-    longest = c["max_position_embeddings"]
+def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    """Return our rope_scaling. Where an original length is not given, theirs is that of the
+    model."""
+    kind = parameters.pop("rope_type")
+    stated = {key: value for key, value in parameters.items() if value is not None}
+    original = keys[ORIGINAL]
+    longest = keys["max_position_embeddings"]
     if original is not None and kind not in STRETCHED:
         raise UserError(
             f"config.json has {ORIGINAL} = {original}, which rope_type {kind!r} does not read"
         )
     if kind == "default":
-        _require_nothing_else(given)
+        _require_nothing_else(stated)
         return {}
-    if kind not in PARAMETERS or kind == "none":
+    if kind not in KINDS:
         raise UserError(
             f"config.json has rope_type = {kind!r}, which is not known: default, "
             f"{', '.join(KINDS)} are"
         )
+    # Where nothing says the length, the model was trained for its own.
     if ORIGINAL in PARAMETERS[kind]:
-        given[ORIGINAL] = _original(given.get(ORIGINAL), original, longest, kind)
-    if kind == "yarn" and "factor" in said:
-        given.setdefault("factor", longest / given[ORIGINAL])
-    if kind == "yarn" and "truncate" in said:
-        given["truncate"] = bool(said["truncate"])  # null is false to transformers
-    if lacks := [key for key in ("factor", *REQUIRED.get(kind, ())) if key not in given]:
-        raise UserError(f"config.json lacks {lacks[0]}, which rope_type {kind!r} needs")
-    if given.get("attention_factor") == 0:
+        stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
+    if kind == "yarn":
+        stated |= _yarn_defaults(parameters, stated, longest)
+    _require_complete(kind, stated)
+    return {"kind": kind, **stated}
+
+
+def _yarn_defaults(
+    parameters: dict[str, Any], stated: dict[str, Any], longest: int
+) -> dict[str, Any]:
+    """Return what transformers takes for YaRN's parameters that are null.
+
+    parameters: all of them.
+    stated: those that are not null.
+    longest: the length of the model.
+    """
+    defaults = {}
+    if "factor" in parameters:
+        defaults["factor"] = stated.get("factor", longest / stated[ORIGINAL])
+    if "truncate" in parameters:
+        defaults["truncate"] = bool(parameters["truncate"])
+    return defaults
+
+
+def _require_complete(kind: str, stated: dict[str, Any]) -> None:
+    """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
+    for key in ("factor", *REQUIRED.get(kind, ())):
+        if key not in stated:
+            raise UserError(f"config.json lacks {key}, which rope_type {kind!r} needs")
+    if stated.get("attention_factor") == 0:
         raise UserError(
             "config.json has attention_factor = 0, with which queries and keys would be nothing"
         )
-    return {"kind": kind, **given}
 
 
-def _require_nothing_else(given: dict[str, Any]) -> None:
-    for key, value in given.items():
+def _require_nothing_else(parameters: dict[str, Any]) -> None:
+    """Raise UserError for the first parameter of positions that are not scaled."""
+    for key, value in parameters.items():
         raise UserError(
             f"config.json has {key} = {value!r} in rope parameters without a rope_type that "
             "reads it"
         )
 
 
-def _original(within: Any, beside: Any, longest: int, kind: str) -> Any:
-    if within is not None and beside is not None and within != beside:
+def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
+    """Return the length that a model was trained for before its positions were stretched.
+
+    inside, outside: what the rope parameters say, and the config.json beside them.
+    """
+    if inside is not None and outside is not None and inside != outside:
         raise UserError(
-            f"config.json has {ORIGINAL} = {beside}, but {within} in its rope parameters"
+            f"config.json has {ORIGINAL} = {outside}, but {inside} in its rope parameters"
         )
-    found = next((value for value in (within, beside) if value is not None), longest)
-    if kind == "dynamic" and found != longest:
+    original = longest
+    if inside is not None:
+        original = inside
+    elif outside is not None:
+        original = outside
+    if kind == "dynamic" and original != longest:
         raise UserError(
-            f"config.json has {ORIGINAL} = {found} in dynamic rope parameters, but "
+            f"config.json has {ORIGINAL} = {original} in dynamic rope parameters, but "
             "transformers goes by "
             f"max_position_embeddings = {longest}: leave it out"
         )
-    return found
+    return original

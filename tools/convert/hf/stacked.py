@@ -2,7 +2,7 @@
 
 `save_pretrained(save_original_format=False)` writes a model as transformers 5 holds it:
 
-    model.layers.N.mlp.experts.gate_up_proj    [experts, 2 ffn, hidden], each expert's gate above its up
+    model.layers.N.mlp.experts.gate_up_proj    [experts, 2 ffn, hidden], gate above up
     model.layers.N.mlp.experts.down_proj       [experts, hidden, ffn]
 
 Here they are put as the tensors of published files: one for each expert and projection. gpt-oss has
@@ -11,16 +11,27 @@ one tensor in published files too, of another order (`tools.convert.core.names`)
 
 import re
 from collections.abc import Iterator, Mapping
-from math import prod
+from typing import NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.kinds import short
 
 _STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
-# By model_type: the folder of experts, and the names of gate, up and down, if they are not the usual ones.
-_USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
-_NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+
+
+class ExpertNames(NamedTuple):
+    """Names in published files: of what holds experts, and of an expert's projections."""
+
+    module: str
+    gate: str
+    up: str
+    down: str
+
+
+_USUAL = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+# By model_type, if they are not the usual ones.
+_NAMES = {"mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
 # By model_type: parts of other names -> those of published files.
 _RENAMED = {
     "mixtral": {".mlp.gate.": ".block_sparse_moe.gate."},
@@ -28,46 +39,51 @@ _RENAMED = {
 }
 
 
-def one_by_one(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
+def unstack_experts(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
     """Return the tensors by the names of published files, experts one by one. kind: model_type.
 
     Raises UserError for a tensor of experts that does not consist of theirs.
     """
+    # Its published files stack experts too, and the name table knows them.
     if kind == "gpt_oss":
         return dict(stored)
-    renamed = {_published(name, kind): one for name, one in stored.items()}
-    whole: dict[str, Stored] = {}
-    for name, one in renamed.items():
-        place = _STACKED.fullmatch(name)
-        whole |= dict(_apart(name, one, place, kind)) if place else {name: one}
-    return whole
+    published: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        name = _published_name(name, kind)
+        if match := _STACKED.fullmatch(name):
+            published |= dict(_unstack(name, tensor, match, kind))
+        else:
+            published[name] = tensor
+    return published
 
 
-def _published(name: str, kind: str) -> str:
+def _published_name(name: str, kind: str) -> str:
     for inside, published in _RENAMED.get(kind, {}).items():
         name = name.replace(inside, published)
     return name
 
 
-def _apart(name: str, one: Stored, place: re.Match[str], kind: str) -> Iterator[tuple[str, Stored]]:
-    """Yield each expert's tensors of one that stacks them."""
-    folder, gate, up, down = _NAMES.get(kind, _USUAL)
-    parts = (gate, up) if place[3] == "gate_up" else (down,)
-    if len(one.shape) != 3 or one.shape[1] % len(parts):
+def _unstack(
+    name: str, tensor: Stored, match: re.Match[str], kind: str
+) -> Iterator[tuple[str, Stored]]:
+    """Yield each expert's tensors of one that stacks them. match: of its name."""
+    prefix, experts_name, projection = match.groups()
+    names = _NAMES.get(kind, _USUAL)
+    parts = (names.gate, names.up) if projection == "gate_up" else (names.down,)
+    if len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
         form = "[experts, 2 ffn, hidden]" if len(parts) > 1 else "[experts, hidden, ffn]"
         raise UserError(
-            f"{one.file}: {name} is {short(list(one.shape))}, not {form}: such experts are "
+            f"{tensor.file}: {name} is {short(list(tensor.shape))}, not {form}: such experts are "
             "not known"
         )
-    experts, height, width = one.shape
+    experts, height, width = tensor.shape
     rows = height // len(parts)
-    strides = one.strides or (prod(one.shape[1:]), width, 1)
-    kept = None if one.strides is None else tuple(strides[1:])
+    expert_stride, row_stride, _ = tensor.strides or (height * width, width, 1)
+    # A contiguous tensor has contiguous matrices.
+    matrix_strides = None if tensor.strides is None else tuple(tensor.strides[1:])
     for expert in range(experts):
         for number, part in enumerate(parts):
-            elements = expert * strides[0] + number * rows * strides[1]
-            start = one.start + elements * one.dtype.itemsize
-            yield (
-                f"{place[1]}{folder}.{place[2]}{expert}.{part}.weight",
-                one.part((rows, width), start, kept),
-            )
+            elements = expert * expert_stride + number * rows * row_stride
+            start = tensor.start + elements * tensor.dtype.itemsize
+            published = f"{prefix}{names.module}.{experts_name}{expert}.{part}.weight"
+            yield published, tensor.part((rows, width), start, matrix_strides)

@@ -24,7 +24,8 @@ from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from tools.convert.core.source import Source
 
-UNREAD = (  # other files that a tokenizer may be in
+# Other files that a tokenizer may be in.
+UNREAD = (
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -36,11 +37,25 @@ UNREAD = (  # other files that a tokenizer may be in
     "tekken.json",
     "tokenization_*.py",
 )
-FROM_FILE = (
-    "PreTrainedTokenizerFast"  # the class of transformers that takes a tokenizer.json as it is
-)
-BPE = 2  # model_type in SentencePiece's trainer_spec
-USER_DEFINED = 4  # type of a piece
+# The class of transformers that takes a tokenizer.json as it is.
+FROM_FILE = "PreTrainedTokenizerFast"
+# Numbers of fields in SentencePiece's protobuf (sentencepiece_model.proto): of the model, ...
+PIECES_FIELD = 1
+TRAINER_FIELD = 2
+NORMALIZER_FIELD = 3
+# ... of a piece, ...
+PIECE_TEXT = 1
+PIECE_TYPE = 3
+USER_DEFINED = 4  # value of a piece's type
+# ... of the trainer, ...
+MODEL_TYPE = 3
+UNIGRAM = 1  # the default
+BPE = 2
+# ... and of the normalizer.
+CHARACTER_MAP = 2
+DUMMY_PREFIX = 3
+REMOVE_SPACES = 4
+# Texts that both tokenizers must split alike before one is written for the other.
 PROBE = (
     'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n'
     + "aaa   " * 9
@@ -49,14 +64,15 @@ PROBE = (
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
-    """The file among a tokenizer's that defines it whole."""
-    named = [f for f in files if f.name not in SETTINGS]
-    return min(named, key=lambda f: f.suffix != ".json", default=None)
+    """Return the file among a tokenizer's that defines it whole."""
+    candidates = [file for file in files if file.name not in SETTINGS]
+    # a tokenizer.json before a SentencePiece model
+    return min(candidates, key=lambda file: file.suffix != ".json", default=None)
 
 
 def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
-    """The tokenizer, if there is one. UserError if it has more tokens than the model's vocabulary
-    `vocab`."""
+    """Return the tokenizer, if there is one. UserError if it has more tokens than the model's
+    vocabulary `vocab`."""
     file = main_file(files)
     if file is None:
         return None
@@ -74,55 +90,58 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
     that are read."""
     file = main_file(files)
     if file is None:
-        names = sorted(
-            {found.name for name in UNREAD for found in folder.glob(name)}
-            | {one.name for one in files}
-        )
+        names = {each.name for each in files}
+        for pattern in UNREAD:
+            names |= {match.name for match in folder.glob(pattern)}
         if names:
             yield (
-                f"{folder}: of {', '.join(names)} no tokenizer is read, but of a tokenizer.json: "
-                f"{SAVE_ANEW}"
+                f"{folder}: of {', '.join(sorted(names))} no tokenizer is read, but of a "
+                f"tokenizer.json: {SAVE_ANEW}"
             )
         return
-    pieces = next((f for f in files if f.suffix == ".model" and f != file), None)
-    if pieces is None:
-        return
+    for other in files:
+        if other.suffix == ".model" and other != file:
+            yield from _notes_on_disagreement(file, other)
+            return
+
+
+def _notes_on_disagreement(file: Path, pieces: Path) -> Iterator[str]:
+    """Yield a note if a SentencePiece model beside a tokenizer.json has other tokens."""
     try:
         model = sentencepiece_encoder(read_whole(pieces))[1]
     except RuntimeError:
         yield f"{file} is read, not {pieces.name} beside it, which is no SentencePiece model"
         return
-    tokens = {id: token for token, id in load_tokenizer(file).vocabulary().items()}
-    other = (id for id in range(model.get_piece_size()) if tokens.get(id) != model.id_to_piece(id))
-    if (id := next(other, None)) is not None:
-        yield (
-            f"{file} is read, not {pieces.name} beside it, which disagrees: token {id} is "
-            f"{tokens.get(id)!r} in "
-            f"the first and {model.id_to_piece(id)!r} in the other"
-        )
+    tokens = {token_id: token for token, token_id in load_tokenizer(file).vocabulary().items()}
+    for token_id in range(model.get_piece_size()):
+        if tokens.get(token_id) != model.id_to_piece(token_id):
+            yield (
+                f"{file} is read, not {pieces.name} beside it, which disagrees: token {token_id} "
+                f"is {tokens.get(token_id)!r} in "
+                f"the first and {model.id_to_piece(token_id)!r} in the other"
+            )
+            return
 
 
-def said_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
+def stated_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
     """Return the ids under a key, such as bos_token_id, which may hold one, a list or none.
 
     known: number of ids that a token may have; others are left out.
     """
     value = special.get(key)
-    listed = value if isinstance(value, list) else [value]
-    return [id for id in listed if type(id) is int and 0 <= id < known]
+    ids = value if isinstance(value, list) else [value]
+    return [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < known]
 
 
 def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
     """Return a note if a tokenizer names a begin token that is not the one that a run of ours was
     trained with."""
     facts = source.facts
-    of_a_run = bool(facts.documents) or not facts.special
-    begin = facts.documents.get("begin", tokenizer.eos if tokenizer else None)
-    if (
-        not isinstance(tokenizer, HuggingFaceTokenizer)
-        or not of_a_run
-        or tokenizer.bos in (None, begin)
-    ):
+    is_of_a_run = bool(facts.documents) or not facts.special
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not is_of_a_run:
+        return []
+    begin = facts.documents.get("begin", tokenizer.eos)
+    if tokenizer.bos in (None, begin):
         return []
     instead = "no token stands there" if begin is None else f"they begin after the token {begin}"
     return [
@@ -133,7 +152,7 @@ def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
 
 
 def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
-    """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a
+    """Write into `folder` what AutoTokenizer needs. Raises UserError for a model that a
     tokenizer.json cannot say.
 
     begin: id of the token that begins a document, as in config.json, if the files do not name it.
@@ -149,34 +168,52 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     (folder / "tokenizer.json").write_text(
         json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
     )
-    given = next((f for f in files if f.name == CONFIG), None)
-    extras = [f for f in files if f.name == SPECIAL_MAP]
-    settings = parse_json(read_text(given)) if given else {"clean_up_tokenization_spaces": False}
-    named = {*settings, *(role for extra in extras for role in parse_json(read_text(extra)))}
-    settings = _config(content, tokenizer, begin, named) | settings | {"tokenizer_class": FROM_FILE}
-    settings.pop("auto_map", None)  # code of the folder's own, which is not carried over
+    settings = _settings(files, content, tokenizer, begin)
     (folder / CONFIG).write_text(
         json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for extra in extras:
-        (folder / extra.name).write_bytes(read_whole(extra))
-    probe = PROBE + _spelled(file)
+    for special_map in _named(files, SPECIAL_MAP):
+        (folder / special_map.name).write_bytes(read_whole(special_map))
+    # The proof that nothing was lost on the way.
+    probe = PROBE + _text_of_symbols(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def _named(files: Sequence[Path], name: str) -> list[Path]:
+    """Return the files of a name."""
+    return [file for file in files if file.name == name]
+
+
+def _settings(
+    files: Sequence[Path], content: dict[str, Any], tokenizer: Tokenizer, begin: int | None
+) -> dict[str, Any]:
+    """Return the tokenizer_config.json of a tokenizer: the one it has, with the roles of tokens
+    that no file names. content: of its tokenizer.json."""
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for file in _named(files, CONFIG)[:1]:
+        settings = parse_json(read_text(file))
+    named_roles = set(settings)
+    for file in _named(files, SPECIAL_MAP):
+        named_roles |= set(parse_json(read_text(file)))
+    roles = _missing_roles(content, tokenizer, begin, named_roles)
+    settings = {**roles, **settings, "tokenizer_class": FROM_FILE}
+    settings.pop("auto_map", None)  # code of the folder's own, which is not carried over
+    return settings
 
 
 def class_note(files: Sequence[Path]) -> list[str]:
     """Return a note on a class of tokenizers that the settings name, and that is written as
     another."""
-    given = next((f for f in files if f.name == CONFIG), None)
-    if given and main_file(files):
-        named = parse_json(read_text(given)).get("tokenizer_class")
-    else:
-        named = None
-    if named in (None, FROM_FILE, "TokenizersBackend"):
+    configs = _named(files, CONFIG)
+    if not configs or not main_file(files):
+        return []
+    config = configs[0]
+    name = parse_json(read_text(config)).get("tokenizer_class")
+    if name in (None, FROM_FILE, "TokenizersBackend"):
         return []
     return [
-        f"{given}: tokenizer_class = {named!r} is written as {FROM_FILE!r}, which splits "
+        f"{config}: tokenizer_class = {name!r} is written as {FROM_FILE!r}, which splits "
         "texts as tokenizer.json says "
         "in every version of transformers"
     ]
@@ -193,7 +230,7 @@ def require_writable(files: Sequence[Path]) -> None:
             ) from error
 
 
-def _spelled(file: Path) -> str:
+def _text_of_symbols(file: Path) -> str:
     """Return a text with every user-defined symbol of a SentencePiece model, among others and
     alone."""
     symbols = [] if file.suffix == ".json" else _user_defined(file)
@@ -201,67 +238,71 @@ def _spelled(file: Path) -> str:
 
 
 def _user_defined(file: Path) -> list[str]:
-    """Pieces that a SentencePiece model splits off wherever they stand, the longest first."""
-    pieces = [
-        dict(protobuf_fields(value))
-        for number, value in protobuf_fields(read_whole(file))
-        if number == 1
-    ]
-    found = [piece[1].decode() for piece in pieces if piece.get(3) == USER_DEFINED]
-    return sorted(found, key=lambda symbol: (-len(symbol), symbol))
+    """Return the pieces that a SentencePiece model splits off wherever they stand, the longest
+    first."""
+    symbols: list[str] = []
+    for number, value in protobuf_fields(read_whole(file)):
+        if number == PIECES_FIELD:
+            piece = dict(protobuf_fields(value))
+            if piece.get(PIECE_TYPE) == USER_DEFINED:
+                symbols.append(piece[PIECE_TEXT].decode())
+    return sorted(symbols, key=lambda symbol: (-len(symbol), symbol))
 
 
-def _config(
+def _missing_roles(
     content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, named: Collection[str]
 ) -> dict[str, Any]:
     """Return the roles of tokens that no file names, for tokenizer_config.json. named: the others.
 
     The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
     """
-    tokens = {id: token for token, id in tokenizer.vocabulary().items()}
+    tokens = {token_id: token for token, token_id in tokenizer.vocabulary().items()}
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
-    known = {role: id for role, id in ids.items() if isinstance(id, int) and id in tokens}
-    return {role: tokens[id] for role, id in known.items() if role not in named}
+    roles: dict[str, Any] = {}
+    for role, token_id in ids.items():
+        if role not in named and isinstance(token_id, int) and token_id in tokens:
+            roles[role] = tokens[token_id]
+    return roles
 
 
 def _as_tokenizer_json(file: Path) -> dict[str, Any]:
-    """A SentencePiece BPE model in the words of Hugging Face's tokenizers."""
+    """Return a SentencePiece BPE model in the words of Hugging Face's tokenizers."""
     model = sentencepiece.SentencePieceProcessor()
     model.LoadFromSerializedProto(read_whole(file))
     dummy_prefix = _check_model(file)
-    pieces = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
-    special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
-    odd = {*special, *(pieces[symbol] for symbol in _user_defined(file))}
-    plain = {
-        p: i for p, i in pieces.items() if not (i in odd or model.is_byte(i) or model.is_unused(i))
-    }
-    escaped = {DLE: ESCAPES[DLE], SPACE: ESCAPES[SPACE]} if _is_lossless(file) else {}
-    escape = [_replace(one, other) for one, other in escaped.items()]
-    space = _replace(" ", SPACE)
-    back = _replace(SPACE, " ")
-    unescape = [_replace(other, one) for one, other in reversed(escaped.items())]
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if dummy_prefix else []
+    pieces = {model.id_to_piece(token_id): token_id for token_id in range(model.get_piece_size())}
+    special = [
+        token_id
+        for token_id in pieces.values()
+        if model.is_control(token_id) or model.is_unknown(token_id)
+    ]
     symbols = _user_defined(file)
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": "|".join(map(re.escape, symbols))},
-        "behavior": "Isolated",
-    }
-    fallback = any(map(model.is_byte, pieces.values()))
-    bytes_back = [{"type": "ByteFallback"}] if fallback else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
+    symbol_ids = {pieces[symbol] for symbol in symbols}
+    mergeable: dict[str, int] = {}
+    for piece, token_id in pieces.items():
+        is_other = (
+            token_id in special
+            or token_id in symbol_ids
+            or model.is_byte(token_id)
+            or model.is_unused(token_id)
+        )
+        if not is_other:
+            mergeable[piece] = token_id
+    byte_fallback = any(map(model.is_byte, pieces.values()))
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(model.id_to_piece(i), i) for i in sorted(special)],
-        "normalizer": {"type": "Sequence", "normalizers": [*escape, *prefix, space]},
-        "pre_tokenizer": {**split, "invert": False} if symbols else None,
+        "added_tokens": [
+            _added_token(model.id_to_piece(token_id), token_id) for token_id in sorted(special)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(file, dummy_prefix)},
+        "pre_tokenizer": _split_symbols(symbols),
         "post_processor": None,
         "decoder": {
             "type": "Sequence",
-            "decoders": [back, *bytes_back, {"type": "Fuse"}, *unescape, *strip],
+            "decoders": _decoders(file, dummy_prefix, byte_fallback),
         },
         "model": {
             "type": "BPE",
@@ -270,62 +311,111 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": True,
-            "byte_fallback": fallback,
+            "byte_fallback": byte_fallback,
             "ignore_merges": bool(symbols),  # a symbol is no merge of pieces
             "vocab": pieces,
-            "merges": [[a, b] for a, b in _merges(plain, model)],
+            "merges": [[left, right] for left, right in _merges(mergeable, model)],
         },
     }
 
 
-def _replace(one: str, other: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": one}, "content": other}
+def _escapes(file: Path) -> list[tuple[str, str]]:
+    """Return (characters, what stands for them within pieces) of a model that is trained here."""
+    if not _is_lossless(file):
+        return []
+    return [(DLE, ESCAPES[DLE]), (SPACE, ESCAPES[SPACE])]
 
 
-def _added(content: str, number: int) -> dict[str, Any]:
-    flags = {
+def _normalizers(file: Path, dummy_prefix: bool) -> list[dict[str, Any]]:
+    """Return the steps from a text to what is split into pieces."""
+    steps = [_replace(characters, escape) for characters, escape in _escapes(file)]
+    if dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append(_replace(" ", SPACE))
+    return steps
+
+
+def _decoders(file: Path, dummy_prefix: bool, byte_fallback: bool) -> list[dict[str, Any]]:
+    """Return the steps from pieces to a text, in the reverse order of `_normalizers`."""
+    steps = [_replace(SPACE, " ")]
+    if byte_fallback:
+        steps.append({"type": "ByteFallback"})
+    steps.append({"type": "Fuse"})
+    steps += [_replace(escape, characters) for characters, escape in reversed(_escapes(file))]
+    if dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return steps
+
+
+def _split_symbols(symbols: Sequence[str]) -> dict[str, Any] | None:
+    """Return the step that splits off user-defined symbols; None without any."""
+    if not symbols:
+        return None
+    return {
+        "type": "Split",
+        "pattern": {"Regex": "|".join(map(re.escape, symbols))},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def _replace(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def _added_token(content: str, token_id: int) -> dict[str, Any]:
+    return {
+        "id": token_id,
+        "content": content,
         "single_word": False,
         "lstrip": False,
         "rstrip": False,
         "normalized": False,
         "special": True,
     }
-    return {"id": number, "content": content, **flags}
 
 
-def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
-    """Pairs of pieces that make a piece, the best-scored piece first: SentencePiece merges in that
-    order."""
-    for piece in sorted(plain, key=lambda p: (-model.get_score(plain[p]), plain[p])):
+def _merges(ids: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
+    """Yield pairs of pieces that make a piece, the best-scored piece first: SentencePiece merges in
+    that order. ids: of the pieces that can be merged."""
+
+    def best_first(piece: str) -> tuple[float, int]:
+        return -model.get_score(ids[piece]), ids[piece]
+
+    def ids_of(pair: tuple[str, str]) -> tuple[int, int]:
+        return ids[pair[0]], ids[pair[1]]
+
+    for piece in sorted(ids, key=best_first):
         pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [(a, b) for a, b in pairs if a in plain and b in plain]
-        yield from sorted(known, key=lambda pair: (plain[pair[0]], plain[pair[1]]))
+        known_pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        yield from sorted(known_pairs, key=ids_of)
 
 
 def _is_lossless(file: Path) -> bool:
     """Return True if a model rewrites texts by the escapes of the models that are trained here, and
     by nothing else."""
     parts = dict(protobuf_fields(read_whole(file)))
-    tables = tuple(
-        dict(protobuf_fields(parts.get(part, b""))).get(TABLE)
-        for part in (NORMALIZER, DENORMALIZER)
-    )
-    return tables == escapes()
+    tables = []
+    for part in (NORMALIZER, DENORMALIZER):
+        fields = dict(protobuf_fields(parts.get(part, b"")))
+        tables.append(fields.get(TABLE))
+    return tuple(tables) == escapes()
 
 
 def _check_model(file: Path) -> bool:
     """Return True if a space is put before texts. Raises UserError for unsupported kinds of
     models."""
-    whole = dict(protobuf_fields(read_whole(file)))
-    trainer = dict(protobuf_fields(whole.get(2, b"")))
-    normalizer = dict(protobuf_fields(whole.get(3, b"")))
-    if trainer.get(3, 1) != BPE:
+    fields = dict(protobuf_fields(read_whole(file)))
+    trainer = dict(protobuf_fields(fields.get(TRAINER_FIELD, b"")))
+    normalizer = dict(protobuf_fields(fields.get(NORMALIZER_FIELD, b"")))
+    if trainer.get(MODEL_TYPE, UNIGRAM) != BPE:
         raise UserError(
             f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here"
         )
-    if not _is_lossless(file) and (normalizer.get(2) or normalizer.get(4, 1)):
+    rewrites = normalizer.get(CHARACTER_MAP) or normalizer.get(REMOVE_SPACES, 1)
+    if not _is_lossless(file) and rewrites:
         raise UserError(
             f"{file} rewrites texts before it splits them, which a tokenizer.json cannot say "
             "exactly"
         )
-    return bool(normalizer.get(3, 1))
+    return bool(normalizer.get(DUMMY_PREFIX, 1))

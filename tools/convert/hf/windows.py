@@ -8,80 +8,81 @@ from tools.convert.hf.keys import Keys, require
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 
 
-def window_of(c: Keys) -> Any:
+def window_of(keys: Keys) -> Any:
     """Return sliding_window; null there is 0 here."""
-    window = c["sliding_window"]
+    window = keys["sliding_window"]
     if window == 0:
         raise UserError(
             "config.json has sliding_window = 0, with which no token attends to anything: "
             "null is none"
         )
-    if c.has("use_sliding_window") and c.kind in ("mistral", "mixtral"):
-        require(c.given["use_sliding_window"], "use_sliding_window", (window is not None,))
-        c.asked.add("use_sliding_window")
+    # transformers does not read it in these families
+    if keys.has("use_sliding_window") and keys.kind in ("mistral", "mixtral"):
+        require(keys.stated["use_sliding_window"], "use_sliding_window", (window is not None,))
+        keys.mark_read("use_sliding_window")
     return window or 0
 
 
-def windows_of(c: Keys) -> dict[str, Any]:
+def windows_of(keys: Keys) -> dict[str, Any]:
     """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one
     on."""
-    window = window_of(c) if c["use_sliding_window"] else 0
-    layers = c["num_hidden_layers"]
-    c.asked.add("sliding_window")
-    first = c["max_window_layers"]
-    types = c["layer_types"]
+    window = window_of(keys) if keys["use_sliding_window"] else 0
+    layers = keys["num_hidden_layers"]
+    keys.mark_read("sliding_window")
+    first = keys["max_window_layers"]
+    types = keys["layer_types"]
     if types is None:
         return _fields([number >= first for number in range(layers)], window)
-    return _fields(_types(types, layers), window, required=True)
+    return _fields(_layers_with_window(types, layers), window, required=True)
 
 
-def windows_by_type(c: Keys, pattern: Any) -> dict[str, Any]:
+def windows_by_type(keys: Keys, pattern: Any) -> dict[str, Any]:
     """Return the window and its layers: those of layer_types, otherwise all but every
     `pattern`th."""
-    layers = c["num_hidden_layers"]
-    types = c["layer_types"]
-    if types is None and not (isinstance(pattern, int) and pattern > 0):
+    layers = keys["num_hidden_layers"]
+    types = keys["layer_types"]
+    if types is not None:
+        has_window = _layers_with_window(types, layers)
+    elif isinstance(pattern, int) and pattern > 0:
+        has_window = [bool((number + 1) % pattern) for number in range(layers)]
+    else:
         raise UserError(
             f"config.json has sliding_window_pattern = {pattern!r}: it must be a number above 0"
         )
-    if types is None:
-        has = [bool((n + 1) % pattern) for n in range(layers)]
-    else:
-        has = _types(types, layers)
-    return _fields(has, window_of(c), required=True)
+    return _fields(has_window, window_of(keys), required=True)
 
 
-def _fields(has: list[bool], window: int, required: bool = False) -> dict[str, Any]:
+def _fields(has_window: list[bool], window: int, required: bool = False) -> dict[str, Any]:
     """Return the fields of layers of which some have the window. required: these layers must have
     one."""
-    layers = len(has)
-    if required and any(has) and not window:
+    if required and any(has_window) and not window:
         raise UserError(
             "config.json has layer_types with sliding_attention, but no sliding_window that "
             "is in use"
         )
-    chosen = tuple(number for number, one in enumerate(has) if one) if window else ()
-    return {
-        "window": window if chosen else 0,
-        "window_layers": () if len(chosen) == layers else chosen,
-    }
+    chosen = tuple(number for number, has in enumerate(has_window) if has) if window else ()
+    if not chosen:
+        return {"window": 0, "window_layers": ()}
+    # No layers in particular are all layers.
+    return {"window": window, "window_layers": () if all(has_window) else chosen}
 
 
-def _types(types: Any, layers: int) -> list[bool]:
-    """Return the layers that have the window."""
+def _layers_with_window(types: Any, layers: int) -> list[bool]:
+    """Return of each layer whether it has the window."""
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(
             f"config.json has layer_types of {len(types)} layers, but num_hidden_layers = {layers}"
         )
-    return [LAYER_TYPES[require(one, "layer_types", tuple(LAYER_TYPES))] for one in types]
+    allowed = tuple(LAYER_TYPES)
+    return [LAYER_TYPES[require(name, "layer_types", allowed)] for name in types]
 
 
-def require_layers_alike(c: Keys, window: Any, layers: int) -> None:
+def require_layers_alike(keys: Keys, window: Any, layers: int) -> None:
     """Check families whose layers transformers treats alike, whatever layer_types says."""
-    types = c["layer_types"]
-    if types is not None and set(_types(types, layers)) - {window > 0}:
-        alike = "sliding_attention" if window else "full_attention"
+    types = keys["layer_types"]
+    if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
+        expected = "sliding_attention" if window else "full_attention"
         raise UserError(
-            f"config.json has layer_types, but transformers gives all layers of a {c.kind} "
-            f"model {alike}"
+            f"config.json has layer_types, but transformers gives all layers of a {keys.kind} "
+            f"model {expected}"
         )

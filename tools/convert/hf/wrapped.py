@@ -31,16 +31,14 @@ OF_IMAGES = (
     "boi_token_index",
     "eoi_token_index",
     "image_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
 )
-OF_IMAGES += ("boi_token_id", "eoi_token_id", "image_token_id")
-# said outside or inside
-OF_ALL = (
-    *IDS,
-    "initializer_range",
-    "tie_word_embeddings",
-    "quantization_config",
-)
-_LEFT = (
+# said outside or inside, and then alike
+OF_BOTH = ("initializer_range", "tie_word_embeddings", "quantization_config")
+OF_ALL = (*IDS, *OF_BOTH)
+_IMAGE_TENSORS = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
@@ -61,7 +59,8 @@ def text_config(config: Json) -> Json:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TEXT:
-        if parts := [key for key in PARTS if isinstance(config.get(key), Mapping)]:
+        parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
+        if parts:
             raise UserError(_refusal(kind, parts, config[parts[0]]))
         return config
     inner = config.get("text_config")
@@ -70,59 +69,71 @@ def text_config(config: Json) -> Json:
             f"config.json has model_type = {kind!r}, but no text_config: a text model alone "
             f"has {TEXT[kind]!r}"
         )
-    if (said := inner.get("model_type", TEXT[kind])) != TEXT[kind]:
+    inner_kind = inner.get("model_type", TEXT[kind])
+    if inner_kind != TEXT[kind]:
         raise UserError(
-            f"config.json has text_config with model_type = {short(said)}, which is not "
+            f"config.json has text_config with model_type = {short(inner_kind)}, which is not "
             f"{TEXT[kind]!r}"
         )
-    outside = {key: config[key] for key in OF_ALL if key in config}
+    _check_outer_keys(config, inner, kind)
+    outer = {key: config[key] for key in OF_ALL if key in config}
+    return {**inner, **outer, "model_type": TEXT[kind]}
+
+
+def _check_outer_keys(config: Json, inner: Json, kind: str) -> None:
+    """Raise UserError for keys beside text_config that are not known, or contradict it."""
     for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
         if config[key] is not None:
             raise UserError(
                 f"config.json has {key} = {short(config[key])}, which is not known of a "
                 f"{kind} model"
             )
-    for key in ("initializer_range", "tie_word_embeddings", "quantization_config"):
-        if key in outside and key in inner and inner[key] != outside[key]:
+    for key in OF_BOTH:
+        if key in config and key in inner and inner[key] != config[key]:
             raise UserError(
-                f"config.json has {key} = {short(outside[key])}, but text_config has "
+                f"config.json has {key} = {short(config[key])}, but text_config has "
                 f"{short(inner[key])}"
             )
-    return {**inner, **outside, "model_type": TEXT[kind]}
 
 
 def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     """Return the tensors of the text model, by the names that they have in a folder of its own."""
     if config.get("model_type") not in TEXT:
         return dict(stored)
-    return {_inner(name): one for name, one in stored.items() if not name.startswith(_LEFT)}
+    return {
+        _inner_name(name): tensor
+        for name, tensor in stored.items()
+        if not name.startswith(_IMAGE_TENSORS)
+    }
 
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     """Return the note on tensors of images that are left out."""
-    if (kind := config.get("model_type")) not in TEXT:
+    kind = config.get("model_type")
+    if kind not in TEXT:
         return []
-    left = sum(name.startswith(_LEFT) for name in stored)
+    left_out = sum(name.startswith(_IMAGE_TENSORS) for name in stored)
     return [
         f"config.json has model_type = {kind!r}: its text model is read, of model_type "
-        f"{TEXT[kind]!r}; {left} tensors "
+        f"{TEXT[kind]!r}; {left_out} tensors "
         "for images are left out, and a folder that is written has none"
     ]
 
 
-def _inner(name: str) -> str:
-    return next(
-        (to + name.removeprefix(start) for start, to in _NAMES.items() if name.startswith(start)),
-        name,
-    )
+def _inner_name(name: str) -> str:
+    """Return the name of a tensor of the text model in a folder of its own."""
+    for prefix, inner_prefix in _NAMES.items():
+        if name.startswith(prefix):
+            return inner_prefix + name.removeprefix(prefix)
+    return name
 
 
 def _refusal(kind: Any, parts: list[str], inner: Json) -> str:
+    """Return why a model of several kinds of input is not read. inner: the first of its parts."""
+    text_kind = None
     if "vision" not in parts[0] and "audio" not in parts[0]:
-        named = inner.get("model_type")
-    else:
-        named = None
-    text = f"a text model of model_type {named!r}" if named else "its text model"
+        text_kind = inner.get("model_type")
+    text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
     return (
         f"config.json has model_type = {kind!r} with {', '.join(parts)}: of models with "
         "several kinds of input only "

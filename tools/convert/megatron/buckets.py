@@ -1,8 +1,9 @@
 """The distributed optimizer's flat state in a distributed checkpoint (dp_reshardable): a tensor for
 every bucket.
 
-    [chained_C.]optimizer.distributed.dp_group_idx_N.gbuf_idx_G.dtype_(P,
-    G).bucket_idx_B.{param,exp_avg,exp_avg_sq}
+    [chained_C.]optimizer.distributed.dp_group_idx_N.gbuf_idx_G.dtype_(P, Q).bucket_idx_B.KIND
+
+KIND is param, exp_avg or exp_avg_sq, and P and Q are the dtypes of parameters and gradients.
 
 N counts model-parallel ranks, tp before pp; where a rank has experts of its own, they have an
 optimizer of their own, the second, whose N counts an expert's parts, then ep, then pp. G counts the
@@ -12,13 +13,13 @@ what lies between parameters too.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,14 @@ from tools.convert.megatron.distributed import Chunked
 from tools.convert.megatron.experts import expert_of
 from tools.convert.megatron.flat import FLAT, Bucket, Parameter, buckets_of, buffers_of
 from tools.convert.megatron.layout import EMBEDDING, HEAD, part_shape
-from tools.convert.megatron.order import Registered, parameters_of, shared, sizes_of, stages_of
-from tools.convert.megatron.ranks import Held, Whole, wholes_of
+from tools.convert.megatron.order import (
+    Registered,
+    parameters_of,
+    shared_weights,
+    sizes_of,
+    stages_of,
+)
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, merge_parts
 
 _KEY = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -42,28 +49,41 @@ _KEY = re.compile(
 # forms of the state: this one, and one unread
 RESHARDABLE = "dp_reshardable"
 GATHERED = "dp_zero_gather_scatter"
-Place = tuple[int, int, int, str]  # optimizer, model-parallel rank, buffer, dtype of its parameters
-Parts = dict[str, dict[str, dict[int, Held]]]  # kind -> name -> by tensor-parallel rank
+Parts = dict[str, dict[str, dict[int, TensorSource]]]  # kind -> name -> by tensor-parallel rank
+
+
+class _BufferKey(NamedTuple):
+    """The identity of a buffer among those of all ranks. dtype: of its parameters."""
+
+    optimizer: int
+    rank: int
+    buffer: int
+    dtype: str
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _OptimizerRank:
     """A model-parallel rank of an optimizer, one of many data-parallel ones that share its state.
 
-    own: of each virtual stage what it has of the model, in order. part: which part of a tensor;
-    expert_part: and of an expert's.
+    stages: of each virtual stage what it has of the model, in order.
+    part: which part of a tensor it has.
+    expert_part: which part of an expert's tensor.
     """
 
     optimizer: int
     number: int
-    own: list[list[Match]]
+    stages: list[list[Match]]
     part: int
     expert_part: int
 
 
 @dataclass(frozen=True)
 class _Flat:
-    """The masters or the moments of a bucket. starts: where each piece of it begins."""
+    """The masters or the moments of a bucket.
+
+    length: elements.
+    starts: where each piece of it begins.
+    """
 
     name: str
     length: int
@@ -71,53 +91,63 @@ class _Flat:
     pieces: list[Stored]
 
 
+Buckets = list[dict[str, _Flat]]  # of a buffer: by kind
+
+
 @dataclass(frozen=True)
 class Saved:
-    """The facts that the layout follows from. dtypes: of the weights, by name. padded: rows of the
-    padded vocabulary.
+    """The facts that the layout follows from.
+
+    expected: the tensors that the optimizer trains.
+    dtypes: of the weights, by name.
+    padded: rows of the padded vocabulary.
     """
 
     path: Path
     args: Mapping[str, Any]
     model: ModelConfig
-    found: Sequence[Match]
+    expected: Sequence[Match]
     dtypes: Mapping[str, torch.dtype]
     padded: int
 
 
 def sharding_of(common: Mapping[str, Any]) -> str | None:
-    """The form in which the distributed optimizer's state was saved, which the first of several
-    optimizers says too."""
-    said = common.get("optimizer")
-    first = said.get(0, said) if isinstance(said, dict) else {}
+    """Return the form in which the distributed optimizer's state was saved, which the first of
+    several optimizers says too."""
+    optimizer = common.get("optimizer")
+    first = optimizer.get(0, optimizer) if isinstance(optimizer, dict) else {}
     if isinstance(first, dict):
         return first.get("param_state_sharding_type")
     return None
 
 
-def bucketed_state(saved: Saved, flats: Mapping[str, Chunked]) -> dict[str, Mapping[str, Held]]:
-    """kind -> name of a match -> master, exp_avg or exp_avg_sq of the whole tensor. flats: the
-    optimizer's tensors.
+def bucketed_state(
+    saved: Saved, flats: Mapping[str, Chunked]
+) -> dict[str, Mapping[str, TensorSource]]:
+    """Return kind -> name of a match -> master, exp_avg or exp_avg_sq of the whole tensor. flats:
+    the optimizer's tensors.
 
     UserError if they have not the layout that the args and the model lead to.
     """
-    left = _by_buffer(saved, flats)
+    # Each rank takes its buffers out; one that is left over belongs to none.
+    unclaimed = _group_by_buffer(saved, flats)
     parts: Parts = {kind: {} for kind in FLAT}
     for rank in _ranks(saved):
-        _take(saved, rank, left, parts)
-    if left:
-        raise _unknown(saved)
+        _claim(saved, rank, unclaimed, parts)
+    if unclaimed:
+        raise _unknown_layout(saved)
     state = {}
-    for kind, named in parts.items():
-        by_name = {
-            name: [of_rank[part] for part in sorted(of_rank)] for name, of_rank in named.items()
-        }
-        state[kind] = wholes_of(saved.path, list(saved.found), by_name, saved.model.vocab)
-        check_tensors(saved.path, saved.found, state[kind])
+    for kind, parts_of_kind in parts.items():
+        parts_by_name = {}
+        for name, by_rank in parts_of_kind.items():
+            parts_by_name[name] = [by_rank[part] for part in sorted(by_rank)]
+        merged = merge_parts(saved.path, list(saved.expected), parts_by_name, saved.model.vocab)
+        check_tensors(saved.path, saved.expected, merged)
+        state[kind] = merged
     return state
 
 
-def _unknown(saved: Saved) -> UserError:
+def _unknown_layout(saved: Saved) -> UserError:
     return UserError(
         f"{saved.path}: its distributed optimizer's flat state has not the layout that its "
         "args and its model lead to: "
@@ -126,75 +156,94 @@ def _unknown(saved: Saved) -> UserError:
     )
 
 
-def _by_buffer(saved: Saved, flats: Mapping[str, Chunked]) -> dict[Place, list[dict[str, _Flat]]]:
-    """By kind, the flat tensors of each bucket of every buffer."""
-    found: dict[Place, dict[int, dict[str, _Flat]]] = {}
-    for key, held in flats.items():
-        match = _KEY.fullmatch(key)
-        if not match or len(held.shape) != 1 or not held.chunks:
-            raise _unknown(saved)
+def _group_by_buffer(saved: Saved, flats: Mapping[str, Chunked]) -> dict[_BufferKey, Buckets]:
+    """Return the flat tensors of each bucket of every buffer, by kind."""
+    by_buffer: dict[_BufferKey, dict[int, dict[str, _Flat]]] = {}
+    for name, tensor in flats.items():
+        match = _KEY.fullmatch(name)
+        if not match or len(tensor.shape) != 1 or not tensor.chunks:
+            raise _unknown_layout(saved)
         optimizer, number, buffer, dtype, bucket, kind = match.groups()
-        pieces = sorted(
-            ((offset[0], stored) for offset, stored in held.chunks), key=lambda piece: piece[0]
-        )
-        flat = _Flat(
-            key, held.shape[0], [start for start, _ in pieces], [stored for _, stored in pieces]
-        )
-        place = int(optimizer or 0), int(number), int(buffer), dtype
-        found.setdefault(place, {}).setdefault(int(bucket), {})[kind] = flat
-    return {place: [buckets[n] for n in sorted(buckets)] for place, buckets in found.items()}
+        chunks = sorted(tensor.chunks, key=_first_element)
+        starts = [offset[0] for offset, _ in chunks]
+        pieces = [stored for _, stored in chunks]
+        key = _BufferKey(int(optimizer or 0), int(number), int(buffer), dtype)
+        buckets = by_buffer.setdefault(key, {})
+        buckets.setdefault(int(bucket), {})[kind] = _Flat(name, tensor.shape[0], starts, pieces)
+    return {
+        key: [buckets[number] for number in sorted(buckets)] for key, buckets in by_buffer.items()
+    }
 
 
-def _ranks(saved: Saved) -> Iterator[_Rank]:
-    """All that have state. Experts have an optimizer of their own where they are spread over
-    ranks."""
+def _first_element(chunk: tuple[Sequence[int], Stored]) -> int:
+    offset, _ = chunk
+    return offset[0]
+
+
+def _ranks(saved: Saved) -> Iterator[_OptimizerRank]:
+    """Yield all ranks that have state. Experts have an optimizer of their own where they are spread
+    over ranks."""
     sizes = sizes_of(saved.args)
-    stages = stages_of(saved.found, saved.args, saved.model)
-    apart = sizes.ep > 1
+    stages = stages_of(saved.expected, saved.args, saved.model)
+    separate_experts = sizes.ep > 1
+    for pp, tp in product(range(sizes.pp), range(sizes.tp)):
+        local = stages[pp :: sizes.pp]
+        if separate_experts:
+            local = [_select_experts(stage, (None,)) for stage in local]
+        yield _OptimizerRank(0, pp * sizes.tp + tp, local, tp, tp % sizes.expert_tp)
+    if not separate_experts:
+        return
     count = saved.model.experts // sizes.ep
-    for p, t in product(range(sizes.pp), range(sizes.tp)):
-        own = [
-            [m for m in stage if not apart or expert_of(m.foreign) is None]
-            for stage in stages[p :: sizes.pp]
-        ]
-        yield _Rank(0, p * sizes.tp + t, own, t, t % sizes.expert_tp)
-    for p, e, t in (
-        product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp)) if apart else ()
-    ):
-        mine = range(e * count, (e + 1) * count)
-        own = [
-            [m for m in stage if expert_of(m.foreign) in mine] for stage in stages[p :: sizes.pp]
-        ]
-        yield _Rank(1, (p * sizes.ep + e) * sizes.expert_tp + t, own, 0, t)
+    for pp, ep, tp in product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp)):
+        local_experts = range(ep * count, (ep + 1) * count)
+        local = [_select_experts(stage, local_experts) for stage in stages[pp :: sizes.pp]]
+        yield _OptimizerRank(1, (pp * sizes.ep + ep) * sizes.expert_tp + tp, local, 0, tp)
 
 
-def _take(
-    saved: Saved, rank: _Rank, left: dict[Place, list[dict[str, _Flat]]], parts: Parts
+def _select_experts(stage: Sequence[Match], experts: Container[int | None]) -> list[Match]:
+    """Return the tensors of some experts; None among them stands for what is no expert's."""
+    return [match for match in stage if expert_of(match.foreign) in experts]
+
+
+def _claim(
+    saved: Saved, rank: _OptimizerRank, unclaimed: dict[_BufferKey, Buckets], parts: Parts
 ) -> None:
-    """Moves a rank's flat tensors from `left` into `parts`."""
-    registered = [
-        {p.of[0].foreign: p for p in parameters_of(stage, saved.args)} for stage in rank.own
-    ]
-    buffers = [
-        (named, buffer)
-        for named in registered
-        for buffer in buffers_of(_laid(saved, name, p) for name, p in named.items())
-    ]
-    for number, (named, buffer) in enumerate(buffers):
-        held = left.pop((rank.optimizer, rank.number, number, str(buffer[0].dtype)), [])
-        for bucket, flats in zip(_buckets(saved, buffer, held), held, strict=True):
+    """Move a rank's flat tensors from `unclaimed` into `parts`."""
+    for number, (registered, buffer) in enumerate(_buffers(saved, rank)):
+        key = _BufferKey(rank.optimizer, rank.number, number, str(buffer[0].dtype))
+        flats_of_buckets = unclaimed.pop(key, [])
+        buckets = _buckets(saved, buffer, flats_of_buckets)
+        for bucket, flats in zip(buckets, flats_of_buckets, strict=True):
             for name, start in bucket.starts.items():
-                for kind, theirs in FLAT.items():
-                    _put(saved, rank, named[name], flats[theirs], start, parts[kind])
+                for kind, flat_name in FLAT.items():
+                    flat = flats[flat_name]
+                    _note_parts(saved, rank, registered[name], flat, start, parts[kind])
 
 
-def _laid(saved: Saved, name: str, parameter: Registered) -> Parameter:
-    elements = sum(prod(_shape(saved, match)) for match in parameter.of)
-    alone = name in shared(saved.model, sizes_of(saved.args).pp)
-    return Parameter(name, elements, saved.dtypes[EMBEDDING if name == HEAD else name], alone)
+def _buffers(
+    saved: Saved, rank: _OptimizerRank
+) -> list[tuple[dict[str, Registered], list[Parameter]]]:
+    """Return (parameters of the virtual stage by name, parameters of the buffer) of a rank's
+    buffers, over all virtual stages."""
+    buffers = []
+    for stage in rank.stages:
+        registered: dict[str, Registered] = {}
+        for parameter in parameters_of(stage, saved.args):
+            registered[parameter.matches[0].foreign] = parameter
+        laid_out = [_lay_out(saved, name, parameter) for name, parameter in registered.items()]
+        buffers += [(registered, buffer) for buffer in buffers_of(laid_out)]
+    return buffers
 
 
-def _shape(saved: Saved, match: Match) -> tuple[int, ...]:
+def _lay_out(saved: Saved, name: str, parameter: Registered) -> Parameter:
+    elements = sum(prod(_local_shape(saved, match)) for match in parameter.matches)
+    alone = name in shared_weights(saved.model, sizes_of(saved.args).pp)
+    # A tied head is a copy of the embedding, and has no weight of its own.
+    dtype = saved.dtypes[EMBEDDING if name == HEAD else name]
+    return Parameter(name, elements, dtype, alone)
+
+
+def _local_shape(saved: Saved, match: Match) -> tuple[int, ...]:
     """Return the shape of a rank's part."""
     sizes = sizes_of(saved.args)
     tp = sizes.tp if expert_of(match.foreign) is None else sizes.expert_tp
@@ -202,54 +251,68 @@ def _shape(saved: Saved, match: Match) -> tuple[int, ...]:
 
 
 def _buckets(
-    saved: Saved, buffer: Sequence[Parameter], held: Sequence[Mapping[str, _Flat]]
+    saved: Saved, buffer: Sequence[Parameter], flats_of_buckets: Sequence[Mapping[str, _Flat]]
 ) -> list[Bucket]:
-    """The buckets of a buffer, which end where what is held of them ends: any size of theirs will
-    do."""
-    if any(flats.keys() != set(FLAT.values()) for flats in held):
-        raise _unknown(saved)
-    lengths = [flats["param"].length for flats in held]
-    buckets = buckets_of(buffer, lambda n, inside: lengths[n : n + 1] == [inside])
-    if any(
-        [flats[kind].length for flats in held] != [bucket.length for bucket in buckets]
-        for kind in FLAT.values()
-    ):
-        raise _unknown(saved)
+    """Return the buckets of a buffer, which end where what was saved of them ends: any size of
+    theirs will do."""
+    kinds = set(FLAT.values())
+    if any(flats.keys() != kinds for flats in flats_of_buckets):
+        raise _unknown_layout(saved)
+    saved_lengths = [flats["param"].length for flats in flats_of_buckets]
+
+    def is_full(number: int, elements: int) -> bool:
+        return saved_lengths[number : number + 1] == [elements]
+
+    buckets = buckets_of(buffer, is_full)
+    lengths = [bucket.length for bucket in buckets]
+    for kind in kinds:
+        if [flats[kind].length for flats in flats_of_buckets] != lengths:
+            raise _unknown_layout(saved)
     return buckets
 
 
-def _put(
+def _note_parts(
     saved: Saved,
-    rank: _Rank,
+    rank: _OptimizerRank,
     parameter: Registered,
     flat: _Flat,
     start: int,
-    named: dict[str, dict[int, Held]],
+    parts: dict[str, dict[int, TensorSource]],
 ) -> None:
-    """Notes where the tensors of a parameter are. That of a tied embedding is noted once."""
-    for number, match in enumerate(parameter.of):
-        shape = _shape(saved, match)
+    """Note where the tensors of a parameter are. That of a tied embedding is noted once.
+
+    start: where the parameter begins in `flat`.
+    parts: of one kind; they are added to it.
+    """
+    dtype = flat.pieces[0].dtype
+    for number, match in enumerate(parameter.matches):
+        if match.foreign not in saved.dtypes:  # the copy of a tied embedding
+            continue
+        shape = _local_shape(saved, match)
+        first = start + number * prod(shape)
+        read = partial(_read, saved.path, flat, first, shape, parameter.packed)
         part = rank.part if expert_of(match.foreign) is None else rank.expert_part
-        read = partial(
-            _read, saved.path, flat, start + number * prod(shape), shape, parameter.packed
-        )
-        if match.foreign in saved.dtypes:
-            named.setdefault(match.foreign, {})[part] = Whole(shape, flat.pieces[0].dtype, read)
+        parts.setdefault(match.foreign, {})[part] = MergedTensor(shape, dtype, read)
 
 
-def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], turned: bool) -> Tensor:
-    """A tensor from `start` on, out of the pieces. turned: it lies there transposed."""
+def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], transposed: bool) -> Tensor:
+    """Return a tensor from `start` on, out of the pieces. transposed: it lies there so."""
     end = start + prod(shape)
     values = torch.empty(end - start, dtype=flat.pieces[0].dtype)
     filled = 0
-    for n in range(bisect_right(flat.starts, start) - 1, bisect_left(flat.starts, end)):
-        first = flat.starts[n]
-        piece = flat.pieces[n]
-        top = max(start, first)
-        bottom = min(end, first + piece.shape[0])
+    # The pieces that overlap [start, end): from the last that begins at `start` or before.
+    first_piece = bisect_right(flat.starts, start) - 1
+    end_piece = bisect_left(flat.starts, end)
+    for number in range(first_piece, end_piece):
+        piece_start = flat.starts[number]
+        piece = flat.pieces[number]
+        top = max(start, piece_start)
+        bottom = min(end, piece_start + piece.shape[0])
         if top < bottom:
-            values[top - start : bottom - start] = piece.rows(top - first, bottom - first)
+            values[top - start : bottom - start] = piece.rows(
+                top - piece_start, bottom - piece_start
+            )
             filled += bottom - top
     if filled != len(values):
         raise UserError(f"{path} lacks a part of {flat.name}")
-    return values.view(shape[::-1]).t() if turned else values.view(shape)
+    return values.view(shape[::-1]).t() if transposed else values.view(shape)

@@ -4,11 +4,11 @@ ranks were.
 Over all ranks a tensor of the model has a name of its own, or lies among others of its kind in one
 that stacks them:
 
-    decoder.layers.self_attention.linear_proj.weight             all layers [layers, ...]
-    decoder.layers.3.self_attention.linear_proj.weight           one
-    decoder.layers.mlp.experts.experts.linear_fc1.weight         all layers and experts [layers, experts, ...]
-    decoder.layers.3.mlp.experts.experts.linear_fc1.weight       one layer's experts [experts, ...]
-    decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w   one, gate (_w) and up (_v) apart
+    decoder.layers.self_attention.linear_proj.weight            all layers [layers, ...]
+    decoder.layers.3.self_attention.linear_proj.weight          one
+    decoder.layers.mlp.experts.experts.linear_fc1.weight        all experts [layers, experts, ...]
+    decoder.layers.3.mlp.experts.experts.linear_fc1.weight      one layer's experts [experts, ...]
+    decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w  one, gate (_w) and up (_v) apart
 
 Experts are saved alike whether a rank has them one by one, grouped or packed. FP32 masters and
 moments stand beside the weights, each under the weight's name with a prefix.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, distributed_contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.ranks import LAYER, Whole, require_one_dtype
+from tools.convert.megatron.ranks import LAYER, MergedTensor, require_one_dtype
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 # param is what the distributed optimizer calls a master; several optimizers in a row are chained.
@@ -39,7 +39,7 @@ _STATE = re.compile(
     r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.*)"
 )
 _MASTERS = ("fp32_param", "param")
-_SAID = re.compile(
+_OPTIMIZER_OBJECT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1"
 )
 BRIDGE = "run_config.yaml"
@@ -55,7 +55,18 @@ class Chunked:
     chunks: Sequence[tuple[Sequence[int], Stored]]
 
 
-Index = tuple[tuple[int, int], ...]  # along the dims that stack: (which, of how many)
+class StackIndex(NamedTuple):
+    """The number of a tensor among those that are stacked along a dim, and how many these are."""
+
+    number: int
+    count: int
+
+
+class Spelling(NamedTuple):
+    """A name that a tensor may have. indices: along the dims that stack it with others."""
+
+    name: str
+    indices: tuple[StackIndex, ...]
 
 
 def read_common(path: Path) -> dict[str, Any]:
@@ -64,7 +75,7 @@ def read_common(path: Path) -> dict[str, Any]:
     common = _common(path)
     if "args" not in common:
         raise UserError(
-            f"{path}: common.pt has no args, which say what the model is{_bridge(path)}"
+            f"{path}: common.pt has no args, which say what the model is{_way_out(path)}"
         )
     return common
 
@@ -76,20 +87,28 @@ def has_args(path: Path) -> bool:
 
 
 def _common(path: Path) -> dict[str, Any]:
-    common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
+    file = path / "common.pt"
+    common = contents([file])[0] if file.is_file() else {}
     if isinstance(common, dict) and isinstance(common.get("args"), dict):
         return common
     return {}
 
 
-def _bridge(path: Path) -> str:
-    """A way out, if the checkpoint is NeMo's or Megatron-Bridge's
+def _way_out(path: Path) -> str:
+    """Return what to do without args, also if the checkpoint is NeMo's or Megatron-Bridge's
     (megatron/bridge/training/checkpointing.py)."""
-    way = "megaprec convert --config RUN.toml reads the weights as the [model] of a run file says"
+    with_config = (
+        "megaprec convert --config RUN.toml reads the weights as the [model] of a run file says"
+    )
     if path.name == "weights":
-        return f"; NeMo says it in a folder context/ beside weights/, and it is missing; {way}"
+        return (
+            f"; NeMo says it in a folder context/ beside weights/, and it is missing; {with_config}"
+        )
     if not (path / BRIDGE).is_file():
-        return f"; {way}, and megaprec import-args makes such a file of Megatron's command line"
+        return (
+            f"; {with_config}, and megaprec import-args makes such a file of Megatron's command "
+            "line"
+        )
     return (
         f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: "
         "AutoBridge.export_ckpt of "
@@ -99,189 +118,223 @@ def _bridge(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint's tensors. by_kind: kind -> name -> tensor, of weight, and master, exp_avg,
-    exp_avg_sq if by name.
+    """A checkpoint's tensors, and what its optimizer says.
 
-    flat: other tensors of an optimizer, by key. said: what the distributed optimizer says besides,
-    as `common.pt` does of others. It may be empty.
+    by_kind: kind -> name -> tensor, of weight, and master, exp_avg, exp_avg_sq if by name.
+    flat: other tensors of an optimizer, by key.
+    optimizer: what the distributed optimizer says besides, as `common.pt` does of others. It may be
+        empty.
     """
 
     by_kind: dict[str, dict[str, Chunked]]
     flat: dict[str, Chunked]
-    said: dict[str, Any]
+    optimizer: dict[str, Any]
 
 
 def read_chunked(path: Path) -> Contents:
-    """Looks into the checkpoint, but reads no values."""
-    held, said = distributed_contents(path)
+    """Return the contents of a checkpoint, of which no values are read."""
+    entries, optimizer_objects = distributed_contents(path)
     by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
     flat: dict[str, Chunked] = {}
-    for key, entry in held.items():
+    for key, entry in entries.items():
+        # Transformer Engine's scales and histories, which are no parameters.
         if "_extra_state" in key:
             continue
         tensor = Chunked(key, tuple(entry["shape"]), entry["chunks"])
         _check_inside(path, tensor)
         state = _STATE.fullmatch(key)
+        # Flat buffers, without names of parameters.
         if _OPTIMIZER.match(key) and not state:
             flat[key] = tensor
             continue
-        if not state:
-            kind, name = ("weight", key)
-        else:
-            kind, name = ("master" if state[1] in _MASTERS else state[1], state[2])
+        kind, name = "weight", key
+        if state:
+            kind, name = state.groups()
+            if kind in _MASTERS:
+                kind = "master"
         of_kind = by_kind.setdefault(kind, {})
         if name in of_kind:
             raise UserError(f"{path}: two optimizers have the {kind} of {name}")
         of_kind[name] = tensor
-    return Contents(by_kind, flat, _said(said))
+    return Contents(by_kind, flat, _optimizer_settings(optimizer_objects))
 
 
-def _said(objects: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the first optimizer's first rank, which are the same for all: name ->
     content."""
-    ends = {key: match for key in sorted(objects) if (match := _SAID.fullmatch(key))}
-    told: dict[str, Any] = {}
-    for key, match in ends.items():
-        (content,) = objects[key]
-        told.setdefault(match[1], content)
-    return {"optimizer": told} if told else {}
+    settings: dict[str, Any] = {}
+    for key in sorted(objects):
+        if match := _OPTIMIZER_OBJECT.fullmatch(key):
+            (content,) = objects[key]
+            settings.setdefault(match[1], content)
+    return {"optimizer": settings} if settings else {}
 
 
-def _check_inside(path: Path, held: Chunked) -> None:
-    for offset, stored in held.chunks:
-        dims = len(held.shape)
-        places = zip(offset, stored.shape, held.shape, strict=False)
-        if (len(offset), len(stored.shape)) != (dims, dims) or any(
-            o < 0 or o + n > size for o, n, size in places
-        ):
-            raise UserError(f"{path}: a part of {held.name} does not lie in it")
+def _check_inside(path: Path, tensor: Chunked) -> None:
+    """Raise UserError for a part that lies outside of its tensor."""
+    dims = len(tensor.shape)
+    for offset, stored in tensor.chunks:
+        inside = len(offset) == dims and len(stored.shape) == dims
+        for start, size, limit in zip(offset, stored.shape, tensor.shape, strict=False):
+            inside = inside and start >= 0 and start + size <= limit
+        if not inside:
+            raise UserError(f"{path}: a part of {tensor.name} does not lie in it")
 
 
-def _check_apart(path: Path, held: Chunked) -> None:
+def _check_separate(path: Path, tensor: Chunked) -> None:
     """Raise UserError if two parts of a tensor overlap: together they may have its size and yet
     leave a hole."""
-    begun: list[
-        tuple[Sequence[int], Sequence[int]]
-    ] = []  # where each of those begins and ends that go on here
-    for first, stored in sorted(
-        ((list(offset), stored) for offset, stored in held.chunks), key=lambda one: one[0]
-    ):
-        last = [o + n for o, n in zip(first, stored.shape, strict=True)]
-        begun = [one for one in begun if not first or one[1][0] > first[0]]
-        for a, b in begun:
-            if all(
-                max(o, p) < min(end, stop)
-                for o, p, end, stop in zip(a, first, b, last, strict=True)
-            ):
-                raise UserError(f"{path}: two parts of {held.name} overlap: .metadata is damaged")
-        begun.append((first, last))
+    boxes = []
+    for offset, stored in tensor.chunks:
+        end = [start + size for start, size in zip(offset, stored.shape, strict=True)]
+        boxes.append((list(offset), end))
+    boxes.sort(key=lambda box: box[0])
+    open_boxes: list[tuple[list[int], list[int]]] = []  # those that end after the next one begins
+    for first, end in boxes:
+        # Boxes are sorted along the first dimension, so few are compared with each other.
+        open_boxes = [box for box in open_boxes if not first or box[1][0] > first[0]]
+        if any(_overlap(box, (first, end)) for box in open_boxes):
+            raise UserError(f"{path}: two parts of {tensor.name} overlap: .metadata is damaged")
+        open_boxes.append((first, end))
 
 
-def whole_tensors(
-    path: Path, found: Sequence[Match], held: Mapping[str, Chunked], model: ModelConfig
-) -> dict[str, Whole]:
-    """The tensor of each match, by its name. UserError unless `held` are these and no others."""
-    wholes: dict[str, Whole] = {}
+def _overlap(first: tuple[list[int], list[int]], second: tuple[list[int], list[int]]) -> bool:
+    """Return True if two boxes (first corner, end) have an element in common."""
+    starts = map(max, first[0], second[0])
+    ends = map(min, first[1], second[1])
+    return all(start < end for start, end in zip(starts, ends, strict=True))
+
+
+def merge_chunks(
+    path: Path, expected: Sequence[Match], tensors: Mapping[str, Chunked], model: ModelConfig
+) -> dict[str, MergedTensor]:
+    """Return the tensor of each match, by its name. UserError unless `tensors` are these and no
+    others."""
+    merged: dict[str, MergedTensor] = {}
     used: set[str] = set()
-    for match in found:
-        if place := _place(match.foreign, held, model):
-            names, index = place
-            used.update(names)
-            wholes[match.foreign] = _whole(
-                path, match, [_stacked(path, held[name], index) for name in names], index
-            )
-    check_tensors(path, found, wholes)
-    if surplus := sorted(held.keys() - used):
+    for match in expected:
+        spelling = _find_spelling(match.foreign, tensors, model)
+        if spelling is None:
+            continue
+        names, indices = spelling
+        used.update(names)
+        parts = [_unstack(path, tensors[name], indices) for name in names]
+        merged[match.foreign] = _merge(path, match, parts, indices)
+    check_tensors(path, expected, merged)
+    surplus = sorted(tensors.keys() - used)
+    if surplus:
         raise UserError(
-            f"{path} has the tensor {held[surplus[0]].name}, which its model has no place for"
+            f"{path} has the tensor {tensors[surplus[0]].name}, which its model has no place for"
         )
-    return wholes
+    return merged
 
 
-def _place(
-    name: str, held: Mapping[str, Chunked], model: ModelConfig
-) -> tuple[tuple[str, ...], Index] | None:
-    """Under which names the tensor is there, one or a gate's and an up's, and which of those
+def _find_spelling(
+    name: str, tensors: Mapping[str, Chunked], model: ModelConfig
+) -> tuple[tuple[str, ...], tuple[StackIndex, ...]] | None:
+    """Return under which names the tensor is there, one or a gate's and an up's, and which of those
     stacked in it."""
-    for there, index in _shown(name, model):
-        for names in ((there,), (f"{there}_w", f"{there}_v")):
-            if all(n in held for n in names):
-                return names, index
+    for spelling in _spellings(name, model):
+        gate_and_up = (f"{spelling.name}_w", f"{spelling.name}_v")
+        for names in ((spelling.name,), gate_and_up):
+            if all(name in tensors for name in names):
+                return names, spelling.indices
     return None
 
 
-def _shown(name: str, model: ModelConfig) -> list[tuple[str, Index]]:
-    """Every name that the tensor may have, and where it is in a tensor of that name."""
-    layers: list[tuple[str, Index]] = [("", ())]
-    rest = name
+def _spellings(name: str, model: ModelConfig) -> list[Spelling]:
+    """Return every name that the tensor may have, and where it is in a tensor of that name."""
+    of_layer = [Spelling("", ())]
+    inner_name = name
     if layer := LAYER.match(name):
-        front = layer[1]
-        n = int(layer[2])
-        rest = layer[3]
-        layers = [(f"{front}{n}", ()), (front.removesuffix("."), ((n, model.layers),))]
-    experts: list[tuple[str, Index]] = [(rest, ())]
-    if expert := _EXPERT.fullmatch(rest):
-        e = int(expert[2])
-        experts = [(f"{expert[1]}experts.{e}{expert[3]}", ())]
-        experts += [(f"{expert[1]}experts{expert[3]}", ((e, model.experts),))]
-    return [(a + b, i + j) for (a, i), (b, j) in product(layers, experts)]
+        prefix, number, inner_name = layer.groups()
+        stacked = StackIndex(int(number), model.layers)
+        of_layer = [
+            Spelling(f"{prefix}{int(number)}", ()),
+            Spelling(prefix.removesuffix("."), (stacked,)),
+        ]
+    of_expert = [Spelling(inner_name, ())]
+    if expert := _EXPERT.fullmatch(inner_name):
+        prefix, number, suffix = expert.groups()
+        stacked = StackIndex(int(number), model.experts)
+        of_expert = [
+            Spelling(f"{prefix}experts.{int(number)}{suffix}", ()),
+            Spelling(f"{prefix}experts{suffix}", (stacked,)),
+        ]
+    return [
+        Spelling(outer.name + inner.name, outer.indices + inner.indices)
+        for outer, inner in product(of_layer, of_expert)
+    ]
 
 
-def _stacked(path: Path, held: Chunked, index: Index) -> Chunked:
-    """Return the tensor at `index` of one that stacks others."""
-    sizes = tuple(size for _, size in index)
-    if held.shape[: len(index)] != sizes:
+def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Chunked:
+    """Return the tensor at `indices` of one that stacks others."""
+    depth = len(indices)
+    counts = tuple(index.count for index in indices)
+    if tensor.shape[:depth] != counts:
         raise UserError(
-            f"{path}: {held.name} is {list(held.shape)}, but its args say {list(sizes)} of its kind"
+            f"{path}: {tensor.name} is {list(tensor.shape)}, but its args say {list(counts)} of "
+            "its kind"
         )
-    at = [number for number, _ in index]
     chunks = []
-    for offset, stored in held.chunks:
-        inside = [number - first for number, first in zip(at, offset, strict=False)]
-        if all(0 <= i < n for i, n in zip(inside, stored.shape, strict=False)):
-            chunks.append((offset[len(at) :], _at(stored, inside)))
-    return Chunked(held.name, held.shape[len(at) :], chunks)
+    for offset, stored in tensor.chunks:
+        inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
+        if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
+            # A chunk of several stacked tensors: the part of it that is of this one.
+            chunks.append((offset[depth:], _select(stored, inside)))
+    return Chunked(tensor.name, tensor.shape[depth:], chunks)
 
 
-def _at(stored: Stored, index: Sequence[int]) -> Stored:
-    """stored[index], read without the rest of it."""
-    strides = stored.strides or [prod(stored.shape[dim + 1 :]) for dim in range(len(stored.shape))]
-    start = (
-        stored.start
-        + sum(i * n for i, n in zip(index, strides, strict=False)) * stored.dtype.itemsize
-    )
-    left = None if stored.strides is None else stored.strides[len(index) :]
-    return stored.part(stored.shape[len(index) :], start, left)
+def _select(stored: Stored, index: Sequence[int]) -> Stored:
+    """Return stored[index], read without the rest of it."""
+    depth = len(index)
+    strides = stored.strides
+    if strides is None:
+        strides = [prod(stored.shape[dim + 1 :]) for dim in range(len(stored.shape))]
+    elements = sum(i * stride for i, stride in zip(index, strides, strict=False))
+    start = stored.start + elements * stored.dtype.itemsize
+    inner_strides = None if stored.strides is None else stored.strides[depth:]
+    return stored.part(stored.shape[depth:], start, inner_strides)
 
 
-def _whole(path: Path, match: Match, parts: Sequence[Chunked], index: Index) -> Whole:
-    """Parts one below the other. What pads the vocabulary is left out."""
+def _merge(
+    path: Path, match: Match, parts: Sequence[Chunked], indices: tuple[StackIndex, ...]
+) -> MergedTensor:
+    """Return parts one below the other. What pads the vocabulary is left out."""
     if not all(part.chunks for part in parts):
-        raise UserError(
-            f"{path} lacks a part of {parts[0].name}{[number for number, _ in index] or ''}"
-        )
+        numbers = [index.number for index in indices]
+        raise UserError(f"{path} lacks a part of {parts[0].name}{numbers or ''}")
+    stored_chunks = []
     for part in parts:
-        _check_apart(path, part)
-    require_one_dtype(path, match.foreign, [stored for part in parts for _, stored in part.chunks])
+        _check_separate(path, part)
+        stored_chunks += [stored for _, stored in part.chunks]
+    # Chunks of several dtypes would be rounded to that of the first.
+    require_one_dtype(path, match.foreign, stored_chunks)
     first = parts[0]
     if not first.shape:
         raise UserError(f"{path}: {first.name} is a single number, and no tensor of a model is")
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    wanted = (min(shape[0], match.shape[0]), *shape[1:]) if match.cut == "vocabulary" else shape
-    dtype = first.chunks[0][1].dtype
-    return Whole(
-        wanted, dtype, lambda: _read(path, parts, torch.empty(shape, dtype=dtype))[: wanted[0]]
-    )
+    saved_rows = sum(part.shape[0] for part in parts)
+    rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows
+    saved_shape = (saved_rows, *first.shape[1:])
+    dtype = stored_chunks[0].dtype
+
+    def read() -> Tensor:
+        return _read(path, parts, torch.empty(saved_shape, dtype=dtype))[:rows]
+
+    return MergedTensor((rows, *first.shape[1:]), dtype, read)
 
 
-def _read(path: Path, parts: Sequence[Chunked], whole: Tensor) -> Tensor:
-    for part, own in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+def _read(path: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
+    """Return `merged`, filled with the parts one below the other."""
+    rows = [part.shape[0] for part in parts]
+    for part, view in zip(parts, merged.split(rows), strict=True):
         filled = 0
         for offset, stored in part.chunks:
-            own[tuple(slice(o, o + n) for o, n in zip(offset, stored.shape, strict=True))] = (
-                stored.read()
+            box = tuple(
+                slice(start, start + size) for start, size in zip(offset, stored.shape, strict=True)
             )
+            view[box] = stored.read()
             filled += prod(stored.shape)
-        if filled != own.numel():
+        if filled != view.numel():
             raise UserError(f"{path} lacks a part of {part.name}")
-    return whole
+    return merged

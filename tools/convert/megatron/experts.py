@@ -1,7 +1,7 @@
 """Experts in Megatron's files, where a rank numbers its own from zero and may pack them in one of
 two other ways.
 
-experts.local_experts.E.linear_fc1.weight    one by one: the names that the rest of the conversion knows
+experts.local_experts.E.linear_fc1.weight    one by one, as the rest of the conversion knows them
 experts.linear_fc1.weightE                   grouped, as Transformer Engine has them
 experts.weight1                              grouped in one tensor, features in before features out
 """
@@ -29,47 +29,74 @@ def is_trained(name: str) -> bool:
     return not name.endswith(".router.expert_bias")
 
 
-def one_by_one(
-    held: Mapping[str, Stored], hidden: int, count: int, first: int
+def with_global_experts(
+    tensors: Mapping[str, Stored], hidden: int, count: int, first: int
 ) -> dict[str, Stored]:
-    """A rank's tensors under the names of the first way. count: its experts; first: the number of
-    the first of them."""
-    found: dict[str, Stored] = {}
-    for name, stored in held.items():
+    """Return a rank's tensors with experts one by one, numbered over all ranks.
+
+    hidden: features of the model.
+    count: experts of the rank.
+    first: the number of its first expert.
+    """
+    renamed: dict[str, Stored] = {}
+    for name, stored in tensors.items():
         if match := _LOCAL.fullmatch(name):
-            found[f"{match[1]}{int(match[2]) + first}{match[3]}"] = stored
+            prefix, number, suffix = match.groups()
+            renamed[f"{prefix}{int(number) + first}{suffix}"] = stored
         elif match := _GROUPED.fullmatch(name):
-            found[f"{match[1]}local_experts.{int(match[3]) + first}.{match[2]}"] = stored
+            prefix, layer, number = match.groups()
+            renamed[f"{prefix}local_experts.{int(number) + first}.{layer}"] = stored
         elif match := _PACKED.fullmatch(name):
-            for e, own in enumerate(_unpacked(stored, hidden, count, match[2] == "1")):
-                found[f"{match[1]}local_experts.{e + first}.linear_fc{match[2]}.weight"] = own
+            prefix, layer = match.groups()
+            matrices = _unpack(stored, hidden, count, features_in_first=layer == "1")
+            # All experts of the rank are in this one tensor.
+            for expert, matrix in enumerate(matrices, first):
+                renamed[f"{prefix}local_experts.{expert}.linear_fc{layer}.weight"] = matrix
         else:
-            found[name] = stored
-    return found
+            renamed[name] = stored
+    return renamed
 
 
 def local_name(name: str, count: int, grouped: bool) -> str:
-    """The way back, for one of a rank's own experts: numbered from zero, grouped or not."""
-    if not (match := _LOCAL.fullmatch(name)):
+    """Return the name that a tensor has on its rank, where experts are numbered from zero.
+
+    count: experts of a rank.
+    grouped: experts have the names of Transformer Engine.
+    """
+    match = _LOCAL.fullmatch(name)
+    if not match:
         return name
-    number = int(match[2]) % count
+    prefix, number, suffix = match.groups()
+    # Each rank has as many experts, in order.
+    local_number = int(number) % count
     if grouped:
-        return f"{match[1].removesuffix('local_experts.')}{match[3].removeprefix('.')}{number}"
-    return f"{match[1]}{number}{match[3]}"
+        return f"{prefix.removesuffix('local_experts.')}{suffix.removeprefix('.')}{local_number}"
+    return f"{prefix}{local_number}{suffix}"
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor named in the first way belongs to."""
+    """Return the number of the expert that a tensor belongs to, by its name of one by one."""
     match = _LOCAL.fullmatch(name)
     return int(match[2]) if match else None
 
 
-def _unpacked(stored: Stored, hidden: int, count: int, features_in_first: bool) -> list[Stored]:
-    """Each expert's matrix [features out, features in] of a tensor that has them all as [features
-    in, features out]."""
+def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) -> list[Stored]:
+    """Return each expert's matrix [features out, features in] of a tensor that has them all as
+    [features in, features out].
+
+    features_in_first: `hidden` is the number of features in; otherwise that of features out.
+    """
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError(f"{stored.file}: {list(stored.shape)} is no tensor of {count} experts")
-    rows, columns = (hidden, size // hidden) if features_in_first else (size // hidden, hidden)
-    starts = [stored.start + e * size * stored.dtype.itemsize for e in range(count)]
-    return [stored.part((columns, rows), start, (1, columns)) for start in starts]
+    features_in = hidden
+    features_out = size // hidden
+    if not features_in_first:
+        features_in = size // hidden
+        features_out = hidden
+    nbytes = size * stored.dtype.itemsize
+    shape = (features_out, features_in)
+    # Experts lie one after another, each transposed: strides turn it without reading.
+    strides = (1, features_out)
+    starts = [stored.start + expert * nbytes for expert in range(count)]
+    return [stored.part(shape, start, strides) for start in starts]

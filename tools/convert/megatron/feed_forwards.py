@@ -4,10 +4,11 @@ Megatron has one feed-forward in a layer, or experts with a router, and perhaps 
 `moe_layer_freq` says which layers have experts. What its args say of a router is not quite what
 `models.router` says:
 
-    pre-softmax   without it, probabilities are of the chosen experts alone, and so sum to one; groups are then compared
-                  by logits
+    pre-softmax   without it, probabilities are of the chosen experts alone, and so sum to one;
+                  groups are then compared by logits
     sigmoid       scores of a token's experts are divided by their sum wherever it has several
-    groups        count as much as their moe_router_topk / moe_router_group_topk best experts together
+    groups        count as much as their moe_router_topk / moe_router_group_topk best experts
+                  together
 
 Experts, routers and attention have biases all together, or none of them has.
 """
@@ -17,80 +18,82 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.megatron.keys import Args, given
+from tools.convert.megatron.keys import Args, argument_or
 
 ALPHA = 1.702  # of quick_gelu (megatron/core/activations.py)
 OFFSET = 1.0  # of swiglu_clamped's other factor
 
 
-def activation_of(a: Args, bias: bool, experts: int) -> dict[str, Any]:
+def activation_of(args: Args, bias: bool, experts: int) -> dict[str, Any]:
     """Return the fields of the activation. UserError for one that no model of ours has.
 
     Fused with a bias, its gelu is the tanh approximation, and exact otherwise; without biases
     nothing is fused.
     """
-    clamp = a.get("activation_func_clamp_value")
-    offset = a.get("glu_linear_offset") or 0.0
-    if a.get("quick_geglu") or a.get("activation_func") == "quick_gelu":
-        return _clamped(a, clamp, offset, _is_fused(a) and bias)
+    clamp = args.get("activation_func_clamp_value")
+    offset = args.get("glu_linear_offset") or 0.0
+    if args.get("quick_geglu") or args.get("activation_func") == "quick_gelu":
+        return _clamped(args, clamp, offset, _is_fused(args) and bias)
     for key, value in (("activation_func_clamp_value", clamp), ("glu_linear_offset", offset)):
         if value not in (None, 0.0):
             raise UserError(f"Megatron's {key} = {value} cannot be converted but with quick_geglu")
-    if _gated(a):
+    if _gated(args):
         return {"mlp": "swiglu"}
-    if a.get("use_te_activation_func"):
+    if args.get("use_te_activation_func"):
         raise UserError(
             "Megatron's use_te_activation_func = True cannot be converted where its "
             "activation is gelu"
         )
-    return {"mlp": "gelu" if _is_fused(a) and bias and not experts else "gelu_exact"}
+    # Fused with a bias it is the tanh approximation; experts are never fused so.
+    return {"mlp": "gelu" if _is_fused(args) and bias and not experts else "gelu_exact"}
 
 
-def _is_fused(a: Args) -> bool:
+def _is_fused(args: Args) -> bool:
     """Return True if an activation that is not swiglu is computed in one with the bias before
     it."""
-    return bool(
-        a["bias_activation_fusion"]
-        if "bias_activation_fusion" in a
-        else given(a, "bias_gelu_fusion", True)
-    )
+    if "bias_activation_fusion" in args:
+        return bool(args["bias_activation_fusion"])
+    return bool(argument_or(args, "bias_gelu_fusion", True))
 
 
-def _clamped(a: Args, clamp: float | None, offset: float, fused: bool) -> dict[str, Any]:
+def _clamped(args: Args, clamp: float | None, offset: float, fused: bool) -> dict[str, Any]:
     """Return the fields of the activation of gpt-oss.
 
     Fused with biases, it is another: it is clamped before they are added
     (`weighted_bias_quick_geglu_impl` of fused_bias_geglu.py). Grouped experts have added them by
     then.
     """
-    if a.get("activation_func") == "quick_gelu":
-        said = "activation_func = quick_gelu"
+    if args.get("activation_func") == "quick_gelu":
+        setting = "activation_func = quick_gelu"
     else:
-        said = "quick_geglu = True"
-    if a.get("swiglu") or not (a.get("quick_geglu") or a.get("gated_linear_unit")):
-        raise UserError(f"Megatron's {said} needs gated_linear_unit = True without swiglu")
+        setting = "quick_geglu = True"
+    is_gated = args.get("quick_geglu") or args.get("gated_linear_unit")
+    if args.get("swiglu") or not is_gated:
+        raise UserError(f"Megatron's {setting} needs gated_linear_unit = True without swiglu")
     if clamp is None or offset != OFFSET:
         raise UserError(
-            f"Megatron's {said} cannot be converted but with activation_func_clamp_value and "
+            f"Megatron's {setting} cannot be converted but with activation_func_clamp_value and "
             "glu_linear_offset = 1.0"
         )
-    if a.get("use_te_activation_func"):
-        raise UserError(f"Megatron's use_te_activation_func = True cannot be converted with {said}")
-    if fused and not a.get("moe_grouped_gemm"):
-        key = "bias_activation_fusion" if "bias_activation_fusion" in a else "bias_gelu_fusion"
+    if args.get("use_te_activation_func"):
         raise UserError(
-            f"Megatron's {key} = True beside {said} cannot be converted without "
+            f"Megatron's use_te_activation_func = True cannot be converted with {setting}"
+        )
+    if fused and not args.get("moe_grouped_gemm"):
+        key = "bias_activation_fusion" if "bias_activation_fusion" in args else "bias_gelu_fusion"
+        raise UserError(
+            f"Megatron's {key} = True beside {setting} cannot be converted without "
             "moe_grouped_gemm: it clamps before it "
             "adds biases"
         )
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
 
 
-def _gated(a: Args) -> bool:
+def _gated(args: Args) -> bool:
     """Return True if the feed-forward is gated, which is by SiLU here."""
-    gated = bool(a.get("swiglu") or a.get("gated_linear_unit"))
-    activation = a.get("activation_func")
-    if gated and not a.get("swiglu") and activation != "silu":
+    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
+    activation = args.get("activation_func")
+    if gated and not args.get("swiglu") and activation != "silu":
         raise UserError(
             "Megatron's gated_linear_unit without activation_func = silu cannot be converted"
         )
@@ -101,13 +104,14 @@ def _gated(a: Args) -> bool:
     return gated
 
 
-def experts_of(a: Args, experts: int, bias: bool) -> dict[str, Any]:
+def experts_of(args: Args, experts: int, bias: bool) -> dict[str, Any]:
     """Return the fields of experts and their router. UserError for what no model of ours has."""
-    topk = given(a, "moe_router_topk", 2)
-    sigmoid = a.get("moe_router_score_function") == "sigmoid"
-    shared = a.get("moe_shared_expert_intermediate_size") or 0
-    dense = _dense_layers(a)
-    if topk == 1 and not sigmoid and not a.get("moe_router_pre_softmax"):
+    topk = argument_or(args, "moe_router_topk", 2)
+    sigmoid = args.get("moe_router_score_function") == "sigmoid"
+    pre_softmax = args.get("moe_router_pre_softmax")
+    shared = args.get("moe_shared_expert_intermediate_size") or 0
+    dense = _dense_layers(args)
+    if topk == 1 and not sigmoid and not pre_softmax:
         raise UserError(
             "Megatron's moe_router_topk = 1 without moe_router_pre_softmax has no router "
             "that learns"
@@ -115,74 +119,68 @@ def experts_of(a: Args, experts: int, bias: bool) -> dict[str, Any]:
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
         raise UserError(
-            f"Megatron's add_bias_linear = True beside {key} = {a[key]!r} cannot be "
+            f"Megatron's add_bias_linear = True beside {key} = {args[key]!r} cannot be "
             "converted: beside other "
             "feed-forwards experts have no biases here"
         )
-    kind = a.get("moe_router_load_balancing_type")
-    aux = given(a, "moe_aux_loss_coeff", 0.0)
-    return {
+    fields: dict[str, Any] = {
         "experts": experts,
         "experts_per_token": topk,
-        "norm_topk": topk > 1 if sigmoid else not a.get("moe_router_pre_softmax"),
-        "router": _router(a, topk, sigmoid),
-        "router_aux_loss": 0.0 if kind == "none" else float(aux),
-        "router_z_loss": float(a.get("moe_z_loss_coeff") or 0.0),
-        "router_correction_speed": float(given(a, "moe_router_bias_update_rate", 1e-3)),
+        "norm_topk": topk > 1 if sigmoid else not pre_softmax,
+        "router": _router(args, topk, sigmoid),
+        **_router_losses(args),
         "expert_bias": bias,
         "router_bias": bias,
         "shared_experts": shared,
-        "shared_gate": bool(shared and a.get("moe_shared_expert_gate")),
-        **(
-            {"dense_layers": dense, "dense_ffn": a.get("ffn_hidden_size") or 4 * a["hidden_size"]}
-            if dense
-            else {}
-        ),
+        "shared_gate": bool(shared and args.get("moe_shared_expert_gate")),
+    }
+    if dense:
+        fields["dense_layers"] = dense
+        fields["dense_ffn"] = args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+    return fields
+
+
+def _router_losses(args: Args) -> dict[str, float]:
+    """Return the weights of a router's losses, and the speed of its correction."""
+    aux_loss = argument_or(args, "moe_aux_loss_coeff", 0.0)
+    if args.get("moe_router_load_balancing_type") == "none":
+        aux_loss = 0.0
+    return {
+        "router_aux_loss": float(aux_loss),
+        "router_z_loss": float(args.get("moe_z_loss_coeff") or 0.0),
+        "router_correction_speed": float(argument_or(args, "moe_router_bias_update_rate", 1e-3)),
     }
 
 
-def _dense_layers(a: Args) -> tuple[int, ...]:
-    """moe_layer_freq is a list with a number for each layer, or n: then every nth has experts, from
-    the first on."""
-    every = given(a, "moe_layer_freq", 1)
-    layers = a["num_layers"]
-    said = f"Megatron's moe_layer_freq = {every!r}"
-    if isinstance(every, list | tuple):
-        kinds = [*every]
-    elif isinstance(every, int) and every > 0:
-        kinds = [int(n % every == 0) for n in range(layers)]
+def _dense_layers(args: Args) -> tuple[int, ...]:
+    """Return the layers without experts.
+
+    moe_layer_freq is a list with a number for each layer, or n: then every nth has experts, from
+    the first on.
+    """
+    frequency = argument_or(args, "moe_layer_freq", 1)
+    layers = args["num_layers"]
+    setting = f"Megatron's moe_layer_freq = {frequency!r}"
+    if isinstance(frequency, list | tuple):
+        kinds = [*frequency]
+    elif isinstance(frequency, int) and frequency > 0:
+        kinds = [int(layer % frequency == 0) for layer in range(layers)]
     else:
-        raise UserError(f"{said} cannot be converted: give a whole number or a list")
+        raise UserError(f"{setting} cannot be converted: give a whole number or a list")
     if len(kinds) != layers or not all(kind in (0, 1) for kind in kinds):
-        raise UserError(f"{said} has not a 0 or a 1 for each of num_layers = {layers}")
+        raise UserError(f"{setting} has not a 0 or a 1 for each of num_layers = {layers}")
     if not any(kinds):
-        raise UserError(f"{said} beside num_experts = {a['num_experts']}: no layer has experts")
-    return tuple(n for n, kind in enumerate(kinds) if not kind)
+        raise UserError(
+            f"{setting} beside num_experts = {args['num_experts']}: no layer has experts"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if not kind)
 
 
-def _router(a: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
+def _router(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     """Return the settings of the router. Without a number of groups to choose there are no
     groups."""
-    chosen = a.get("moe_router_group_topk") or 0
-    correction = bool(a.get("moe_router_enable_expert_bias"))
-    groups = (a.get("moe_router_num_groups") or 0) if chosen else 1
-    if chosen and not 0 < chosen <= groups:
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} needs moe_router_num_groups of at "
-            "least as many"
-        )
-    limits = chosen and chosen < groups
-    best = topk // (chosen or 1)
-    if limits and not best:
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} is more than moe_router_topk = {topk}"
-        )
-    if limits and best > 1 and not sigmoid and not a.get("moe_router_pre_softmax"):
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} cannot be converted without "
-            "moe_router_pre_softmax: it "
-            "compares groups by logits then"
-        )
+    correction = bool(args.get("moe_router_enable_expert_bias"))
+    groups = _router_groups(args, topk, sigmoid)
     if correction and not sigmoid:
         raise UserError(
             "Megatron's moe_router_enable_expert_bias = True needs moe_router_score_function "
@@ -190,12 +188,38 @@ def _router(a: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
         )
     return {
         "score": "sigmoid" if sigmoid else "softmax",
-        "scale": float(a.get("moe_router_topk_scaling_factor") or 1.0),
-        "groups": groups,
-        "groups_per_token": chosen or 1,
+        "scale": float(args.get("moe_router_topk_scaling_factor") or 1.0),
         "correction": correction,
-        **({"group_best": best} if limits else {}),
+        **groups,
     }
+
+
+def _router_groups(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
+    """Return the settings of the groups of experts among which a router chooses first."""
+    chosen = args.get("moe_router_group_topk") or 0
+    if not chosen:
+        return {"groups": 1, "groups_per_token": 1}
+    groups = args.get("moe_router_num_groups") or 0
+    if not 0 < chosen <= groups:
+        raise UserError(
+            f"Megatron's moe_router_group_topk = {chosen} needs moe_router_num_groups of at "
+            "least as many"
+        )
+    fields: dict[str, Any] = {"groups": groups, "groups_per_token": chosen}
+    if chosen == groups:  # all groups are chosen, so how they compare does not matter
+        return fields
+    best = topk // chosen
+    if not best:
+        raise UserError(
+            f"Megatron's moe_router_group_topk = {chosen} is more than moe_router_topk = {topk}"
+        )
+    if best > 1 and not sigmoid and not args.get("moe_router_pre_softmax"):
+        raise UserError(
+            f"Megatron's moe_router_group_topk = {chosen} cannot be converted without "
+            "moe_router_pre_softmax: it "
+            "compares groups by logits then"
+        )
+    return {**fields, "group_best": best}
 
 
 def without_feed_forward(model: ModelConfig) -> Iterator[str]:
@@ -213,42 +237,51 @@ def without_feed_forward(model: ModelConfig) -> Iterator[str]:
 
 
 def _without_experts(model: ModelConfig) -> Iterator[str]:
-    router = model.router
-    topk = model.experts_per_token
+    """Yield the properties of experts and their router that Megatron's GPT model lacks."""
     biases = {
         "output_bias": model.output_bias,
         "expert_bias": model.expert_bias,
         "router_bias": model.router_bias,
     }
     if len({*biases.values()}) > 1:
-        yield (
-            f"{', '.join(f'{key} = {value}' for key, value in biases.items())} (it has all of "
-            "them or none)"
-        )
+        settings = ", ".join(f"{key} = {value}" for key, value in biases.items())
+        yield f"{settings} (it has all of them or none)"
     if model.expert_bias and (model.dense_layers or model.shared_experts):
         yield "expert_bias = True beside dense_layers or shared_experts"
+    yield from _without_scores(model)
+    if model.router.limits:
+        yield from _without_groups(model)
+
+
+def _without_scores(model: ModelConfig) -> Iterator[str]:
+    """Yield how a router's scores become weights of experts, if Megatron's do not."""
+    router = model.router
+    topk = model.experts_per_token
     if router.score == "sigmoid" and model.norm_topk != (topk > 1):
         yield f"norm_topk = {model.norm_topk} of sigmoid scores and {topk} experts for each token"
-    if router.score == "softmax" and model.norm_topk and topk == 1:
-        yield "norm_topk with one expert for each token (it wants moe_router_pre_softmax there)"
-    if router.score == "softmax" and router.correction:
-        yield "router.correction of softmax scores"
-    best = topk // router.groups_per_token
-    if router.limits and router.group_best != best:
+    if router.score == "softmax":
+        if model.norm_topk and topk == 1:
+            yield "norm_topk with one expert for each token (it wants moe_router_pre_softmax there)"
+        if router.correction:
+            yield "router.correction of softmax scores"
+
+
+def _without_groups(model: ModelConfig) -> Iterator[str]:
+    """Yield how groups of experts are compared, if Megatron does not."""
+    router = model.router
+    best = model.experts_per_token // router.groups_per_token
+    if router.group_best != best:
         yield (
             f"router.group_best = {router.group_best} (it has experts_per_token / "
             f"groups_per_token, {best})"
         )
-    elif router.limits and router.score == "softmax" and model.norm_topk and best > 1:
+    elif router.score == "softmax" and model.norm_topk and best > 1:
         yield "groups of experts compared by softmax scores that are normalized"
 
 
 def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's args of feed-forwards, experts and routers."""
-    router = model.router
-    experts = model.experts or None
     clamped = model.mlp == "swiglu_clamped"
-    grouped = router.groups > 1
     return {
         "ffn_hidden_size": model.dense_ffn if model.dense_layers else model.ffn,
         "swiglu": model.mlp == "swiglu",
@@ -256,20 +289,35 @@ def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
         "activation_func_clamp_value": model.swiglu_limit if clamped else None,
         "glu_linear_offset": OFFSET if clamped else 0.0,
         "bias_gelu_fusion": model.mlp == "gelu",
-        "num_experts": experts,
-        "moe_ffn_hidden_size": model.ffn if experts else None,
-        "moe_layer_freq": [int(n not in model.dense_layers) for n in range(model.layers)]
-        if model.dense_layers
-        else 1,
+        **_expert_args(model),
+        **_router_args(model),
+    }
+
+
+def _expert_args(model: ModelConfig) -> dict[str, Any]:
+    frequency: int | list[int] = 1
+    if model.dense_layers:
+        frequency = [int(layer not in model.dense_layers) for layer in range(model.layers)]
+    return {
+        "num_experts": model.experts or None,
+        "moe_ffn_hidden_size": model.ffn if model.experts else None,
+        "moe_layer_freq": frequency,
         "moe_shared_expert_intermediate_size": model.shared_experts or None,
         "moe_shared_expert_gate": model.shared_gate,
+    }
+
+
+def _router_args(model: ModelConfig) -> dict[str, Any]:
+    router = model.router
+    has_groups = router.groups > 1
+    return {
         "moe_router_topk": model.experts_per_token,
         "moe_router_pre_softmax": router.score == "softmax" and not model.norm_topk,
         "moe_router_score_function": router.score,
         "moe_router_topk_scaling_factor": router.scale if router.scale != 1 else None,
-        "moe_router_num_groups": router.groups if grouped else None,
-        "moe_router_group_topk": router.groups_per_token if grouped else None,
-        "moe_router_enable_expert_bias": bool(experts) and router.correction,
+        "moe_router_num_groups": router.groups if has_groups else None,
+        "moe_router_group_topk": router.groups_per_token if has_groups else None,
+        "moe_router_enable_expert_bias": bool(model.experts) and router.correction,
         "moe_router_bias_update_rate": model.router_correction_speed,
         "moe_aux_loss_coeff": model.router_aux_loss,
         "moe_z_loss_coeff": model.router_z_loss or None,

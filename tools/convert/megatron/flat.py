@@ -19,15 +19,20 @@ import torch
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.megatron.experts import is_expert, is_trained
-from tools.convert.megatron.ranks import Rank
+from tools.convert.megatron.ranks import RankFile
 
+# Kinds of state -> their names in the distributed optimizer.
 FLAT = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIGNED = 64  # elements
+# Elements of a bucket by default: the larger of a minimum and a number for each data-parallel rank
+# (megatron/core/distributed/distributed_data_parallel.py).
+BUCKET_MINIMUM = 40_000_000
+BUCKET_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of a rank's. alone: whether it has a bucket to itself, as an embedding has that two
+    """A parameter of a rank. alone: whether it has a bucket to itself, as an embedding has that two
     stages share."""
 
     name: str
@@ -38,72 +43,100 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """starts: where in it each parameter begins, by name. length: elements, without what pads its
-    end."""
+    """A bucket of a buffer.
+
+    starts: where in it each parameter begins, by name.
+    length: elements, without what pads its end.
+    """
 
     starts: Mapping[str, int]
     length: int
 
 
 def buffers_of(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """The parameters of each buffer of one virtual stage and one optimizer, given all in the order
-    of the model."""
+    """Return the parameters of each buffer of one virtual stage and one optimizer, given all in the
+    order of the model."""
     by_dtype: dict[torch.dtype, list[Parameter]] = {}
-    for p in parameters:
-        by_dtype.setdefault(p.dtype, []).append(p)
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
     return list(by_dtype.values())
 
 
-def buckets_of(parameters: Sequence[Parameter], full: Callable[[int, int], bool]) -> list[Bucket]:
-    """The buckets of a buffer. full(n, elements): whether bucket n ends where it has so many
-    elements."""
-    found: list[Bucket] = []
+def buckets_of(
+    parameters: Sequence[Parameter], is_full: Callable[[int, int], bool]
+) -> list[Bucket]:
+    """Return the buckets of a buffer. is_full(number, elements): whether that bucket ends where it
+    has so many elements."""
+    buckets: list[Bucket] = []
     starts: dict[str, int] = {}
-    inside = 0
-    for p in reversed(parameters):
-        inside = -(-inside // ALIGNED) * ALIGNED
-        if p.alone and starts:
-            found.append(Bucket(starts, inside))
+    length = 0
+    # Gradients of the last layers are ready first, so their parameters come first.
+    for parameter in reversed(parameters):
+        # Each parameter begins at a multiple of ALIGNED elements.
+        length = -(-length // ALIGNED) * ALIGNED
+        if parameter.alone and starts:
+            buckets.append(Bucket(starts, length))
             starts = {}
-            inside = 0
-        starts[p.name] = inside
-        inside += p.elements
-        if p.alone or full(len(found), inside):
-            found.append(Bucket(starts, inside))
+            length = 0
+        starts[parameter.name] = length
+        length += parameter.elements
+        if parameter.alone or is_full(len(buckets), length):
+            buckets.append(Bucket(starts, length))
             starts = {}
-            inside = 0
-    return [*found, Bucket(starts, inside)] if starts else found
+            length = 0
+    if starts:
+        buckets.append(Bucket(starts, length))
+    return buckets
 
 
 def flat_state(
-    rank: Rank, state: Any, args: Mapping[str, Any], stage: int, shared: Collection[str]
+    rank: RankFile, state: Any, args: Mapping[str, Any], stage: int, shared: Collection[str]
 ) -> list[dict[str, dict[str, Stored]]]:
-    """kind -> name -> tensor of each of the rank's chunks. state: what its distrib_optim.pt holds.
+    """Return kind -> name -> tensor of each of the rank's chunks.
 
+    state: what its distrib_optim.pt holds.
+    stage: the rank's pipeline stage.
     shared: names of weights that the first and the last stage each have.
     """
     states = state if isinstance(state, list) else [state]
-    named: list[dict[str, dict[str, Stored]]] = [{kind: {} for kind in FLAT} for _ in rank.chunks]
-    for number, one in enumerate(states):
-        if one is None:
+    chunks: list[dict[str, dict[str, Stored]]] = [{kind: {} for kind in FLAT} for _ in rank.chunks]
+    for number, optimizer_state in enumerate(states):
+        if optimizer_state is None:
             continue  # another rank has it
-        flats = _flats(rank, one)
-        for chunk, parameters in _by_buffer(rank, number if len(states) > 1 else None, shared):
-            flat = next(flats, None)
-            starts, total = _starts(parameters, 0 if chunk else _bucket_size(rank, args, stage))
-            if flat is None or flat["numel_unpadded"] != total:
-                raise _unknown(rank)
-            for name, start in starts.items():
-                for kind, theirs in FLAT.items():
-                    named[chunk][kind][name] = _part(
-                        flat[theirs], start, rank.chunks[chunk][name].shape
-                    )
-        if next(flats, None):
-            raise _unknown(rank)
+        optimizer = number if len(states) > 1 else None
+        buffers = list(_buffers(rank, optimizer, shared))
+        flats = list(_flats(rank, optimizer_state))
+        # Other buffers than the model leads to: nothing in them would be where it is looked for.
+        if len(buffers) != len(flats):
+            raise _unknown_layout(rank)
+        for (chunk, parameters), flat in zip(buffers, flats, strict=True):
+            bucket_size = 0 if chunk else _bucket_size(rank, args, stage)
+            named = _name_parts(rank, rank.chunks[chunk], parameters, bucket_size, flat)
+            for kind, tensors in named.items():
+                chunks[chunk][kind] |= tensors
+    return chunks
+
+
+def _name_parts(
+    rank: RankFile,
+    weights: Mapping[str, Stored],
+    parameters: Sequence[Parameter],
+    bucket_size: int,
+    flat: Mapping[str, Any],
+) -> dict[str, dict[str, Stored]]:
+    """Return kind -> name -> tensor of a buffer. weights: of its chunk. flat: its flat tensors."""
+    starts, length = _starts(parameters, bucket_size)
+    if flat["numel_unpadded"] != length:
+        raise _unknown_layout(rank)
+    named: dict[str, dict[str, Stored]] = {}
+    for kind, flat_name in FLAT.items():
+        named[kind] = {}
+        for name, start in starts.items():
+            named[kind][name] = _part(flat[flat_name], start, weights[name].shape)
     return named
 
 
-def _unknown(rank: Rank) -> UserError:
+def _unknown_layout(rank: RankFile) -> UserError:
     return UserError(
         f"{rank.folder}/distrib_optim.pt has not the layout that its args and its model lead "
         "to: convert with "
@@ -112,54 +145,61 @@ def _unknown(rank: Rank) -> UserError:
     )
 
 
-def _flats(rank: Rank, state: Any) -> Iterator[Mapping[str, Any]]:
-    """The flat tensors of each buffer."""
+def _flats(rank: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the flat tensors of each buffer."""
     if not isinstance(state, dict) or not state.get("buckets_coalesced"):
-        raise _unknown(rank)
-    for n in range(len(state)):
-        for flat in state.get(n, {}).values():
+        raise _unknown_layout(rank)
+    for number in range(len(state)):
+        for flat in state.get(number, {}).values():
             if not isinstance(flat, dict) or not {"numel_unpadded", *FLAT.values()} <= flat.keys():
-                raise _unknown(rank)
+                raise _unknown_layout(rank)
             yield flat
 
 
-def _by_buffer(
-    rank: Rank, optimizer: int | None, shared: Collection[str]
+def _buffers(
+    rank: RankFile, optimizer: int | None, shared: Collection[str]
 ) -> Iterator[tuple[int, list[Parameter]]]:
-    """(chunk, parameters) of every buffer. optimizer: None for the only one, 1 for the experts', 0
-    for the other."""
+    """Yield (chunk, parameters) of every buffer. optimizer: None for the only one, 1 for the
+    experts', 0 for the other."""
     for number, chunk in enumerate(rank.chunks):
-        own = (
-            Parameter(name, prod(stored.shape), stored.dtype, name in shared)
-            for name, stored in chunk.items()
-            if is_trained(name) and (optimizer is None or is_expert(name) == bool(optimizer))
-        )
-        yield from ((number, parameters) for parameters in buffers_of(own))
+        parameters = []
+        for name, stored in chunk.items():
+            in_optimizer = optimizer is None or is_expert(name) == bool(optimizer)
+            if is_trained(name) and in_optimizer:
+                elements = prod(stored.shape)
+                parameters.append(Parameter(name, elements, stored.dtype, name in shared))
+        for buffer in buffers_of(parameters):
+            yield number, buffer
 
 
-def _bucket_size(rank: Rank, args: Mapping[str, Any], stage: int) -> int:
-    """Elements after which Megatron begins a new bucket of a rank's first chunk; 0: never, as in
-    later stages."""
+def _bucket_size(rank: RankFile, args: Mapping[str, Any], stage: int) -> int:
+    """Return the elements after which Megatron begins a new bucket of a rank's first chunk; 0:
+    never, as in later stages."""
     if not args.get("overlap_grad_reduce") or stage:
         return 0
     if buckets := args.get("ddp_num_buckets"):
-        return (
-            sum(prod(stored.shape) for chunk in rank.chunks for stored in chunk.values()) // buckets
-        )
+        elements = 0
+        for chunk in rank.chunks:
+            elements += sum(prod(stored.shape) for stored in chunk.values())
+        return elements // buckets
     ranks = (args.get("data_parallel_size") or 1) * (args.get("context_parallel_size") or 1)
-    return args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * ranks)
+    return args.get("ddp_bucket_size") or max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
 
 
 def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str, int], int]:
     """Return the start of each parameter in its buffer, and the length of the buffer without the
     padding of bucket ends.
     """
+
+    def is_full(_: int, elements: int) -> bool:
+        return 0 < bucket_size <= elements
+
     starts: dict[str, int] = {}
-    before = 0  # elements of the buckets before this one
-    for bucket in buckets_of(parameters, lambda _, inside: 0 < bucket_size <= inside):
-        starts |= {name: before + start for name, start in bucket.starts.items()}
-        before += bucket.length
-    return starts, before
+    elements_before = 0  # of the buckets before this one
+    for bucket in buckets_of(parameters, is_full):
+        starts |= {name: elements_before + start for name, start in bucket.starts.items()}
+        elements_before += bucket.length
+    return starts, elements_before
 
 
 def _part(flat: Stored, start: int, shape: Sequence[int]) -> Stored:

@@ -174,7 +174,9 @@ _CORE = {
     "of generation": (
         "flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill "
     ),
-    "of generation, or of what is refused": "cache_mla_latents mrope_section mtp_block_spec is_hybrid_mtp",
+    "of generation, or of what is refused": (
+        "cache_mla_latents mrope_section mtp_block_spec is_hybrid_mtp"
+    ),
 }
 # What a training program has besides.
 _TRAINING = (
@@ -290,26 +292,27 @@ FREE |= dict.fromkeys(_TRAINING.split(), "of training, data, logs or checkpoints
 FREE_PREFIXES = tuple(_PREFIXES.split())
 
 
-def named(args: Args) -> dict[str, Any]:
+def canonical_names(args: Args) -> dict[str, Any]:
     """Return the arguments by the names of Megatron-LM's args. Raises UserError if two names of one
     disagree."""
-    found = {name: value for name, value in args.items() if name not in ALIASES}
+    canonical = {name: value for name, value in args.items() if name not in ALIASES}
     for name in LISTS:
-        if isinstance(held := found.get(name), list | tuple) and len(held) == 1:
-            found[name] = held[0]
-    for other, name in ALIASES.items():
-        value = args.get(other)
-        if value is not None and found.get(name) in (None, value):
-            found[name] = value
-        elif value is not None and found[name] is not True:  # rope_scaling is a number in some
+        values = canonical.get(name)
+        if isinstance(values, list | tuple) and len(values) == 1:
+            canonical[name] = values[0]
+    for alias, name in ALIASES.items():
+        value = args.get(alias)
+        if value is not None and canonical.get(name) in (None, value):
+            canonical[name] = value
+        elif value is not None and canonical[name] is not True:  # rope_scaling is a number in some
             raise UserError(
-                f"Megatron's args have {other} = {value!r}, but {name} = {found[name]!r}: one "
+                f"Megatron's args have {alias} = {value!r}, but {name} = {canonical[name]!r}: one "
                 "is wrong"
             )
-    return found
+    return canonical
 
 
-def given(args: Args, key: str, default: Any) -> Any:
+def argument_or(args: Args, key: str, default: Any) -> Any:
     """Return an argument. The default is Megatron's own; its args say None where nothing was
     given."""
     value = args.get(key)
@@ -317,19 +320,18 @@ def given(args: Args, key: str, default: Any) -> Any:
 
 
 def refuse_others(args: Args) -> None:
-    """Raises UserError for an argument that makes it a model that none of ours is."""
-    wrong = [key for key in ONLY if key in args and not _among(args[key], ONLY[key])]
-    if wrong:
-        raise UserError(
-            *(
-                f"Megatron's {key} = {args[key]!r} cannot be converted; {_would(key)}"
-                for key in wrong
-            )
-        )
+    """Raise UserError for an argument that makes it a model that none of ours is."""
+    problems = [
+        f"Megatron's {key} = {args[key]!r} cannot be converted; {_describe_allowed(key)}"
+        for key in ONLY
+        if key in args and not _is_allowed(args[key], ONLY[key])
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
-def unknown(args: Args) -> Iterator[str]:
-    """key = value of arguments that no table here has, unless they are off."""
+def unknown_arguments(args: Args) -> Iterator[str]:
+    """Yield key = value of arguments that no table here has, unless they are off."""
     known = {*ONLY, *READ.split(), *ALIASES, *FREE}
     for key, value in sorted(args.items(), key=lambda item: str(item[0])):
         if key not in known and not str(key).startswith(FREE_PREFIXES) and not _is_off(value):
@@ -340,12 +342,12 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
-def _among(value: Any, known: tuple[Any, ...]) -> bool:
-    return any(value == one for one in known) or value == []
+def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(value == one for one in allowed) or value == []
 
 
-def _would(key: str) -> str:
-    """The values that would do."""
+def _describe_allowed(key: str) -> str:
+    """Return the values that an argument may have, as a remedy."""
     values = [value for value in ONLY[key] if value is not None]
     if ONLY[key] in (OFF, AS_IT_IS):
         return "it must be off"

@@ -61,11 +61,11 @@ KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 def require_kinds(args: Mapping[str, Any]) -> None:
     """Raise UserError for each argument whose value is of another kind; None is no value."""
-    if problems := [*_wrong(args)]:
+    if problems := [*_wrong_kinds(args)]:
         raise UserError(*problems)
 
 
-def _wrong(args: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[str]:
     for key, value in args.items():
         if value is not None and key in KINDS and not is_of(KINDS[key], value):
             yield (
@@ -78,9 +78,9 @@ def is_of(kind: str, value: Any) -> bool:
     """Return True for a value of a kind of this module."""
     if kind == WORD:
         return isinstance(value, str)
-    whole = isinstance(value, int) and not isinstance(value, bool)
     if kind == SWITCH:
         return isinstance(value, int) and value in (0, 1)
     if kind == NUMBER:
         return is_number(value)
-    return whole and value >= (kind == SIZE)
+    smallest = 1 if kind == SIZE else 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= smallest

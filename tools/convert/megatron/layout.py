@@ -27,7 +27,7 @@ from tools.convert.megatron.feed_forwards import (
     feed_forward_args,
     without_feed_forward,
 )
-from tools.convert.megatron.keys import given, named, refuse_others
+from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.rotary import (
     is_learned,
@@ -43,239 +43,268 @@ FILE = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 # how many parts of a tensor are each cut over the ranks
-BLOCKS: dict[Cut, int] = {
-    "halves": 2,
-    "thirds": 3,
-}
+BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 TRACKER = "latest_checkpointed_iteration.txt"
+# A softmax_scale is 1 / sqrt(kv_channels) to this relative difference: people round it in scripts.
+SCALE_TOLERANCE = 1e-6
 
 
-def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
-    """Return the part of a tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the
+def cut_part(tensor: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
+    """Return the part of a whole tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the
     padded vocabulary."""
     if cut == "whole" or (tp == 1 and cut != "vocabulary"):
-        return whole
+        return tensor
     if cut == "columns":
-        return whole.chunk(tp, 1)[rank]
+        return tensor.chunk(tp, 1)[rank]
     if cut in BLOCKS:
-        return torch.cat([block.chunk(tp)[rank] for block in whole.chunk(BLOCKS[cut])])
+        return torch.cat([block.chunk(tp)[rank] for block in tensor.chunk(BLOCKS[cut])])
     if cut == "vocabulary":
         rows = padded // tp
-        own = whole[rank * rows : (rank + 1) * rows]
-        return F.pad(own, (0, 0, 0, rows - len(own)))
-    return whole.chunk(tp)[rank]
+        local = tensor[rank * rows : (rank + 1) * rows]
+        return F.pad(local, (0, 0, 0, rows - len(local)))
+    return tensor.chunk(tp)[rank]
 
 
-def merged(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
-    """The way back from `part`, over all ranks, of which no two are in memory at once. shape: of
-    the whole."""
+def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
+    """Return the whole tensor of the parts of all ranks, of which no two are in memory at once.
+
+    shape: of the whole, without padding of the vocabulary.
+    """
     first = next(parts)
+    # Rows beyond those of the tensor pad the vocabulary.
     if tp == 1 or cut == "whole":
         return first[: shape[0]]
-    whole = first.new_empty(shape)
+    # Allocated once; torch.cat would need all parts at the same time.
+    joined = first.new_empty(shape)
     blocks = BLOCKS.get(cut)
-    own = whole.unflatten(0, (blocks, -1)) if blocks else whole
+
+    def as_blocks(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (blocks, -1)) if blocks else tensor
+
+    view = as_blocks(joined)
     dim = 1 if blocks or cut == "columns" else 0
-    at = 0
-    for values in chain((first,), parts):
-        shown = values.unflatten(0, (blocks, -1)) if blocks else values
-        length = min(shown.shape[dim], own.shape[dim] - at)
-        own.narrow(dim, at, length).copy_(shown.narrow(dim, 0, length))
-        at += length
-    return whole
+    start = 0
+    for part in chain((first,), parts):
+        values = as_blocks(part)
+        length = min(values.shape[dim], view.shape[dim] - start)  # less where rows are padding
+        view.narrow(dim, start, length).copy_(values.narrow(dim, 0, length))
+        start += length
+    return joined
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[int, ...]:
-    """Shape of what each rank has. UserError if the tensor cannot be cut evenly."""
-    rows, *rest = shape
-    units = {"rows": rows, "halves": rows // 2, "columns": rest[0] if rest else 0}
+    """Return the shape of what each rank has. UserError if the tensor cannot be cut evenly."""
+    rows, *others = shape
+    units = {"rows": rows, "halves": rows // 2, "columns": others[0] if others else 0}
     if cut in units and units[cut] % tp:
         raise UserError(f"{list(shape)} cannot be cut evenly among {tp} tensor-parallel ranks")
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":
-        return rows, rest[0] // tp
-    return ((padded if cut == "vocabulary" else rows) // tp, *rest)
+        return rows, others[0] // tp
+    if cut == "vocabulary":
+        return padded // tp, *others
+    return rows // tp, *others
 
 
 def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
-    """Name of a rank's folder. An axis of size one is left out."""
-    return (
-        f"mp_rank_{tp_rank:02d}"
-        + (f"_{pp_rank:03d}" if pp > 1 else "")
-        + (f"_{ep_rank:03d}" if ep > 1 else "")
-    )
+    """Return the name of a rank's folder. An axis of size one is left out."""
+    name = f"mp_rank_{tp_rank:02d}"
+    if pp > 1:
+        name += f"_{pp_rank:03d}"
+    if ep > 1:
+        name += f"_{ep_rank:03d}"
+    return name
 
 
 def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
-    """The model that Megatron's args describe. vocab: tokens without padding; None: what the args
-    say, or all rows.
+    """Return the model that Megatron's args describe. vocab: tokens without padding; None: what the
+    args say, or all rows.
 
     UserError for an argument by which it would be none of ours (`keys`).
     """
     try:
-        known = named(args)
-        require_kinds(known)
-        refuse_others(known)
-        return make_model(_model_of(known, vocab), "Megatron's args")
+        canonical = canonical_names(args)
+        require_kinds(canonical)
+        refuse_others(canonical)
+        return make_model(_fields_of(canonical, vocab), "Megatron's args")
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"Megatron's args lack or misstate {error}") from error
 
 
-def _model_of(a: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
-    learned = is_learned(a)
-    bias = bool(given(a, "add_bias_linear", True))
-    experts = a.get("num_experts") or 0
-    latent = bool(a.get("multi_latent_attention"))
-    share = a.get("share_embeddings_and_output_weights")
-    _require(a)
+def _fields_of(args: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
+    """Return the fields of the model. args: by their canonical names."""
+    learned = is_learned(args)
+    bias = bool(argument_or(args, "add_bias_linear", True))
+    experts = args.get("num_experts") or 0
+    latent = bool(args.get("multi_latent_attention"))
+    _refuse_combinations(args)
     return {
-        "family": _family(a, learned, experts),
-        "layers": a["num_layers"],
-        "hidden": a["hidden_size"],
-        "ffn": (a.get("moe_ffn_hidden_size") if experts else None)
-        or a.get("ffn_hidden_size")
-        or 4 * a["hidden_size"],
-        "vocab": vocab or a.get("vocab_size") or a["padded_vocab_size"],
-        "max_positions": a["max_position_embeddings"],
-        "norm": "rms" if a.get("normalization") == "RMSNorm" else "layer",
-        "norm_eps": given(a, "norm_epsilon", 1e-5),
+        "family": _family(args, learned, experts),
+        "layers": args["num_layers"],
+        "hidden": args["hidden_size"],
+        "ffn": _feed_forward_width(args, experts),
+        "vocab": vocab or args.get("vocab_size") or args["padded_vocab_size"],
+        "max_positions": args["max_position_embeddings"],
+        "norm": "rms" if args.get("normalization") == "RMSNorm" else "layer",
+        "norm_eps": argument_or(args, "norm_epsilon", 1e-5),
         "positions": "learned" if learned else "rope",
         "bias": bias,
         "output_bias": bias,
         "mlp_bias": bias and not experts,
-        "attention_sinks": a.get("softmax_type") == "learnable",
-        "tied": bool(share)
-        if share is not None
-        else not a.get("untie_embeddings_and_output_weights", False),
-        "dropout": given(a, "hidden_dropout", 0.1),
-        "attention_dropout": given(a, "attention_dropout", 0.1),
-        "init_std": given(a, "init_method_std", 0.02),
-        **activation_of(a, bias, experts),
-        "heads": a["num_attention_heads"],
-        **(latent_of(a) if latent else _attention(a, learned, bias)),
-        **_window(a),
-        **_modules(a),
-        **(experts_of(a, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
+        "attention_sinks": args.get("softmax_type") == "learnable",
+        "tied": _is_tied(args),
+        "dropout": argument_or(args, "hidden_dropout", 0.1),
+        "attention_dropout": argument_or(args, "attention_dropout", 0.1),
+        "init_std": argument_or(args, "init_method_std", 0.02),
+        **activation_of(args, bias, experts),
+        "heads": args["num_attention_heads"],
+        **(latent_of(args) if latent else _attention(args, learned, bias)),
+        **_window(args),
+        **_modules(args),
+        **(experts_of(args, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
     }
 
 
-def _attention(a: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
-    heads = a["num_attention_heads"]
-    scale = a.get("softmax_scale")
-    grouped = a.get("num_query_groups") if a.get("group_query_attention", True) else None
-    head_dim = given(a, "kv_channels", a["hidden_size"] // heads)
-    if scale is not None and abs(scale * head_dim**0.5 - 1) > 1e-6:
+def _feed_forward_width(args: Mapping[str, Any], experts: int) -> int:
+    """Return the width of an expert, or of the feed-forward; Megatron's default is 4 times the
+    model's."""
+    width = args.get("moe_ffn_hidden_size") if experts else None
+    return width or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+
+
+def _is_tied(args: Mapping[str, Any]) -> bool:
+    share = args.get("share_embeddings_and_output_weights")
+    if share is not None:
+        return bool(share)
+    return not args.get("untie_embeddings_and_output_weights", False)
+
+
+def _attention(args: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
+    """Return the fields of attention without latents."""
+    heads = args["num_attention_heads"]
+    scale = args.get("softmax_scale")
+    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
+    head_dim = argument_or(args, "kv_channels", args["hidden_size"] // heads)
+    if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
         raise UserError(
             f"Megatron's softmax_scale = {scale} cannot be converted: only 1 / "
             "sqrt(kv_channels) can"
         )
     return {
-        "kv_heads": grouped or heads,
+        "kv_heads": groups or heads,
         "head_dim": head_dim,
-        "qk_norm": bool(a.get("qk_layernorm")),
-        "qkv_bias": bias or bool(a.get("add_qkv_bias")),
-        **rotary_of(a, learned),
+        "qk_norm": bool(args.get("qk_layernorm")),
+        "qkv_bias": bias or bool(args.get("add_qkv_bias")),
+        **rotary_of(args, learned),
     }
 
 
-def _family(a: Mapping[str, Any], learned: bool, experts: int) -> str:
+def _family(args: Mapping[str, Any], learned: bool, experts: int) -> str:
     """Return the family whose name is nearest; it decides nothing, for all that depends on it is
     given."""
-    sigmoid = experts and a.get("moe_router_score_function") == "sigmoid"
-    if a.get("multi_latent_attention"):
+    sigmoid = experts and args.get("moe_router_score_function") == "sigmoid"
+    if args.get("multi_latent_attention"):
         return "deepseek_v3" if sigmoid else "deepseek_v2"
-    if a.get("softmax_type") == "learnable":
+    if args.get("softmax_type") == "learnable":
         return "gpt_oss"
     if experts:
         return "glm4_moe" if sigmoid else "mixtral"
     return "gpt2" if learned else "llama"
 
 
-def _window(a: Mapping[str, Any]) -> dict[str, Any]:
-    """window_size is (tokens before, tokens after); window_attn_skip_freq says which layers have
-    it, from 1 on."""
-    window = a.get("window_size")
-    layers = range(1, a["num_layers"] + 1)
+def _window(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the sliding window, and of the layers that have it.
+
+    window_size is (tokens before, tokens after); window_attn_skip_freq is a list with a value for
+    each layer, or n: then every nth layer has none.
+    """
+    window = args.get("window_size")
+    numbers = range(1, args["num_layers"] + 1)
     if not window:
         return {}
+    # Megatron counts the tokens before the current one; ours counts that one too.
     before, after = window
     if after or before < 0:
         raise UserError(
             f"Megatron's window_size = {window} cannot be converted: only (tokens before, 0) can"
         )
-    skip = a.get("window_attn_skip_freq")
-    if isinstance(skip, list | tuple) and len(skip) != len(layers):
-        raise UserError(
-            f"Megatron's window_attn_skip_freq = {skip!r} has not a value for each of "
-            f"{len(layers)} layers"
-        )
-    has = [
-        bool(skip[n - 1]) if isinstance(skip, list | tuple) else not skip or n % skip != 0
-        for n in layers
-    ]
-    chosen = tuple(n for n, one in enumerate(has) if one)
-    every = len(chosen) == len(has)
-    if chosen:
-        return {"window": before + 1, "window_layers": () if every else chosen}
-    return {}
-
-
-def _modules(a: Mapping[str, Any]) -> dict[str, Any]:
-    """Modules of multi-token prediction. Megatron numbers their layers after the model's own."""
-    if not (modules := a.get("mtp_num_layers")):
+    skip = args.get("window_attn_skip_freq")
+    if isinstance(skip, list | tuple):
+        if len(skip) != len(numbers):
+            raise UserError(
+                f"Megatron's window_attn_skip_freq = {skip!r} has not a value for each of "
+                f"{len(numbers)} layers"
+            )
+        has_window = [bool(value) for value in skip]
+    else:
+        has_window = [not skip or number % skip != 0 for number in numbers]
+    chosen = tuple(layer for layer, has in enumerate(has_window) if has)
+    if not chosen:
         return {}
-    if is_learned(a):
+    # No layers in particular are all layers.
+    return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
+
+
+def _modules(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of modules of multi-token prediction. Megatron numbers their layers after
+    the model's own."""
+    if not (modules := args.get("mtp_num_layers")):
+        return {}
+    if is_learned(args):
         raise UserError(
             f"Megatron's mtp_num_layers = {modules} cannot be converted beside learned "
             "positions: modules have rope"
         )
-    if a.get("window_size") and a.get("window_attn_skip_freq"):
+    if args.get("window_size") and args.get("window_attn_skip_freq"):
         raise UserError(
             f"Megatron's mtp_num_layers = {modules} cannot be converted beside "
             "window_attn_skip_freq = "
-            f"{a['window_attn_skip_freq']!r}: which window a module's layer has would follow "
+            f"{args['window_attn_skip_freq']!r}: which window a module's layer has would follow "
             "from its number"
         )
-    return {"mtp_layers": modules, "mtp_loss_weight": given(a, "mtp_loss_scaling_factor", 0.1)}
+    return {
+        "mtp_layers": modules,
+        "mtp_loss_weight": argument_or(args, "mtp_loss_scaling_factor", 0.1),
+    }
 
 
-def _require(a: Mapping[str, Any]) -> None:
-    """Raises UserError for what depends on several args."""
-    vocab = a.get("vocab_size")
-    padded = a.get("padded_vocab_size")
+def _refuse_combinations(args: Mapping[str, Any]) -> None:
+    """Raise UserError for what depends on several args."""
+    vocab = args.get("vocab_size")
+    padded = args.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
         raise UserError(
             f"Megatron's padded_vocab_size = {padded} is less than vocab_size = {vocab}: one "
             "is wrong"
         )
-    rope = a.get("no_rope_freq")
-    if any(rope) if isinstance(rope, list | tuple) else rope:
+    no_rope = args.get("no_rope_freq")
+    if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
         raise UserError(
-            f"Megatron's no_rope_freq = {rope!r} cannot be converted: all layers must turn"
+            f"Megatron's no_rope_freq = {no_rope!r} cannot be converted: all layers must turn"
         )
-    if a.get("qk_layernorm") and a.get("normalization") != "RMSNorm":
+    if args.get("qk_layernorm") and args.get("normalization") != "RMSNorm":
         raise UserError(
             "Megatron's qk_layernorm = True cannot be converted but with normalization = RMSNorm"
         )
 
 
-def _cannot(model: ModelConfig) -> Iterator[str]:
+def _lacking(model: ModelConfig) -> Iterator[str]:
     """Yield the properties of `model` that Megatron's GPT model lacks."""
     plain = {
         "norm_at": "before",
         "norm_unit_offset": False,
         "embedding_scale": 1.0,
         "window_rope_base": 0.0,
+        "parallel_residual": False,
+        "attention_softcap": 0.0,
+        "final_softcap": 0.0,
     }
-    plain |= {"parallel_residual": False, "attention_softcap": 0.0, "final_softcap": 0.0}
-    yield from (
-        f"{key} = {getattr(model, key)}"
-        for key, value in plain.items()
-        if getattr(model, key) != value
-    )
+    for key, value in plain.items():
+        if getattr(model, key) != value:
+            yield f"{key} = {getattr(model, key)}"
     if model.qk_norm and model.qk_norm_over == "all":
         yield "qk_norm_over = all"
     if model.qk_norm and model.norm != "rms":
@@ -286,36 +315,41 @@ def _cannot(model: ModelConfig) -> Iterator[str]:
     yield from without_feed_forward(model)
 
 
-def unsaid(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
+def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
     compute otherwise."""
     ours = as_computed(model)
-    again = as_computed(model_of(args, None))
-    differs = [key for key in type(model).model_fields if getattr(ours, key) != getattr(again, key)]
-    if lost := [key for key in differs if key not in (*TRAINING, *NAMES)]:
+    theirs = as_computed(model_of(args, None))
+    keys = type(model).model_fields
+    differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
+    lost = [key for key in differing if key not in (*TRAINING, *NAMES)]
+    if lost:
         raise UserError(
             *(
                 f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}"
                 for key in lost
             )
         )
-    omitted = [f"{key} = {getattr(model, key)}" for key in differs if key in TRAINING]
-    return [
-        *omitted,
-        *(f"{said} (Megatron-LM has no argument for it)" for said in unsaid_by_arguments(model)),
-    ]
+    omitted = [f"{key} = {getattr(model, key)}" for key in differing if key in TRAINING]
+    for field in unsaid_by_arguments(model):
+        omitted.append(f"{field} (Megatron-LM has no argument for it)")
+    return omitted
 
 
 def args_of(
     model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Megatron's args for `model`. UserError for what they cannot say."""
-    if lacking := list(_cannot(as_computed(model))):
+    """Return Megatron's args for `model`. UserError for what they cannot say.
+
+    padded: rows of the padded vocabulary.
+    tp, pp: ranks along tensor and pipeline parallelism.
+    fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
+    """
+    if lacking := list(_lacking(as_computed(model))):
         raise UserError(f"Megatron's GPT model has no {', '.join(lacking)}")
+    windows = None
     if model.window_layers:
-        windows = [int(model.of_layer(n).window > 0) for n in range(model.layers)]
-    else:
-        windows = None
+        windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]
     return {
         "num_layers": model.layers,
         "hidden_size": model.hidden,

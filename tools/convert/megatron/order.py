@@ -6,6 +6,7 @@ over stages, virtual ones too; whether norms belong to the linear layers after t
 rank has its experts one by one, grouped or packed.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -19,7 +20,7 @@ from tools.convert.megatron.layout import EMBEDDING, HEAD
 from tools.convert.megatron.ranks import LAYER
 
 # Args that change the order, or what a rank has, in ways that are not known here.
-ODD = (
+UNKNOWN_ORDER = (
     "pipeline_model_parallel_layout",
     "overlap_param_gather_with_optimizer_step",
     "fp8_param_gather",
@@ -28,17 +29,23 @@ ODD = (
 
 @dataclass(frozen=True)
 class Registered:
-    """A parameter: a tensor's part, or those of all experts one after another, each with features
-    in before out."""
+    """A parameter as a module registers it.
 
-    of: tuple[Match, ...]
+    matches: the one tensor that it is a part of, or those of all experts one after another.
+    packed: it has all experts, each with features in before features out.
+    """
+
+    matches: tuple[Match, ...]
     packed: bool
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Over how many ranks Megatron spread the model, and an expert. virtual: stages that each rank
-    has."""
+    """The numbers of ranks that Megatron spread the model over.
+
+    virtual: stages that each rank has.
+    expert_tp: tensor-parallel ranks of an expert.
+    """
 
     tp: int
     pp: int
@@ -49,20 +56,20 @@ class Sizes:
 
 def sizes_of(args: Mapping[str, Any]) -> Sizes:
     """Return the sizes that Megatron's args state."""
-    tp, pp, ep = (
-        args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert")
-    )
+    tp = args.get("tensor_model_parallel_size") or 1
+    pp = args.get("pipeline_model_parallel_size") or 1
+    ep = args.get("expert_model_parallel_size") or 1
     virtual = args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
     return Sizes(tp, pp, virtual or 1, ep, args.get("expert_tensor_parallel_size") or tp)
 
 
-def odd(args: Mapping[str, Any]) -> str:
-    """A setting under which the order is not known; empty if there is none."""
-    return next((f"{key} = {args[key]!r}" for key in ODD if args.get(key)), "")
+def unknown_order_setting(args: Mapping[str, Any]) -> str:
+    """Return a setting under which the order is not known; empty if there is none."""
+    return next((f"{key} = {args[key]!r}" for key in UNKNOWN_ORDER if args.get(key)), "")
 
 
 def stages_of(
-    found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
+    expected: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
 ) -> list[list[Match]]:
     """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the
     second of all.
@@ -70,27 +77,28 @@ def stages_of(
     The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of
     multi-token prediction is there twice. Empty if the args describe no such stages.
     """
-    counts = _layers(args, model.layers)
+    counts = _layers_per_stage(args, model.layers)
     if sum(counts) != model.layers or min(counts) < 0:
         return []
     ends = list(accumulate(counts))
     last = len(counts) - 1
     stages: list[list[Match]] = [[] for _ in counts]
-    for match in _in_order(found, args, model):
-        layer = LAYER.match(match.foreign)
-        outside = 0 if match.foreign.startswith("embedding.") else last
-        stages[
-            next(n for n, end in enumerate(ends) if int(layer[2]) < end) if layer else outside
-        ].append(match)
-    embedding = next(m for m in found if m.foreign == EMBEDDING)
+    for match in _in_order_of_model(expected, args, model):
+        if layer := LAYER.match(match.foreign):
+            stage = bisect_right(ends, int(layer[2]))
+        else:
+            stage = 0 if match.foreign.startswith("embedding.") else last
+        stages[stage].append(match)
+    embedding = next(match for match in expected if match.foreign == EMBEDDING)
     if model.tied and last:
         stages[-1].append(replace(embedding, foreign=HEAD))
+    # Modules on the last stage compute with an embedding of their own.
     if model.mtp_layers and last:
         stages[-1].insert(0, embedding)
     return stages
 
 
-def shared(model: ModelConfig, stages: int) -> tuple[str, ...]:
+def shared_weights(model: ModelConfig, stages: int) -> tuple[str, ...]:
     """Return the names under which the first and the last of several stages have one weight.
 
     A tied head beside modules of multi-token prediction is no such weight: Megatron allocates it
@@ -105,57 +113,78 @@ def shared(model: ModelConfig, stages: int) -> tuple[str, ...]:
     return ()
 
 
-def _layers(args: Mapping[str, Any], layers: int) -> list[int]:
+def _layers_per_stage(args: Mapping[str, Any], layers: int) -> list[int]:
     """Return the number of layers of each virtual stage."""
-    sizes, (first, last) = (
-        sizes_of(args),
-        (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")),
-    )
-    given = {stage: n for stage, n in ((0, first), (sizes.pp - 1, last)) if n is not None}
+    sizes = sizes_of(args)
+    stated: dict[int, int] = {}
+    for stage, end in ((0, "first"), (sizes.pp - 1, "last")):
+        count = args.get(f"decoder_{end}_pipeline_num_layers")
+        if count is not None:
+            stated[stage] = count
     # An embedding or a loss may count as a layer.
-    ends = [bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss")]
-    each = (layers + sum(ends) - sum(given.values())) // max(1, sizes.pp - len(given))
-    counts = [given.get(stage, each) // sizes.virtual for stage in range(sizes.pp)] * sizes.virtual
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
+    embedding = bool(args.get("account_for_embedding_in_pipeline_split"))
+    loss = bool(args.get("account_for_loss_in_pipeline_split"))
+    # What is left for stages of which nothing is stated, in equal numbers.
+    unstated = layers + embedding + loss - sum(stated.values())
+    evenly = unstated // max(1, sizes.pp - len(stated))
+    counts = [stated.get(stage, evenly) // sizes.virtual for stage in range(sizes.pp)]
+    # The first virtual stages of all ranks, then the second ones.
+    counts *= sizes.virtual
+    counts[0] -= embedding
+    counts[-1] -= loss
     return counts
 
 
-def _in_order(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
-    """The names of a distributed checkpoint do not tell whose layers they were; the args do."""
+def _in_order_of_model(
+    expected: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
+) -> list[Match]:
+    """Return tensors in the order in which modules register them.
+
+    The names of a distributed checkpoint do not tell whether norms belong to the linear layers
+    after them, which decides the order; the args do.
+    """
     fused = args.get("transformer_impl") != "local"
-    rows = {
-        match.logical: n for n, match in enumerate(matches(megatron(fused, False, model), model))
-    }
-    return as_registered(
-        sorted(found, key=lambda match: rows[match.logical]), bool(args.get("moe_grouped_gemm"))
-    )
+    positions = {}
+    for number, match in enumerate(matches(megatron(fused, False, model), model)):
+        positions[match.logical] = number
+    in_order = sorted(expected, key=lambda match: positions[match.logical])
+    return in_registered_order(in_order, bool(args.get("moe_grouped_gemm")))
 
 
-def as_registered(found: Sequence[Match], grouped: bool) -> list[Match]:
-    """The rows of the name table in the order of parameters: one expert after another, unless they
-    are grouped."""
-    last = len(found)
-    first = {m.foreign.partition(".experts.")[0]: n for n, m in reversed([*enumerate(found)])}
+def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]:
+    """Return the rows of the name table in the order of parameters: one expert after another,
+    unless they are grouped."""
+    # The name table has them grouped already.
+    if grouped:
+        return list(expected)
+    # Where the experts of each layer begin, by what is before their names.
+    begins: dict[str, int] = {}
+    for number, match in enumerate(expected):
+        begins.setdefault(match.foreign.partition(".experts.")[0], number)
 
-    def place(item: tuple[int, Match]) -> tuple[int, int, int]:
+    def position(item: tuple[int, Match]) -> tuple[int, int]:
         number, match = item
         expert = expert_of(match.foreign)
-        if expert is None or grouped:
-            return number, 0, 0
-        return first[match.foreign.partition(".experts.")[0]], expert, last
+        # What is no expert's stays where the table has it.
+        if expert is None:
+            return number, 0
+        return begins[match.foreign.partition(".experts.")[0]], expert
 
-    return [match for _, match in sorted(enumerate(found), key=place)]
+    return [match for _, match in sorted(enumerate(expected), key=position)]
 
 
-def parameters_of(own: Sequence[Match], args: Mapping[str, Any]) -> list[Registered]:
-    """A rank's parameters, in the order of what it has of the model."""
-    native = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
-    packed = bool(args.get("moe_grouped_gemm") and native)
+def parameters_of(local: Sequence[Match], args: Mapping[str, Any]) -> list[Registered]:
+    """Return a rank's parameters, in the order of what it has of the model."""
+    packs = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
+    packed = bool(args.get("moe_grouped_gemm") and packs)
 
     def parameter(match: Match) -> tuple[str, bool]:
+        """Return the name that all tensors of a parameter share, and if it packs experts."""
         expert = expert_of(match.foreign) if packed else None
-        kept = "" if expert is None else f"local_experts.{expert}."
-        return match.foreign.replace(kept, ""), bool(kept)
+        if expert is None:
+            return match.foreign, False
+        return match.foreign.replace(f"local_experts.{expert}.", ""), True
 
-    return [Registered(tuple(of), of_experts) for (_, of_experts), of in groupby(own, parameter)]
+    return [
+        Registered(tuple(group), is_packed) for (_, is_packed), group in groupby(local, parameter)
+    ]

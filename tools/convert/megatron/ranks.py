@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +22,27 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
-from tools.convert.megatron.experts import is_expert, one_by_one
+from tools.convert.megatron.experts import is_expert, with_global_experts
 from tools.convert.megatron.keys import ONLY, READ
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, FILE, merged, part_shape
+from tools.convert.megatron.layout import EMBEDDING, FILE, join_parts, part_shape
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
-OF_MODEL = {*ONLY, *READ.split()}
+MODEL_ARGUMENTS = {*ONLY, *READ.split()}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 
+class PerAxis(NamedTuple):
+    """A number for each axis of model parallelism: where a rank is, or how many ranks there are."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
 @dataclass(frozen=True)
-class Whole:
+class MergedTensor:
     """A tensor put together from the ranks' ones. shape: with the padding of the vocabulary left
     out."""
 
@@ -43,11 +51,11 @@ class Whole:
     read: Callable[[], Tensor]
 
 
-Held = Stored | Whole
+TensorSource = Stored | MergedTensor
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankFile:
     """A rank's file. chunks: its model's tensors by the names there; several if there are virtual
     stages."""
 
@@ -56,108 +64,122 @@ class Rank:
     chunks: list[dict[str, Stored]]
 
 
+TensorsOfRank = Callable[[RankFile], Sequence[Mapping[str, Stored]]]
+
+
 @dataclass(frozen=True)
-class Ranks:
-    """All of them, and what their args say. files: by (tp, pp, ep). sizes: how many there are along
-    each."""
+class RankFiles:
+    """The files of all ranks.
+
+    args: of the first.
+    sizes: how many ranks there are along each axis.
+    """
 
     path: Path
     args: Mapping[str, Any]
-    files: Mapping[tuple[int, int, int], Rank]
-    sizes: tuple[int, int, int]
+    files: Mapping[PerAxis, RankFile]
+    sizes: PerAxis
 
     @property
-    def first(self) -> Rank:
+    def first(self) -> RankFile:
         return self.files[min(self.files)]
 
     @property
     def expert_tp(self) -> int:
-        """Over how many ranks each expert is cut."""
-        cut = self.args.get("expert_tensor_parallel_size") if self.args.get("num_experts") else None
-        return cut or self.sizes[0]
+        """Return over how many ranks each expert is cut."""
+        size = None
+        if self.args.get("num_experts"):
+            size = self.args.get("expert_tensor_parallel_size")
+        return size or self.sizes.tp
+
+    def tensor_ranks(self, name: str) -> int:
+        """Return over how many ranks a tensor is cut."""
+        return self.expert_tp if is_expert(name) else self.sizes.tp
 
 
-def read_ranks(path: Path) -> Ranks:
-    """Contents of the ranks' files. UserError if one is missing."""
-    found = [
-        (match, folder / FILE)
-        for folder in sorted(path.iterdir())
-        if (match := RANK.fullmatch(folder.name))
-    ]
-    if odd := [
-        folder
-        for folder in path.glob("mp_rank_*")
-        if folder.is_dir() and not RANK.fullmatch(folder.name)
-    ]:
-        raise UserError(
-            f"{odd[0]} is not named as a rank's folder is: move it away if it belongs to no rank"
-        )
-    if missing := [file for _, file in found if not file.is_file()]:
-        raise UserError(f"{missing[0]} is missing")
-    held = contents([file for _, file in found])
-    if wrong := [
-        file
-        for (_, file), content in zip(found, held, strict=True)
-        if not isinstance(content, dict)
-    ]:
-        raise UserError(f"{wrong[0]} does not hold a dict, as Megatron's files do")
-    args = held[0].get("args")
+def read_ranks(path: Path) -> RankFiles:
+    """Return the contents of the ranks' files. Raises UserError if one is missing."""
+    matches = _find_files(path)
+    # All files at once: starting the process that opens pickles takes seconds.
+    loaded = contents(list(matches))
+    for file, content in zip(matches, loaded, strict=True):
+        if not isinstance(content, dict):
+            raise UserError(f"{file} does not hold a dict, as Megatron's files do")
+    args = loaded[0].get("args")
     if not isinstance(args, dict):
         raise UserError(f"{path}: its files have no args, which say what the model is")
+    # Before any number of theirs is used.
     require_kinds(args)
-    cut_experts = (args.get("expert_model_parallel_size") or 1) > 1
-    places: dict[tuple[int, int, int], Rank] = {}
-    for (match, file), content in zip(found, held, strict=True):
-        if other := places.get(place := _place(match, cut_experts)):
+    experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
+    files: dict[PerAxis, RankFile] = {}
+    for (file, match), content in zip(matches.items(), loaded, strict=True):
+        rank = _rank_of_folder(match, experts_are_spread)
+        if rank in files:
             raise UserError(
-                f"{file.parent} and {other.folder} are both of {_rank_in_words(place)}: move "
+                f"{file.parent} and {files[rank].folder} are both of {_describe_rank(rank)}: move "
                 "one away"
             )
-        places[place] = Rank(file.parent, content, chunks(content))
-    tp, pp, ep = (1 + max(place[n] for place in places) for n in range(3))
-    ranks = Ranks(path, args, dict(sorted(places.items())), (tp, pp, ep))
+        files[rank] = RankFile(file.parent, content, model_chunks(content))
+    sizes = PerAxis(
+        1 + max(rank.tp for rank in files),
+        1 + max(rank.pp for rank in files),
+        1 + max(rank.ep for rank in files),
+    )
+    ranks = RankFiles(path, args, dict(sorted(files.items())), sizes)
     _check_complete(ranks)
-    _check_alike(ranks)
+    _check_same_model(ranks)
     return ranks
 
 
-def _check_complete(ranks: Ranks) -> None:
-    """Raises UserError unless each part of every tensor is in some file."""
-    tp, pp, ep = ranks.sizes
-    if tp % ranks.expert_tp:
+def _find_files(path: Path) -> dict[Path, re.Match[str]]:
+    """Return the files of ranks by name, each with the match of its folder's name."""
+    matches: dict[Path, re.Match[str]] = {}
+    for folder in sorted(path.iterdir()):
+        if match := RANK.fullmatch(folder.name):
+            matches[folder / FILE] = match
+    for folder in path.glob("mp_rank_*"):
+        if folder.is_dir() and not RANK.fullmatch(folder.name):
+            raise UserError(
+                f"{folder} is not named as a rank's folder is: move it away if it belongs to no "
+                "rank"
+            )
+    for file in matches:
+        if not file.is_file():
+            raise UserError(f"{file} is missing")
+    return matches
+
+
+def _check_complete(ranks: RankFiles) -> None:
+    """Raise UserError unless each part of every tensor is in some file."""
+    sizes = ranks.sizes
+    if sizes.tp % ranks.expert_tp:
         raise UserError(
             f"{ranks.path}: expert_tensor_parallel_size = {ranks.expert_tp} does not divide "
-            f"the {tp} tensor-parallel "
+            f"the {sizes.tp} tensor-parallel "
             "ranks, so these files do not hold all experts: have Megatron save with "
             "--ckpt-format torch_dist"
         )
-    there = {(t, p) for t, p, _ in ranks.files}
-    experts = {(t % ranks.expert_tp, p, e) for t, p, e in ranks.files}
-    for t, p, e in product(range(tp), range(pp), range(ep)):
-        if (t, p) not in there or (t % ranks.expert_tp, p, e) not in experts:
-            raise UserError(f"{ranks.path} lacks {FILE} of {_rank_in_words((t, p, e))}")
+    # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
+    # the same on all ep ranks.
+    dense_parts = {(rank.tp, rank.pp) for rank in ranks.files}
+    expert_parts = {(rank.tp % ranks.expert_tp, rank.pp, rank.ep) for rank in ranks.files}
+    for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
+        has_expert = (tp % ranks.expert_tp, pp, ep) in expert_parts
+        if (tp, pp) not in dense_parts or not has_expert:
+            raise UserError(f"{ranks.path} lacks {FILE} of {_describe_rank(PerAxis(tp, pp, ep))}")
 
 
-def _check_alike(ranks: Ranks) -> None:
+def _check_same_model(ranks: RankFiles) -> None:
     """Raise UserError unless all files describe one model, in as many parts."""
     first = ranks.first
     for rank in ranks.files.values():
-        said = rank.content.get("args")
-        if not isinstance(said, dict):
+        args = rank.content.get("args")
+        if not isinstance(args, dict):
             raise UserError(
                 f"{rank.folder / FILE} has no args, which the file of every rank has: have "
                 "Megatron-LM save it again"
             )
-        own: dict[str, Any] = said
-        if differ := sorted(
-            key for key in OF_MODEL & own.keys() if own[key] != ranks.args.get(key)
-        ):
-            key = differ[0]
-            raise UserError(
-                f"{rank.folder / FILE} is of another run than {first.folder / FILE}: its args "
-                f"have {key} = "
-                f"{own[key]!r}, and those of the other {ranks.args.get(key)!r}"
-            )
+        _check_same_args(ranks, rank, args)
         if len(rank.chunks) != len(first.chunks):
             raise UserError(
                 f"{rank.folder / FILE} holds the model in {len(rank.chunks)} virtual stages, "
@@ -166,26 +188,36 @@ def _check_alike(ranks: Ranks) -> None:
             )
 
 
-def contradicted(ranks: Ranks) -> Iterator[str]:
+def _check_same_args(ranks: RankFiles, rank: RankFile, args: dict[str, Any]) -> None:
+    """Raise UserError for the first of a rank's args that makes it another model."""
+    for key in sorted(MODEL_ARGUMENTS & args.keys()):
+        if args[key] != ranks.args.get(key):
+            raise UserError(
+                f"{rank.folder / FILE} is of another run than {ranks.first.folder / FILE}: its "
+                f"args have {key} = "
+                f"{args[key]!r}, and those of the other {ranks.args.get(key)!r}"
+            )
+
+
+def notes_on_contradictions(ranks: RankFiles) -> Iterator[str]:
     """Yield a note for each axis along which the args say that there are more ranks, or fewer, than
-    have files."""
-    for axis, size in zip(
-        ("tensor_model", "pipeline_model", "expert_model"), ranks.sizes, strict=True
-    ):
-        said = ranks.args.get(key := f"{axis}_parallel_size")
-        if said not in (None, size):
+    have files, and one if a file has the name of another rank's."""
+    axes = ("tensor_model", "pipeline_model", "expert_model")
+    for axis, size in zip(axes, ranks.sizes, strict=True):
+        key = f"{axis}_parallel_size"
+        stated = ranks.args.get(key)
+        if stated not in (None, size):
             yield (
-                f"args say {key} = {said}, but there are files of {size}; the files were read as "
+                f"args say {key} = {stated}, but there are files of {size}; the files were read as "
                 "they are"
             )
-    numbers = {place: rank.content["args"].get("rank") for place, rank in ranks.files.items()}
+    numbers = {rank: file.content["args"].get("rank") for rank, file in ranks.files.items()}
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
-    for place, number in numbers.items():
-        if (
-            isinstance(number, int) and number % ranks.sizes[0] != place[0]
-        ):  # Megatron numbers ranks along tensor first
-            file = ranks.files[place].folder / FILE
+    for rank, number in numbers.items():
+        # Megatron numbers ranks along tensor first.
+        if isinstance(number, int) and number % ranks.sizes.tp != rank.tp:
+            file = ranks.files[rank].folder / FILE
             yield (
                 f"args of {file} say rank = {number}, which has another folder: files may have "
                 "each other's names"
@@ -193,126 +225,152 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
             return
 
 
-def copied(path: Path, held: Mapping[Any, Sequence[Mapping[str, Stored]]]) -> Iterator[str]:
+def notes_on_copies(
+    path: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
+) -> Iterator[str]:
     """Yield a note for each rank whose file holds what that of another does, by their checksums.
 
-    held: of each rank, the tensors of each of its chunks, without ranks that hold what another does
-    by design. No two of these hold the same unless all began with the same random numbers.
+    tensors: of each rank, those of each of its chunks, without ranks that hold what another does by
+        design. No two of these hold the same unless all began with the same random numbers.
     """
-    seen: dict[Any, Path] = {}
-    for chunks in held.values():
-        every = [
-            (n, name, stored) for n, chunk in enumerate(chunks) for name, stored in chunk.items()
-        ]
-        if every and all(stored.crc is not None for _, _, stored in every):
-            known = frozenset(
-                (n, name, stored.shape, stored.dtype, stored.crc) for n, name, stored in every
+    first_files: dict[Any, Path] = {}
+    for chunks in tensors.values():
+        identities = []
+        for number, chunk in enumerate(chunks):
+            for name, stored in chunk.items():
+                identities.append((number, name, stored.shape, stored.dtype, stored.crc))
+        # Without a checksum of every tensor nothing can be said.
+        if not identities or any(crc is None for *_, crc in identities):
+            continue
+        file = next(stored.file for chunk in chunks for stored in chunk.values())
+        first_file = first_files.setdefault(frozenset(identities), file)
+        if first_file != file:
+            yield (
+                f"{path}: {file} and {first_file} hold the same numbers throughout: one may be a "
+                "copy of the other"
             )
-            own = every[0][2].file
-            if (other := seen.setdefault(known, own)) != own:
-                yield (
-                    f"{path}: {own} and {other} hold the same numbers throughout: one may be a "
-                    "copy of the other"
-                )
 
 
-def _rank_in_words(place: tuple[int, int, int]) -> str:
-    return "tensor rank {}, pipeline rank {}, expert rank {}".format(*place)
+def _describe_rank(rank: PerAxis) -> str:
+    return f"tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep}"
 
 
-def _place(match: re.Match[str], cut_experts: bool) -> tuple[int, int, int]:
-    """(tp, pp, ep). An axis of size one is not in the name, so a second number alone may be of
-    either."""
+def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
+    """Return the rank of a folder's name. An axis of size one is not in the name, so a second
+    number alone may be of either."""
     tensor, second, third = (int(number or 0) for number in match.groups())
-    if cut_experts and match[3] is None:
-        return (tensor, 0, second)
-    return (tensor, second, third)
+    if experts_are_spread and match[3] is None:
+        return PerAxis(tensor, 0, second)
+    return PerAxis(tensor, second, third)
 
 
-def chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
-    """The state dicts of a rank: one, or one for each virtual stage. Without extra states."""
-    numbered = [content[f"model{v}"] for v in range(len(content)) if f"model{v}" in content]
-    found = [content["model"]] if "model" in content else numbered
-    if more := [key for key in content if CHUNK.fullmatch(key)][
-        0 if "model" in content else len(numbered) :
-    ]:
-        raise UserError(f"a Megatron file holds {more[-1]} beside what is the whole model already")
-    if not found or not all(isinstance(chunk, dict) for chunk in found):
+def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
+    """Return the tensors of a rank: of its model, or of each of its virtual stages."""
+    numbered = [f"model{number}" for number in range(len(content))]
+    keys = ["model"] if "model" in content else [key for key in numbered if key in content]
+    surplus = [key for key in content if CHUNK.fullmatch(key)]
+    if "model" not in content:
+        surplus = surplus[len(keys) :]
+    if surplus:
+        raise UserError(
+            f"a Megatron file holds {surplus[-1]} beside what is the whole model already"
+        )
+    chunks = [content[key] for key in keys]
+    if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
         raise UserError("a Megatron file holds no model of the names that Megatron-core gives")
-    return [_parameters_in(chunk) for chunk in found]
+    return [_parameters_in(chunk) for chunk in chunks]
 
 
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of a state dict but for extra states, which hold no parameters."""
+    """Return the tensors of a state dict but for extra states, which hold no parameters."""
     return {
-        k: v
-        for k, v in state.items()
-        if isinstance(v, Stored) and not str(k).endswith("_extra_state")
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Stored) and not str(name).endswith("_extra_state")
     }
 
 
-def named_over_all(
-    ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]]
-) -> dict[str, list[Held]]:
-    """Name, with layers and experts counted over all ranks -> its parts, one of each tp rank that
-    it is cut over.
+def parts_over_all(ranks: RankFiles, tensors_of: TensorsOfRank) -> dict[str, list[TensorSource]]:
+    """Return name, with layers and experts counted over all ranks -> its parts, one of each tp rank
+    that it is cut over.
 
-    held: of a rank, the tensors of each of its chunks.
+    tensors_of: returns the tensors of each of a rank's chunks.
     """
-    virtual = len(ranks.first.chunks)
-    pp = ranks.sizes[1]
-    stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
-    modules = bool(ranks.args.get("mtp_num_layers"))
-    return numbered_over_stages(
-        ranks.path, stages, LAYER, _ends(stages, modules), (EMBEDDING,) if modules else ()
-    )
+    stages = []
+    for chunk in range(len(ranks.first.chunks)):
+        for stage in range(ranks.sizes.pp):
+            stages.append(_parts_of_stage(ranks, tensors_of, stage, chunk))
+    has_modules = bool(ranks.args.get("mtp_num_layers"))
+    ends = _names_at_ends(stages, has_modules)
+    repeated = (EMBEDDING,) if has_modules else ()
+    return number_over_stages(ranks.path, stages, LAYER, ends, repeated)
 
 
-def _ends(stages: Sequence[Mapping[str, list[Held]]], modules: bool) -> dict[str, int]:
-    """Return begins of names -> the one stage that has them.
+def _names_at_ends(
+    stages: Sequence[Mapping[str, list[TensorSource]]], has_modules: bool
+) -> dict[str, int]:
+    """Return beginnings of names -> the one stage that has them.
 
-    modules: there is multi-token prediction, whose layers may have stages of their own. Then the
-    last norm is that of the stage with the decoder's last layer
-    (megatron/core/transformer/transformer_block.py).
+    has_modules: there is multi-token prediction, whose layers may have stages of their own. Then
+        the last norm is that of the stage with the decoder's last layer
+        (megatron/core/transformer/transformer_block.py).
     """
     last = len(stages) - 1
-    with_layers = [n for n, stage in enumerate(stages) if any(LAYER.match(name) for name in stage)]
-    norm = with_layers[-1] if modules and with_layers else last
-    return {"embedding.": 0, "decoder.final_layernorm.": norm, "output_layer.": last}
+    norm_stage = last
+    if has_modules:
+        for number, stage in enumerate(stages):
+            if any(LAYER.match(name) for name in stage):
+                norm_stage = number
+    return {"embedding.": 0, "decoder.final_layernorm.": norm_stage, "output_layer.": last}
 
 
-def _of_stage(
-    ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]], stage: int, chunk: int
-) -> dict[str, list[Held]]:
-    """Name, with experts counted over all ranks -> its parts. What several ranks have, they have
-    alike."""
-    tp, _, ep = ranks.sizes
-    experts = (ranks.args.get("num_experts") or 0) // ep
+def _parts_of_stage(
+    ranks: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
+) -> dict[str, list[TensorSource]]:
+    """Return name, with experts counted over all ranks -> its parts. What several ranks have must
+    be the same on all of them."""
+    experts = (ranks.args.get("num_experts") or 0) // ranks.sizes.ep
     hidden = ranks.args["hidden_size"]
-    copies: dict[str, dict[int, list[tuple[int, Held]]]] = {}  # by part: the ep ranks that have it
-    for (t, p, e), rank in ranks.files.items():
-        own = one_by_one(held(rank)[chunk], hidden, experts, e * experts) if p == stage else {}
-        for name, stored in own.items():
-            part = t % ranks.expert_tp if is_expert(name) else t
-            copies.setdefault(name, {}).setdefault(part, []).append((e, stored))
+    # By name and by part: the copies, each with the ep rank that has it.
+    copies: dict[str, dict[int, list[tuple[int, TensorSource]]]] = {}
+    for rank, file in ranks.files.items():
+        if rank.pp != stage:
+            continue
+        tensors = tensors_of(file)[chunk]
+        for name, stored in with_global_experts(
+            tensors, hidden, experts, rank.ep * experts
+        ).items():
+            # Experts that are cut over fewer ranks repeat their parts along tp.
+            part = rank.tp % ranks.tensor_ranks(name)
+            copies.setdefault(name, {}).setdefault(part, []).append((rank.ep, stored))
     for name, parts in copies.items():
-        if is_expert(name) and any(len({e for e, _ in found}) > 1 for found in parts.values()):
-            raise UserError(f"{ranks.path}: two ranks have {name}")
-        if sorted(parts) != [*range(ranks.expert_tp if is_expert(name) else tp)]:
+        if is_expert(name):
+            _check_one_owner(ranks.path, name, parts)
+        if sorted(parts) != [*range(ranks.tensor_ranks(name))]:
             raise UserError(
                 f"{ranks.path}: tensor-parallel ranks of one stage hold tensors of different "
                 f"names: {name}"
             )
-    return {
-        name: [
-            alike(ranks.path, name, [stored for _, stored in parts[part]]) for part in sorted(parts)
-        ]
-        for name, parts in copies.items()
-    }
+    checked: dict[str, list[TensorSource]] = {}
+    for name, parts in copies.items():
+        checked[name] = []
+        for part in sorted(parts):
+            same_part = [stored for _, stored in parts[part]]
+            checked[name].append(checked_copy(ranks.path, name, same_part))
+    return checked
 
 
-def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
-    """The first of several copies; reading it raises UserError if another differs."""
+def _check_one_owner(
+    path: Path, name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
+) -> None:
+    """Raise UserError if an expert is on two ep ranks."""
+    for copies in parts.values():
+        if len({ep for ep, _ in copies}) > 1:
+            raise UserError(f"{path}: two ranks have {name}")
+
+
+def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> TensorSource:
+    """Return the first of several copies; reading it raises UserError if another differs."""
     first, *others = copies
     if not others:
         return first
@@ -320,103 +378,131 @@ def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
 
     def read() -> Tensor:
         values = first.read()
-        if not all(same_values(values, other.read()) for other in others):
+        if not all(same_values(values, copy.read()) for copy in others):
             raise UserError(f"{path}: ranks disagree about {name}, which they should all hold")
         return values
 
-    return Whole(first.shape, first.dtype, read)
+    return MergedTensor(first.shape, first.dtype, read)
 
 
-def require_one_dtype(path: Path, name: str, parts: Sequence[Held]) -> None:
+def require_one_dtype(path: Path, name: str, parts: Sequence[TensorSource]) -> None:
     """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
     rounded."""
-    if len(dtypes := sorted({str(part.dtype).removeprefix("torch.") for part in parts})) > 1:
+    # Sorted, so that the same files always give the same message.
+    dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
+    if len(dtypes) > 1:
         raise UserError(f"{path}: ranks hold {name} in several dtypes, {' and '.join(dtypes)}")
 
 
-def numbered_over_stages(
+def number_over_stages(
     path: Path,
-    stages: Sequence[Mapping[str, list[Held]]],
+    stages: Sequence[Mapping[str, list[TensorSource]]],
     layer: re.Pattern[str],
     ends: Mapping[str, int],
-    twice: Sequence[str] = (),
-) -> dict[str, list[Held]]:
-    """Name, with layers counted over all stages -> its parts.
+    repeated: Sequence[str] = (),
+) -> dict[str, list[TensorSource]]:
+    """Return name, with layers counted over all stages -> its parts.
 
-    layer: matches what is before a layer's number, the number and the rest of a name. ends: begins
-    of names -> the stage that alone has them; UserError if another has them, for then files have
-    each other's names.
-    twice: names that several stages may have, which must then be alike.
+    layer: matches what is before a layer's number, the number and the rest of a name.
+    ends: beginnings of names -> the stage that alone has them; UserError if another has them, for
+        then files have each other's names.
+    repeated: names that several stages may have, which must then be the same.
     """
-    for n, stage in enumerate(stages):
-        others = tuple(begin for begin, at in ends.items() if at != n)
-        if odd := [name for name in stage if name.startswith(others) and name not in twice]:
-            at = next(at for begin, at in ends.items() if odd[0].startswith(begin))
-            raise UserError(
-                f"{path}: {odd[0]} belongs to pipeline stage {at} of {len(stages)}, counted "
-                f"from 0, and stage {n} has "
-                "it: files of stages have each other's names"
-            )
-    by_name: dict[str, list[Held]] = {}
-    before = 0
+    _check_ends(path, stages, ends, repeated)
+    merged: dict[str, list[TensorSource]] = {}
+    layers_before = 0
     for stage in stages:
+        local_numbers = set()
         for name, parts in stage.items():
-            match = layer.match(name)
-            shown = f"{match[1]}{int(match[2]) + before}{match[3]}" if match else name
-            if shown in by_name and shown in twice:
-                parts = [
-                    alike(path, name, both) for both in zip(by_name[shown], parts, strict=True)
-                ]
-            elif shown in by_name:
-                raise UserError(f"{path}: two pipeline stages have {shown}")
-            by_name[shown] = parts
-        before += len({match[2] for name in stage if (match := layer.match(name))})
-    return by_name
+            global_name = name
+            if match := layer.match(name):
+                prefix, number, suffix = match.groups()
+                local_numbers.add(number)
+                global_name = f"{prefix}{int(number) + layers_before}{suffix}"
+            if global_name in merged and global_name not in repeated:
+                raise UserError(f"{path}: two pipeline stages have {global_name}")
+            # The embedding beside modules of multi-token prediction is on the first stage and the
+            # last.
+            if global_name in merged:
+                pairs = zip(merged[global_name], parts, strict=True)
+                parts = [checked_copy(path, name, pair) for pair in pairs]
+            merged[global_name] = parts
+        layers_before += len(local_numbers)
+    return merged
 
 
-def wholes_of(
-    path: Path, found: list[Match], by_name: Mapping[str, list[Held]], vocab: int
-) -> dict[str, Held]:
-    """The whole tensors. One that fits no match keeps its shape, for `check_tensors` to speak of.
+def _check_ends(
+    path: Path,
+    stages: Sequence[Mapping[str, list[TensorSource]]],
+    ends: Mapping[str, int],
+    repeated: Sequence[str],
+) -> None:
+    """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
+    for number, stage in enumerate(stages):
+        for name in stage:
+            owner = next((end for begin, end in ends.items() if name.startswith(begin)), number)
+            if owner != number and name not in repeated:
+                raise UserError(
+                    f"{path}: {name} belongs to pipeline stage {owner} of {len(stages)}, counted "
+                    f"from 0, and stage {number} has "
+                    "it: files of stages have each other's names"
+                )
+
+
+def merge_parts(
+    path: Path,
+    expected: list[Match],
+    parts_by_name: Mapping[str, list[TensorSource]],
+    vocab: int,
+) -> dict[str, TensorSource]:
+    """Return the whole tensors. One that fits no match keeps its shape, for `check_tensors` to
+    speak of.
 
     UserError for parts of other shapes than ranks have of it, and for parts in several dtypes.
     """
-    known = {match.foreign: match for match in found}
-    wholes: dict[str, Held] = {}
-    for name, parts in by_name.items():
+    matches = {match.foreign: match for match in expected}
+    merged: dict[str, TensorSource] = {}
+    for name, parts in parts_by_name.items():
         require_one_dtype(path, name, parts)
-        match = known.get(name)
-        fits = match is not None and _fits(match, parts, vocab)
-        if (
-            match
-            and not fits
-            and any(part.shape != parts[0].shape or part.shape == match.shape for part in parts)
-        ):
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise UserError(
-                f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit "
-                "each other"
-            )
-        wholes[name] = _whole_of(path, match, parts) if match and fits else parts[0]
-    return wholes
+        match = matches.get(name)
+        # `check_tensors` names it.
+        if match is None:
+            merged[name] = parts[0]
+        elif _fits(match, parts, vocab):
+            merged[name] = _merge(path, match, parts)
+        else:
+            _require_fit(path, match, parts)
+            merged[name] = parts[0]
+    return merged
 
 
-def _fits(match: Match, parts: Sequence[Held], vocab: int) -> bool:
+def _fits(match: Match, parts: Sequence[TensorSource], vocab: int) -> bool:
     """Return True if the parts are those of a tensor. Each has as many rows of a vocabulary, some
     of them padding."""
-    rows = sum(parts[0].shape[:1])
-    shape = part_shape(match.shape, match.cut, len(parts), len(parts) * rows)
-    return all(part.shape == shape for part in parts) and (
-        match.cut != "vocabulary" or len(parts) * rows >= vocab
-    )
+    rows = sum(parts[0].shape[:1])  # 0 for a single number
+    padded = len(parts) * rows
+    shape = part_shape(match.shape, match.cut, len(parts), padded)
+    if any(part.shape != shape for part in parts):
+        return False
+    return match.cut != "vocabulary" or padded >= vocab
 
 
-def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:
-    """The tensor of `match` put together from those of the tensor-parallel ranks."""
+def _require_fit(path: Path, match: Match, parts: Sequence[TensorSource]) -> None:
+    """Raise UserError for parts of several shapes, or with the whole tensor among them."""
+    if any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise UserError(
+            f"{path}: {match.foreign} is {shapes} on the tensor-parallel ranks, which do not fit "
+            "each other"
+        )
+
+
+def _merge(path: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
+    """Return the tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
-        return alike(path, match.foreign, parts)
+        return checked_copy(path, match.foreign, parts)
 
     def read() -> Tensor:
-        return merged((p.read() for p in parts), match.cut, match.shape, len(parts))
+        return join_parts((part.read() for part in parts), match.cut, match.shape, len(parts))
 
-    return Whole(match.shape, parts[0].dtype, read)
+    return MergedTensor(match.shape, parts[0].dtype, read)

@@ -27,49 +27,61 @@ from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, buckete
 from tools.convert.megatron.distributed import (
     Contents,
     has_args,
+    merge_chunks,
     read_chunked,
     read_common,
-    whole_tensors,
 )
 from tools.convert.megatron.experts import is_expert, is_trained
-from tools.convert.megatron.keys import unknown
+from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of
-from tools.convert.megatron.order import odd, sizes_of
+from tools.convert.megatron.order import sizes_of, unknown_order_setting
 from tools.convert.megatron.ranks import (
     RANK,
-    Held,
-    Ranks,
-    Whole,
-    contradicted,
-    copied,
-    named_over_all,
+    MergedTensor,
+    PerAxis,
+    RankFiles,
+    TensorSource,
+    merge_parts,
+    notes_on_contradictions,
+    notes_on_copies,
+    parts_over_all,
     read_ranks,
-    wholes_of,
 )
 from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Digits of a tracker file's number: nobody trains more steps.
+MOST_DIGITS = 19
+# Versions of files: before 2.0 rows of query, key and value had another order.
+OLDEST_VERSION = 2
+NEWEST_VERSION = 3
 
 
 def find_megatron(path: Path) -> Path | None:
-    """The folder of an iteration: `path`, or the one that its tracker file names; None if there is
-    none."""
+    """Return the folder of an iteration: `path`, or the one that its tracker file names; None if
+    there is none."""
     if (path / TRACKER).is_file():
-        said = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
-        if said == "release":
-            name = said
-        elif said.isascii() and said.isdigit() and len(said) < 20:
-            name = f"iter_{int(said):07d}"
-        else:
-            name = ""
+        tracker = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
+        name = _iteration_folder(tracker)
         if not name or not (path / name).is_dir():
             raise UserError(
-                f"{path / TRACKER} says {said!r}, but there is no such checkpoint beside it"
+                f"{path / TRACKER} says {tracker!r}, but there is no such checkpoint beside it"
             )
         path = path / name
-    is_one = (path / ".metadata").is_file() or any(RANK.fullmatch(p.name) for p in path.iterdir())
-    return path if is_one else None
+    if (path / ".metadata").is_file() or any(RANK.fullmatch(file.name) for file in path.iterdir()):
+        return path
+    return None
+
+
+def _iteration_folder(tracker: str) -> str:
+    """Return the folder that a tracker file names; empty if it names none."""
+    if tracker == "release":
+        return tracker
+    if tracker.isascii() and tracker.isdigit() and len(tracker) <= MOST_DIGITS:
+        return f"iter_{int(tracker):07d}"
+    return ""
 
 
 def open_megatron(
@@ -78,10 +90,13 @@ def open_megatron(
     weights_only: bool = False,
     model: ModelConfig | None = None,
 ) -> Source:
-    """Opens the folder of an iteration. vocab: tokens without padding, if its args do not say.
-    weights_only: as saved, with nothing of the optimizer's state, which is not looked at. model:
-    that of a distributed checkpoint that Megatron-core saved without args, of which only weights
-    are read; UserError for others."""
+    """Open the folder of an iteration.
+
+    vocab: tokens without padding, if its args do not say.
+    weights_only: as saved, with nothing of the optimizer's state, which is not looked at.
+    model: that of a distributed checkpoint that Megatron-core saved without args, of which only
+        weights are read; UserError for others.
+    """
     distributed = (path / ".metadata").is_file()
     if model is not None:
         if not distributed or has_args(path):
@@ -89,85 +104,86 @@ def open_megatron(
                 f"--config is for distributed checkpoints without args, and {path} has some: "
                 "leave it out"
             )
-        return _open_bare(path, model)
-    opens = _open_distributed if distributed else _open_legacy
-    return opens(path, vocab, weights_only)
+        return _open_without_args(path, model)
+    if distributed:
+        return _open_distributed(path, vocab, weights_only)
+    return _open_legacy(path, vocab, weights_only)
 
 
-def _open_bare(path: Path, model: ModelConfig) -> Source:
+def _open_without_args(path: Path, model: ModelConfig) -> Source:
     """Open a checkpoint of which only its names and `model` say what it is."""
     args = args_of(model, model.vocab, 1, 1, True, torch.float32)
-    held = read_chunked(path)
-    weights = held.by_kind["weight"]
-    found = _found(weights, args, model, "whole")
-    wholes = whole_tensors(path, found, weights, model)
-    others = len(held.by_kind) > 1 or held.flat
-    unread = "the optimizer's state, whose order the args would say" if others else ""
+    saved = read_chunked(path)
+    weights = saved.by_kind["weight"]
+    expected = _expected(weights, args, model, "whole")
+    merged = merge_chunks(path, expected, weights, model)
+    has_state = len(saved.by_kind) > 1 or saved.flat
     facts = Facts(
-        unread=unread,
+        unread="the optimizer's state, whose order the args would say" if has_state else "",
         notes=("what the model is was taken from --config, for nothing here says it",),
     )
-    return _source(path, model, found, {"weight": wholes}, facts)
+    return _source(path, model, expected, {"weight": merged}, facts)
 
 
 def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
+    """Open a folder with a file of each rank."""
     ranks = read_ranks(path)
     _require_one_time(ranks)
     model = model_of(ranks.args, vocab)
-    by_name = named_over_all(ranks, lambda rank: rank.chunks)
-    _check_tied(path, model, by_name)
-    found = _found(by_name, ranks.args, model, _down(by_name, model))
-    weights = wholes_of(path, found, by_name, model.vocab)
-    check_tensors(path, found, weights)
-    state = {} if weights_only else optimizer_state(ranks, found, model)
+    parts_by_name = parts_over_all(ranks, lambda rank: rank.chunks)
+    # Before names are matched, for the table has no such tensor in a tied model.
+    _drop_tied_head(path, model, parts_by_name)
+    expected = _expected(parts_by_name, ranks.args, model, _latent_down_cut(parts_by_name, model))
+    weights = merge_parts(path, expected, parts_by_name, model.vocab)
+    check_tensors(path, expected, weights)
+    state = {} if weights_only else optimizer_state(ranks, expected, model)
     facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
-    rows = sum(part.shape[0] for part in by_name[EMBEDDING])
-    facts = replace(facts, notes=(*facts.notes, *_notes(ranks), *_other_padding(ranks.args, rows)))
+    rows = sum(part.shape[0] for part in parts_by_name[EMBEDDING])
+    notes = (*facts.notes, *_notes_on_files(ranks), *_notes_on_padding(ranks.args, rows))
+    unread = facts.unread
     if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
-        facts = replace(
-            facts,
-            unread="the optimizer's state, which not all files hold in a form that is known here",
-        )
-    return _source(path, model, found, {"weight": weights, **state}, facts)
+        unread = "the optimizer's state, which not all files hold in a form that is known here"
+    facts = replace(facts, notes=notes, unread=unread)
+    return _source(path, model, expected, {"weight": weights, **state}, facts)
 
 
 def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Source:
+    """Open a distributed checkpoint with args."""
     common = read_common(path)
     args = common["args"]
     _require_form(path, common)
     model = model_of(args, vocab)
-    held = read_chunked(path)
+    saved = read_chunked(path)
     if weights_only:
-        held = replace(held, by_kind={"weight": held.by_kind["weight"]}, flat={})
-    found = _found(
-        held.by_kind["weight"],
-        args,
-        model,
-        "rows" if args.get("transformer_impl") == "local" else "whole",
-    )
-    trained = [m for m in found if is_trained(m.foreign)]
-    kinds = {
-        kind: whole_tensors(path, found if kind == "weight" else trained, tensors, model)
-        for kind, tensors in held.by_kind.items()
-    }
-    unread = _unread(common, held)
-    if held.flat and not unread:
-        dtypes = {name: weight.dtype for name, weight in kinds["weight"].items()}
-        padded = held.by_kind["weight"][EMBEDDING].shape[0]
-        kinds |= bucketed_state(Saved(path, args, model, trained, dtypes, padded), held.flat)
+        saved = replace(saved, by_kind={"weight": saved.by_kind["weight"]}, flat={})
+    weights = saved.by_kind["weight"]
+    # Transformer Engine does not cut projections down to latents.
+    down: Cut = "rows" if args.get("transformer_impl") == "local" else "whole"
+    expected = _expected(weights, args, model, down)
+    trained = [match for match in expected if is_trained(match.foreign)]
+    merged: dict[str, Mapping[str, TensorSource]] = {}
+    for kind, tensors in saved.by_kind.items():
+        of_kind = expected if kind == "weight" else trained
+        merged[kind] = merge_chunks(path, of_kind, tensors, model)
+    unread = _unread(common, saved)
+    padded = weights[EMBEDDING].shape[0]
+    if saved.flat and not unread:
+        dtypes = {name: weight.dtype for name, weight in merged["weight"].items()}
+        layout = Saved(path, args, model, trained, dtypes, padded)
+        merged |= bucketed_state(layout, saved.flat)
     sizes = sizes_of(args)
-    facts = _facts(common | held.said, args, (sizes.tp, sizes.pp, sizes.ep))
-    notes = (*facts.notes, *_other_padding(args, held.by_kind["weight"][EMBEDDING].shape[0]))
-    return _source(path, model, found, kinds, replace(facts, unread=unread, notes=notes))
+    facts = _facts(common | saved.optimizer, args, PerAxis(sizes.tp, sizes.pp, sizes.ep))
+    notes = (*facts.notes, *_notes_on_padding(args, padded))
+    return _source(path, model, expected, merged, replace(facts, unread=unread, notes=notes))
 
 
-def _unread(common: Mapping[str, Any], held: Contents) -> str:
+def _unread(common: Mapping[str, Any], saved: Contents) -> str:
     """Return the parts of the optimizer state that cannot be read."""
     form = sharding_of(common)
-    setting = odd(common["args"])
-    if form == GATHERED or (held.flat and form != RESHARDABLE):
+    setting = unknown_order_setting(common["args"])
+    if form == GATHERED or (saved.flat and form != RESHARDABLE):
         return f"the optimizer's state, in flat buffers of {form or 'an unnamed form'} ({BY_NAME})"
-    if held.flat and setting:
+    if saved.flat and setting:
         return f"the optimizer's state, in flat buffers with {setting} ({BY_NAME})"
     return ""
 
@@ -175,32 +191,37 @@ def _unread(common: Mapping[str, Any], held: Contents) -> str:
 def _source(
     path: Path,
     model: ModelConfig,
-    found: list[Match],
-    kinds: Mapping[str, Mapping[str, Held]],
+    expected: list[Match],
+    kinds: Mapping[str, Mapping[str, TensorSource]],
     facts: Facts,
 ) -> Source:
-    """kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of
-    `found`."""
-    weights = kinds["weight"]
-    masters = kinds.get("master")
-    if masters:
-        own = {name: _master(path, name, master, weights[name]) for name, master in masters.items()}
-        weights = {**weights, **own}
-    taken = {"weight": weights, **{kind: kinds[kind] for kind in MOMENTS if kind in kinds}}
-    origins = [
-        origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k)
-        for k in taken
-        for m in found
-        if m.foreign in taken[k]
-    ]
-    # Megatron's own has none; ours has the source's
+    """Return the source of merged tensors.
+
+    kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of
+        `expected`. Masters take the place of weights.
+    """
+    # Masters are what training went on with; half weights are rounded from them.
+    weights = dict(kinds["weight"])
+    for name, master in kinds.get("master", {}).items():
+        weights[name] = _checked_master(path, name, master, weights[name])
+    merged: dict[str, Mapping[str, TensorSource]] = {"weight": weights}
+    merged |= {kind: kinds[kind] for kind in MOMENTS if kind in kinds}
+    origins = []
+    for kind, tensors in merged.items():
+        for match in expected:
+            if match.foreign in tensors:
+                tensor = tensors[match.foreign]
+                origins.append(origin_of(match, tensor.read, tensor.dtype, model, kind))
+    # Megatron's own checkpoints have no such file; ours have the source's.
     facts = replace(facts, generation=read_generation(path))
     return Source(path, "megatron", model, origins, facts, ())
 
 
-def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
-    """A master, which has to be the weight but for rounding: what was saved in another order does
-    not pass."""
+def _checked_master(
+    path: Path, name: str, master: TensorSource, weight: TensorSource
+) -> MergedTensor:
+    """Return a master, which has to be the weight but for rounding: what was saved in another order
+    does not pass."""
 
     def read() -> Tensor:
         values = master.read()
@@ -211,57 +232,59 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
             )
         return values
 
-    return Whole(master.shape, master.dtype, read)
+    return MergedTensor(master.shape, master.dtype, read)
 
 
-def _found(
+def _expected(
     names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig, down: Cut
 ) -> list[Match]:
-    """The tensors that the model has in Megatron, by the names that these tensors have.
+    """Return the tensors that the model has in Megatron, by the names that these tensors have.
 
     Without Transformer Engine a norm before experts may have the name of one that belongs to a
-    feed-forward, but then all have. down: how projections down to latents are cut.
+    feed-forward, but then all have.
+    down: how projections down to latents are cut.
     """
-    into = "linear_kv_up_proj" if model.latent else "linear_qkv"
-    fused, before_mlp, alone = (
-        any(f".{part}" in name for name in names)
-        for part in (f"{into}.layer_norm_", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-    )
-    rules = megatron(
-        fused, bool(args.get("rotary_interleaved")), model, before_mlp and not alone, down
-    )
-    return matches(rules, model)
+
+    def is_in_names(part: str) -> bool:
+        return any(f".{part}" in name for name in names)
+
+    after_norm = "linear_kv_up_proj" if model.latent else "linear_qkv"
+    fused = is_in_names(f"{after_norm}.layer_norm_")
+    fused_before_mlp = is_in_names("mlp.linear_fc1.layer_norm_")
+    fused_before_experts = fused_before_mlp and not is_in_names("pre_mlp_layernorm.")
+    interleaved = bool(args.get("rotary_interleaved"))
+    return matches(megatron(fused, interleaved, model, fused_before_experts, down), model)
 
 
-def _down(by_name: Mapping[str, list[Held]], model: ModelConfig) -> Cut:
+def _latent_down_cut(parts_by_name: Mapping[str, list[TensorSource]], model: ModelConfig) -> Cut:
     """Return how ranks cut projections down to latents: not those of Transformer Engine, others by
     rows."""
-    held = [
-        parts for name, parts in by_name.items() if name.endswith(".linear_kv_down_proj.weight")
-    ]
-    whole = model.latent.kv_rank + model.latent.rope_dim
-    if any(part.shape[0] != whole for parts in held for part in parts):
-        return "rows"
+    full_rows = model.latent.kv_rank + model.latent.rope_dim
+    for name, parts in parts_by_name.items():
+        is_down = name.endswith(".linear_kv_down_proj.weight")
+        if is_down and any(part.shape[0] != full_rows for part in parts):
+            return "rows"
     return "whole"
 
 
-def _require_one_time(ranks: Ranks) -> None:
+def _require_one_time(ranks: RankFiles) -> None:
     """Raise UserError unless all files were saved after the same step, in a form that is read."""
     for rank in ranks.files.values():
         _require_form(rank.folder, rank.content)
     first = ranks.first.folder
-    expected = dict(_time(ranks.first.content))
+    expected = dict(_clocks(ranks.first.content))
     for rank in ranks.files.values():
-        for what, value in _time(rank.content):
-            if value != expected[what]:
+        for clock, value in _clocks(rank.content):
+            if value != expected[clock]:
                 raise UserError(
-                    f"{rank.folder} was saved at another time than {first}: {what} is {value} "
+                    f"{rank.folder} was saved at another time than {first}: {clock} is {value} "
                     "there, and "
-                    f"{expected[what]} in the other"
+                    f"{expected[clock]} in the other"
                 )
 
 
-def _time(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _clocks(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of a file that tell when it was saved, each with its description."""
     yield "iteration", content.get("iteration")
     yield "num_steps of the scheduler", _scheduled(content)
     yield "the step of the optimizer", steps_of(content)
@@ -276,11 +299,12 @@ def _scheduled(content: Mapping[str, Any]) -> Any:
 
 
 def _require_form(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise UserError for a file's version or counts that are not read. Before 2.0 rows of QKV had
-    another order."""
+    """Raise UserError for a file's version or counts that are not read."""
     require_kinds({"iteration": content.get("iteration"), "num_steps": _scheduled(content)})
     version = content.get("checkpoint_version")
-    if version is not None and not (is_number(version) and 2 <= version <= 3):
+    if version is None:
+        return
+    if not is_number(version) or not OLDEST_VERSION <= version <= NEWEST_VERSION:
         raise UserError(
             f"{path}: checkpoint_version = {version!r}, and only 2.0 and 3.0 are read, for "
             "older ones have the rows of "
@@ -289,76 +313,87 @@ def _require_form(path: Path, content: Mapping[str, Any]) -> None:
         )
 
 
-def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:
-    """first: a rank's file, or what all ranks have in common. sizes: ranks along tp, pp and ep."""
-    steps = steps_of(first)
-    scaler = scaler_of(first)
-    iteration = first.get("iteration") or 0
-    samples = args.get("consumed_train_samples") or 0
-    tokens = samples * (args.get("seq_length") or 0)
-    progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
-    applied = _scheduled(first)
-    progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
-    tp, pp, ep = sizes
-    layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
-    layout |= {"expert": ep} if ep > 1 else {}
-    if args.get("bf16"):
-        compute = "bf16"
-    elif args.get("fp16"):
-        compute = "fp16"
-    else:
-        compute = "fp32"
-    progress = progress if iteration else {}
-    special = {
-        key: args[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in args
+def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) -> Facts:
+    """Return the facts of a checkpoint.
+
+    content: a rank's file, or what all ranks have in common.
+    sizes: how many ranks there are along each axis.
+    """
+    steps = steps_of(content)
+    layout = {
+        "tensor": sizes.tp,
+        "pipeline": sizes.pp,
+        "data": args.get("data_parallel_size") or 1,
     }
-    others = ", ".join(unknown(args))
-    notes = (f"args that are not known here, and were not read: {others}",) if others else ()
-    precision = {"compute": compute}
+    if sizes.ep > 1:
+        layout["expert"] = sizes.ep
+    compute = next((dtype for dtype in ("bf16", "fp16") if args.get(dtype)), "fp32")
+    special = {key: args[key] for key in SPECIAL_IDS if key in args}
+    unknown = ", ".join(unknown_arguments(args))
+    notes = (f"args that are not known here, and were not read: {unknown}",) if unknown else ()
     return Facts(
         steps,
-        scaler,
-        progress=progress,
-        precision=precision,
+        scaler_of(content),
+        progress=_progress(content, args, steps),
+        precision={"compute": compute},
         layout=layout,
         special=special,
         notes=notes,
     )
 
 
-def _notes(ranks: Ranks) -> Iterator[str]:
+def _progress(content: Mapping[str, Any], args: Mapping[str, Any], steps: int) -> dict[str, int]:
+    """Return how far training was; empty if it had not begun. steps: those of the optimizer."""
+    iteration = content.get("iteration") or 0
+    if not iteration:
+        return {}
+    samples = args.get("consumed_train_samples") or 0
+    scheduled = _scheduled(content)
+    return {
+        "step": iteration,
+        "applied": steps or iteration,
+        "tokens": samples * (args.get("seq_length") or 0),
+        "samples": samples,
+        "applied_samples": samples if scheduled is None else scheduled,
+    }
+
+
+def _notes_on_files(ranks: RankFiles) -> Iterator[str]:
     """Yield notes on what the files of ranks are, other than their args say or than they should
     be."""
-    yield from contradicted(ranks)
-    held: dict[tuple[int, int, int], list[dict[str, Stored]]] = {}
-    for (
-        (t, p, e),
-        rank,
-    ) in ranks.files.items():  # those of one ep axis hold the same if their stage has no experts
-        experts = any(is_expert(name) for chunk in rank.chunks for name in chunk)
-        held.setdefault((t, p, e if experts else 0), rank.chunks)
-    yield from copied(ranks.path, held)
+    yield from notes_on_contradictions(ranks)
+    distinct: dict[PerAxis, list[dict[str, Stored]]] = {}
+    for rank, file in ranks.files.items():
+        # Ranks of one ep axis hold the same by design if their stage has no experts.
+        if not any(is_expert(name) for chunk in file.chunks for name in chunk):
+            rank = rank._replace(ep=0)
+        distinct.setdefault(rank, file.chunks)
+    yield from notes_on_copies(ranks.path, distinct)
 
 
-def _other_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
+def _notes_on_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
     """Yield a note if the args say another number of rows of the padded vocabulary than there
     are."""
-    if (said := args.get("padded_vocab_size")) not in (None, rows):
+    stated = args.get("padded_vocab_size")
+    if stated not in (None, rows):
         yield (
-            f"args say padded_vocab_size = {said}, but {EMBEDDING} has {rows} rows; the files "
+            f"args say padded_vocab_size = {stated}, but {EMBEDDING} has {rows} rows; the files "
             "were read as they are"
         )
 
 
-def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:
-    """The last stage's copy of a tied embedding must be one; it is then left aside.
+def _drop_tied_head(
+    path: Path, model: ModelConfig, parts_by_name: dict[str, list[TensorSource]]
+) -> None:
+    """Remove the last stage's copy of a tied embedding, which must be one.
 
     Beside modules of multi-token prediction it is none: that stage has the embedding too, and
     computes with it.
     """
-    if not model.tied or HEAD not in by_name:
+    if not model.tied or HEAD not in parts_by_name:
         return
-    for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
+    heads = parts_by_name.pop(HEAD)
+    for head, embedding in zip(heads, parts_by_name.get(EMBEDDING, ()), strict=True):
         if not model.mtp_layers and not same_values(head.read(), embedding.read()):
             raise UserError(
                 f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied"

@@ -15,7 +15,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.family_defaults import default_attention_scalar
 from models.rope import ORIGINAL, RopeScaling
-from tools.convert.megatron.keys import Args, given
+from tools.convert.megatron.keys import Args, argument_or
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there
 LEARNED = "learned_absolute"
@@ -32,12 +32,11 @@ UNUSED = (
 )
 
 
-def is_learned(a: Args) -> bool:
+def is_learned(args: Args) -> bool:
     """Return True if positions are learned. They are unless one of two args says that they turn."""
-    learned = a.get("position_embedding_type", LEARNED) == LEARNED and not a.get(
-        "use_rotary_position_embeddings"
-    )
-    if learned and a.get("add_position_embedding") is False:
+    is_default = args.get("position_embedding_type", LEARNED) == LEARNED
+    learned = is_default and not args.get("use_rotary_position_embeddings")
+    if learned and args.get("add_position_embedding") is False:
         raise UserError(
             "Megatron's add_position_embedding = False cannot be converted: it has no "
             "positions at all"
@@ -45,27 +44,27 @@ def is_learned(a: Args) -> bool:
     return learned
 
 
-def rotary_of(a: Args, learned: bool) -> dict[str, Any]:
+def rotary_of(args: Args, learned: bool) -> dict[str, Any]:
     """Return the fields of rotary positions in ordinary attention."""
-    fraction = 1.0 if learned else float(given(a, "rotary_percent", 1.0))
-    base = float(given(a, "rotary_base", 10000))
+    fraction = 1.0 if learned else float(argument_or(args, "rotary_percent", 1.0))
+    base = float(argument_or(args, "rotary_base", 10000))
     if learned:
         scaling = {}
-    elif _is_yarn(a):
-        scaling = _plain_yarn(a, fraction)
+    elif _is_yarn(args):
+        scaling = _plain_yarn(args, fraction)
     else:
-        scaling = _scaling(a)
+        scaling = _scaling(args)
     return {"rope_base": base, "rotary_fraction": fraction, "rope_scaling": scaling}
 
 
-def _is_yarn(a: Args) -> bool:
-    return a.get("position_embedding_type") == YARN
+def _is_yarn(args: Args) -> bool:
+    return args.get("position_embedding_type") == YARN
 
 
-def _scaling(a: Args) -> dict[str, Any]:
+def _scaling(args: Args) -> dict[str, Any]:
     """Return the scaling of rotary positions: Llama 3.1's, or linear."""
-    factor = a.get("rotary_seq_len_interpolation_factor")
-    scaled = bool(a.get("use_rope_scaling"))
+    factor = args.get("rotary_seq_len_interpolation_factor")
+    scaled = bool(args.get("use_rope_scaling"))
     if factor is not None and scaled:
         raise UserError(
             "Megatron's rotary_seq_len_interpolation_factor beside use_rope_scaling cannot "
@@ -76,16 +75,16 @@ def _scaling(a: Args) -> dict[str, Any]:
             raise UserError(f"Megatron's rotary_seq_len_interpolation_factor = {factor} is below 1")
         return {"kind": "linear", "factor": float(factor)}
     if scaled:
-        return {"kind": "llama3", "factor": given(a, "rope_scaling_factor", 8.0), **LLAMA3}
+        return {"kind": "llama3", "factor": argument_or(args, "rope_scaling_factor", 8.0), **LLAMA3}
     return {}
 
 
-def _plain_yarn(a: Args, fraction: float) -> dict[str, Any]:
+def _plain_yarn(args: Args, fraction: float) -> dict[str, Any]:
     """Return YaRN's scaling in ordinary attention, where all features of a head turn."""
     for key in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
-        if a.get(key):
+        if args.get(key):
             raise UserError(
-                f"Megatron's {key} = {a[key]} cannot be converted with "
+                f"Megatron's {key} = {args[key]} cannot be converted with "
                 "position_embedding_type = yarn"
             )
     if fraction != 1:
@@ -93,109 +92,116 @@ def _plain_yarn(a: Args, fraction: float) -> dict[str, Any]:
             f"Megatron's rotary_percent = {fraction} cannot be converted with "
             "position_embedding_type = yarn"
         )
-    original = given(a, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
-    fast, slow = (given(a, f"yarn_{key}", LATENT_YARN[key]) for key in ("beta_fast", "beta_slow"))
-    return _yarn(
-        a, original, fast, slow, bool(given(a, "yarn_correction_range_round_to_int", True))
-    )
+    original = argument_or(args, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
+    fast = argument_or(args, "yarn_beta_fast", LATENT_YARN["beta_fast"])
+    slow = argument_or(args, "yarn_beta_slow", LATENT_YARN["beta_slow"])
+    truncate = bool(argument_or(args, "yarn_correction_range_round_to_int", True))
+    return _yarn(args, original, fast, slow, truncate)
 
 
-def _yarn(a: Args, original: int, fast: float, slow: float, truncate: bool) -> dict[str, Any]:
+def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -> dict[str, Any]:
     """Return YaRN's scaling. With other mscales than ours has words for, the factor of features is
     given itself."""
-    factor, one, all_dims = _factor(a), *_mscales(a)
-    scaling = {
+    factor = _yarn_factor(args)
+    mscale, mscale_all_dim = _mscales(args)
+    scaling: dict[str, Any] = {
         "kind": YARN,
         "factor": factor,
         ORIGINAL: original,
         "beta_fast": float(fast),
         "beta_slow": float(slow),
+        "truncate": truncate,
     }
-    scaling |= {"truncate": truncate}
-    if one and all_dims:
-        return {**scaling, "mscale": one, "mscale_all_dim": all_dims}
-    if (one, all_dims) == (1.0, 0.0):
+    if mscale and mscale_all_dim:
+        return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    if (mscale, mscale_all_dim) == (1.0, 0.0):
         return scaling
-    ratio = _mscale(factor, one) / _mscale(factor, all_dims)
-    return {
-        **scaling,
-        "attention_factor": ratio,
-        **({"mscale_all_dim": all_dims} if all_dims else {}),
-    }
+    scaling["attention_factor"] = _scale(factor, mscale) / _scale(factor, mscale_all_dim)
+    if mscale_all_dim:
+        scaling["mscale_all_dim"] = mscale_all_dim
+    return scaling
 
 
-def _factor(a: Args) -> float:
-    if a.get("rotary_scaling_factor") is None:
-        key = "rope_type" if a.get("multi_latent_attention") else "position_embedding_type"
+def _yarn_factor(args: Args) -> float:
+    if args.get("rotary_scaling_factor") is None:
+        key = "rope_type" if args.get("multi_latent_attention") else "position_embedding_type"
         raise UserError(
-            f"Megatron's {key} = {a.get(key)} needs rotary_scaling_factor, which its args lack"
+            f"Megatron's {key} = {args.get(key)} needs rotary_scaling_factor, which its args lack"
         )
-    factor = float(a["rotary_scaling_factor"])
+    factor = float(args["rotary_scaling_factor"])
     if factor < 1:
         raise UserError(f"Megatron's rotary_scaling_factor = {factor} is below 1")
     return factor
 
 
-def _mscales(a: Args) -> tuple[float, float]:
-    return float(given(a, "mscale", 1.0)), float(given(a, "mscale_all_dim", 0.0))
+def _mscales(args: Args) -> tuple[float, float]:
+    """Return (mscale, mscale_all_dim)."""
+    mscale = float(argument_or(args, "mscale", 1.0))
+    return mscale, float(argument_or(args, "mscale_all_dim", 0.0))
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _scale(factor: float, mscale: float) -> float:
+    """Return YaRN's factor of features (`yarn_get_mscale` of megatron-core)."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def latent_of(a: Args) -> dict[str, Any]:
+def latent_of(args: Args) -> dict[str, Any]:
     """Return the fields of multi-latent attention, its positions among them. UserError for what
     ours has not."""
-    _require_latent(a)
-    heads = a["num_attention_heads"]
-    eps = given(a, "norm_epsilon", 1e-5)
-    turning = a["qk_pos_emb_head_dim"]
-    still = a["qk_head_dim"]
-    latent = {
-        "kv_rank": a["kv_lora_rank"],
-        "query_rank": a["q_lora_rank"] or 0,
-        "rope_dim": turning,
-    }
+    _require_latent(args)
+    heads = args["num_attention_heads"]
+    norm_eps = argument_or(args, "norm_epsilon", 1e-5)
+    rope_dim = args["qk_pos_emb_head_dim"]
+    nope_dim = args["qk_head_dim"]
     fields = {
-        "latent": {**latent, "nope_dim": still, "value_dim": a["v_head_dim"], "norm_eps": eps},
+        "latent": {
+            "kv_rank": args["kv_lora_rank"],
+            "query_rank": args["q_lora_rank"] or 0,
+            "rope_dim": rope_dim,
+            "nope_dim": nope_dim,
+            "value_dim": args["v_head_dim"],
+            "norm_eps": norm_eps,
+        },
         "kv_heads": heads,
-        "head_dim": turning + still,
+        "head_dim": rope_dim + nope_dim,
         "qk_norm": False,
         "qkv_bias": False,
-        "rope_base": float(given(a, "rotary_base", 10000)),
+        "rope_base": float(argument_or(args, "rotary_base", 10000)),
         "rotary_fraction": 1.0,
     }
-    if given(a, "rope_type", YARN) == YARN:
-        original, fast, slow = (given(a, key, value) for key, value in LATENT_YARN.items())
-        return {**fields, "rope_scaling": _yarn(a, original, fast, slow, truncate=True)}
-    _, all_dims = _mscales(a)
-    if all_dims:
-        scalar = (turning + still) / _mscale(_factor(a), all_dims) ** 4
-    else:
-        scalar = float(turning + still)
-    return {**fields, "rope_scaling": {}, "attention_scalar": scalar}
+    if argument_or(args, "rope_type", YARN) == YARN:
+        original, fast, slow = (
+            argument_or(args, key, default) for key, default in LATENT_YARN.items()
+        )
+        return {**fields, "rope_scaling": _yarn(args, original, fast, slow, truncate=True)}
+    # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
+    attention_scalar = float(rope_dim + nope_dim)
+    _, mscale_all_dim = _mscales(args)
+    if mscale_all_dim:
+        attention_scalar = (rope_dim + nope_dim) / _scale(_yarn_factor(args), mscale_all_dim) ** 4
+    return {**fields, "rope_scaling": {}, "attention_scalar": attention_scalar}
 
 
-def _require_latent(a: Args) -> None:
-    needed = {
+def _require_latent(args: Args) -> None:
+    """Raise UserError for args that multi-latent attention ignores, or that ours has not."""
+    rotary = args.get("use_rotary_position_embeddings")
+    allowed: dict[str, tuple[Any, ...]] = {
         "qk_layernorm": (True,),
         "normalization": ("RMSNorm",),
-        "position_embedding_type": ("rope",),
+        "position_embedding_type": ("rope", LEARNED) if rotary else ("rope",),
+        "softmax_type": ("vanilla", None),
+        "rotary_percent": (1, 1.0, None),
+        **dict.fromkeys(UNUSED, (False, None)),
     }
-    needed |= {"softmax_type": ("vanilla", None), "rotary_percent": (1, 1.0, None)}
-    needed |= dict.fromkeys(UNUSED, (False, None))
-    if a.get("use_rotary_position_embeddings"):
-        needed["position_embedding_type"] = ("rope", LEARNED)
-    for key, values in needed.items():
-        if a.get(key) not in values:
+    for key, values in allowed.items():
+        if args.get(key) not in values:
             raise UserError(
-                f"Megatron's {key} = {a.get(key)!r} beside multi_latent_attention = True "
+                f"Megatron's {key} = {args.get(key)!r} beside multi_latent_attention = True "
                 "cannot be converted: only "
                 f"{values[0]} can"
             )
-    groups = a.get("num_query_groups") if a.get("group_query_attention", True) else None
-    if groups not in (None, a["num_attention_heads"]):
+    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
+    if groups not in (None, args["num_attention_heads"]):
         raise UserError(
             f"Megatron's num_query_groups = {groups} has no meaning beside "
             "multi_latent_attention = True"
@@ -206,18 +212,13 @@ def without_rotary(model: ModelConfig) -> Iterator[str]:
     """Yield the properties of positions and latents that Megatron's GPT model lacks."""
     scaling = model.rope_scaling
     latent = model.latent
-    llama3 = scaling.kind == "llama3" and not LLAMA3.items() - scaling.model_dump().items()
-    linear = scaling.kind == "linear" and scaling.factor == int(scaling.factor)
-    ordinary = llama3 or linear or (_says_yarn(scaling) and model.rotary_fraction == 1)
-    if not (
-        scaling.kind == "none" or (_says_yarn(scaling) and scaling.truncate if latent else ordinary)
-    ):
+    if not _has_scaling(model):
         where = " in multi-latent attention" if latent else ""
         yield f"rope_scaling {scaling.model_dump(exclude_defaults=True)}{where}"
-    usual = default_attention_scalar(
+    default_scalar = default_attention_scalar(
         {"latent": latent, "head_dim": model.head_dim, "rope_scaling": scaling}
     )
-    if model.attention_scalar != usual:
+    if model.attention_scalar != default_scalar:
         yield f"attention_scalar = {model.attention_scalar}"
     if latent and model.qkv_bias:
         yield "qkv_bias = True in multi-latent attention"
@@ -227,7 +228,21 @@ def without_rotary(model: ModelConfig) -> Iterator[str]:
         yield "biases in the attention's output alone"
 
 
-def _says_yarn(scaling: RopeScaling) -> bool:
+def _has_scaling(model: ModelConfig) -> bool:
+    """Return True if Megatron has the scaling of a model's rotary positions."""
+    scaling = model.rope_scaling
+    if scaling.kind == "none":
+        return True
+    if model.latent:
+        return _has_yarn(scaling) and scaling.truncate
+    if scaling.kind == "llama3":
+        return not LLAMA3.items() - scaling.model_dump().items()
+    if scaling.kind == "linear":
+        return scaling.factor == int(scaling.factor)
+    return _has_yarn(scaling) and model.rotary_fraction == 1
+
+
+def _has_yarn(scaling: RopeScaling) -> bool:
     """Return True if Megatron has words for YaRN's factors."""
     return (
         scaling.kind == YARN
@@ -238,31 +253,43 @@ def _says_yarn(scaling: RopeScaling) -> bool:
 
 def rotary_args(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's args of positions."""
-    learned = model.positions == "learned"
-    base = model.rope_base
     scaling = model.rope_scaling
-    yarn = scaling.kind == YARN
-    ordinary = "rope" if model.latent or not yarn else YARN
-    said = {
-        "position_embedding_type": LEARNED if learned else ordinary,
-        "add_position_embedding": learned,
-        "use_rotary_position_embeddings": ordinary == "rope" and not learned,
+    kind = YARN if scaling.kind == YARN and not model.latent else "rope"
+    if model.positions == "learned":
+        kind = LEARNED
+    base = model.rope_base
+    return {
+        "position_embedding_type": kind,
+        "add_position_embedding": kind == LEARNED,
+        "use_rotary_position_embeddings": kind == "rope",
         "rotary_base": int(base) if base == int(base) else base,
         "rotary_percent": model.rotary_fraction,
         "rotary_interleaved": False,
         "use_rope_scaling": scaling.kind == "llama3",
         "rope_scaling_factor": scaling.factor,
-        "rotary_seq_len_interpolation_factor": int(scaling.factor)
-        if scaling.kind == "linear"
-        else None,
-        "rotary_scaling_factor": scaling.factor if yarn else 1.0,
-        "mscale": (scaling.mscale or 1.0) if yarn else 1.0,
-        "mscale_all_dim": scaling.mscale_all_dim if yarn else 0.0,
+        "rotary_seq_len_interpolation_factor": _linear_factor(scaling),
+        **_yarn_args(model),
     }
-    if yarn and not model.latent:
-        said |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
-        said |= {"yarn_correction_range_round_to_int": scaling.truncate}
-    return said
+
+
+def _linear_factor(scaling: RopeScaling) -> int | None:
+    return int(scaling.factor) if scaling.kind == "linear" else None
+
+
+def _yarn_args(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's args of YaRN, which are neutral without it."""
+    scaling = model.rope_scaling
+    if scaling.kind != YARN:
+        return {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    args: dict[str, Any] = {
+        "rotary_scaling_factor": scaling.factor,
+        "mscale": scaling.mscale or 1.0,
+        "mscale_all_dim": scaling.mscale_all_dim,
+    }
+    if not model.latent:
+        args |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
+        args["yarn_correction_range_round_to_int"] = scaling.truncate
+    return args
 
 
 def latent_args(model: ModelConfig) -> dict[str, Any]:

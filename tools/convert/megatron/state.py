@@ -7,7 +7,9 @@ masters besides. Experts that other ranks have not have an optimizer of their ow
 list. Its distributed optimizer saves elsewhere (`flat`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
@@ -18,12 +20,19 @@ from tools.convert.core.torch_files import contents
 from tools.convert.hf.folder import check_tensors
 from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.flat import flat_state
-from tools.convert.megatron.order import shared
-from tools.convert.megatron.ranks import Held, Rank, Ranks, named_over_all, wholes_of
+from tools.convert.megatron.order import shared_weights
+from tools.convert.megatron.ranks import (
+    RankFile,
+    RankFiles,
+    TensorSource,
+    merge_parts,
+    parts_over_all,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DISTRIBUTED = "distrib_optim.pt"
-Named = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> name -> tensor
+Content = Mapping[str, Any]  # of a file, or of an optimizer in it
+RankState = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> name -> tensor
 
 
 def decayed(name: str, shape: Sequence[int]) -> bool:
@@ -32,141 +41,157 @@ def decayed(name: str, shape: Sequence[int]) -> bool:
 
 
 def optimizer_state(
-    ranks: Ranks, found: list[Match], model: ModelConfig
-) -> dict[str, Mapping[str, Held]]:
-    """kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a state
-    that can be read.
+    ranks: RankFiles, expected: list[Match], model: ModelConfig
+) -> dict[str, Mapping[str, TensorSource]]:
+    """Return kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a
+    state that can be read.
 
     Kinds are exp_avg, exp_avg_sq, and master where the weights are half.
     """
-    named = _distributed(ranks, model) or _numbered(ranks)
-    found = [m for m in found if is_trained(m.foreign)]
-    tensors = {}
-    for kind in sorted(kind for kind in next(iter(named.values()))[0]) if named else ():
-        by_name = named_over_all(ranks, _pick(named, kind))
-        # the last stage's copy of the embedding, as a head
-        tied = by_name.keys() - {m.foreign for m in found}
-        kept = {n: parts for n, parts in by_name.items() if n not in tied}
-        wholes = wholes_of(ranks.path, found, kept, model.vocab)
-        check_tensors(ranks.path, found, wholes)
-        tensors[kind] = wholes
-    return tensors
-
-
-def _pick(named: Mapping[Any, Named], kind: str) -> Callable[[Rank], list[dict[str, Stored]]]:
-    return lambda rank: [chunk[kind] for chunk in named[rank.folder]]
-
-
-def _all(ranks: Ranks) -> Iterator[tuple[int, Rank]]:
-    """(pipeline stage, rank) of each."""
-    yield from ((stage, rank) for (_, stage, _), rank in ranks.files.items())
-
-
-def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of a file's optimizer, or of both. Empty if there is none."""
-    held = content.get("optimizer")
-    if isinstance(held, dict) and 0 in held:  # of a distributed checkpoint: by number
-        held = list(held.values())
-    states: list[Any] = held if isinstance(held, list) else [held]
-    if all(isinstance(s, dict) and "param_groups" in s.get("optimizer", s) for s in states):
-        return states
-    return []
-
-
-def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
-    """By folder, what distrib_optim.pt holds; nothing if there are no such files."""
-    files = {rank.folder: rank.folder / DISTRIBUTED for _, rank in _all(ranks)}
-    there = [file for file in files.values() if file.is_file()]
-    if not there:
+    states = _read_distributed(ranks, model) or _read_numbered(ranks)
+    if not states:
         return {}
-    if lost := [file for file in files.values() if file not in there]:
-        raise UserError(f"{lost[0]} is missing, though other ranks have theirs")
+    trained = [match for match in expected if is_trained(match.foreign)]
+    names = {match.foreign for match in trained}
+    first_chunk = next(iter(states.values()))[0]
+    merged_by_kind = {}
+    for kind in sorted(first_chunk):
+        parts_by_name = parts_over_all(ranks, partial(_tensors_of_kind, states, kind))
+        # What is not among the names is the last stage's copy of the embedding, as a head.
+        parts_by_name = {name: parts for name, parts in parts_by_name.items() if name in names}
+        merged = merge_parts(ranks.path, trained, parts_by_name, model.vocab)
+        check_tensors(ranks.path, trained, merged)
+        merged_by_kind[kind] = merged
+    return merged_by_kind
+
+
+def _tensors_of_kind(
+    states: Mapping[Path, RankState], kind: str, rank: RankFile
+) -> list[dict[str, Stored]]:
+    """Return the tensors of one kind of each of a rank's chunks. states: by a rank's folder."""
+    return [chunk[kind] for chunk in states[rank.folder]]
+
+
+def _optimizers(content: Content) -> list[dict[str, Any]]:
+    """Return the states of a file's optimizer, or of both. Empty if there is none."""
+    saved = content.get("optimizer")
+    if isinstance(saved, dict) and 0 in saved:  # of a distributed checkpoint: by number
+        saved = list(saved.values())
+    states: list[Any] = saved if isinstance(saved, list) else [saved]
+    for state in states:
+        if not isinstance(state, dict) or "param_groups" not in _inner(state):
+            return []
+    return states
+
+
+def _inner(optimizer: Content) -> Any:
+    """Return the state of torch's optimizer, around which one with FP32 masters has its own."""
+    return optimizer.get("optimizer", optimizer)
+
+
+def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankState]:
+    """Return by folder what distrib_optim.pt holds; nothing if there are no such files."""
+    files = {rank.folder: rank.folder / DISTRIBUTED for rank in ranks.files.values()}
+    missing = [file for file in files.values() if not file.is_file()]
+    if len(missing) == len(files):
+        return {}
+    if missing:
+        raise UserError(f"{missing[0]} is missing, though other ranks have theirs")
+    # Its groups and steps are in the rank's file.
     if not _optimizers(ranks.first.content):
         raise UserError(
             f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file"
         )
-    held = dict(zip(files, contents(list(files.values())), strict=True))
-    twice = shared(model, ranks.sizes[1])
+    loaded = dict(zip(files, contents(list(files.values())), strict=True))
+    on_both_ends = shared_weights(model, ranks.sizes.pp)
     return {
-        rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, twice)
-        for stage, rank in _all(ranks)
+        file.folder: flat_state(file, loaded[file.folder], ranks.args, rank.pp, on_both_ends)
+        for rank, file in ranks.files.items()
     }
 
 
-def _numbered(ranks: Ranks) -> dict[Any, Named]:
-    """By folder, what the optimizers in the ranks' own files hold; nothing unless all have
+def _read_numbered(ranks: RankFiles) -> dict[Path, RankState]:
+    """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
-    states = {rank.folder: _optimizers(rank.content) for _, rank in _all(ranks)}
-    if not all(
-        own and all(s.get("optimizer", s).get("state") for s in own) for own in states.values()
-    ):
-        return {}
-    return {rank.folder: _named(rank, states[rank.folder]) for _, rank in _all(ranks)}
+    optimizers = {rank.folder: _optimizers(rank.content) for rank in ranks.files.values()}
+    for of_rank in optimizers.values():
+        if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
+            return {}
+    return {
+        rank.folder: _named_state(rank, optimizers[rank.folder]) for rank in ranks.files.values()
+    }
 
 
-def _named(rank: Rank, optimizers: Sequence[Mapping[str, Any]]) -> Named:
-    named: Named = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
+def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
+    """Return the masters and the moments of a rank's numbered parameters by their names."""
+    chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
     for optimizer in optimizers:
-        inner = optimizer.get("optimizer", optimizer)
+        inner = _inner(optimizer)
         masters = optimizer.get("fp32_from_fp16_params")
         for number, group in enumerate(inner["param_groups"]):
-            names = list(_of_group(rank, group))
-            if len(names) != len(group["params"]):
+            parameters = list(_parameters_of_group(rank, group))
+            if len(parameters) != len(group["params"]):
                 raise UserError(
                     f"{rank.folder}: its optimizer has other groups of parameters than "
                     "Megatron's default"
                 )
-            for (chunk, name), index in zip(names, group["params"], strict=True):
+            for (chunk, name), index in zip(parameters, group["params"], strict=True):
                 for kind in MOMENTS:
-                    named[chunk][kind][name] = inner["state"][index][kind]
-            for (chunk, name), master in zip(
-                names, masters[number] if masters else (), strict=bool(masters)
-            ):
-                named[chunk].setdefault("master", {})[name] = master
-    counts = [sum(map(is_trained, own)) for own in rank.chunks]
-    if any(
-        len(chunk[kind]) != count
-        for chunk, count in zip(named, counts, strict=True)
-        for kind in chunk
-    ):
-        raise UserError(
-            f"{rank.folder}: its optimizer has not the parameters of the model, or some of "
-            "them twice"
-        )
-    return named
+                    chunks[chunk][kind][name] = inner["state"][index][kind]
+            if masters:
+                for (chunk, name), master in zip(parameters, masters[number], strict=True):
+                    chunks[chunk].setdefault("master", {})[name] = master
+    _require_all_parameters(rank, chunks)
+    return chunks
 
 
-def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """(chunk, name) of the parameters that Megatron puts in such a group, in its order."""
-    decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
-    own_experts = bool(group.get("is_expert_parallel"))
-    apart = len(_optimizers(rank.content)) > 1  # experts have an optimizer of their own
+def _require_all_parameters(rank: RankFile, chunks: RankState) -> None:
+    """Raise UserError unless there is a tensor of each kind for each parameter."""
+    for chunk, weights in zip(chunks, rank.chunks, strict=True):
+        trained = sum(map(is_trained, weights))
+        if any(len(tensors) != trained for tensors in chunk.values()):
+            raise UserError(
+                f"{rank.folder}: its optimizer has not the parameters of the model, or some of "
+                "them twice"
+            )
+
+
+def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, str]]:
+    """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
+    group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
+    group_has_experts = bool(group.get("is_expert_parallel"))
+    separate_experts = len(_optimizers(rank.content)) > 1  # they have an optimizer of their own
     for number, chunk in enumerate(rank.chunks):
         for name, stored in chunk.items():
-            of_group = (
-                decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts
-            )
-            if of_group and is_trained(name):
+            same_decay = decayed(name, stored.shape) == group_decays
+            # With one optimizer for all, experts are in the groups of other parameters.
+            same_experts = (is_expert(name) and separate_experts) == group_has_experts
+            if same_decay and same_experts and is_trained(name):
                 yield number, name
 
 
-def steps_of(content: Mapping[str, Any]) -> int:
+def steps_of(content: Content) -> int:
     """Return the number of steps of a file's optimizer; 0 if the file does not state it."""
     optimizers = _optimizers(content)
-    inner = optimizers[0].get("optimizer", optimizers[0]) if optimizers else {}
+    inner = _inner(optimizers[0]) if optimizers else {}
     state = inner.get("state") or {}
-    said = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
-    said += [
-        entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry
-    ]
-    step = next(iter(said), state.get("common_step", 0))
+    # It is in the groups, in the states of parameters, or beside them.
+    steps = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
+    for entry in state.values():
+        if isinstance(entry, dict) and "step" in entry:
+            steps.append(entry["step"])
+    step = steps[0] if steps else state.get("common_step", 0)
     return int(step.read().item() if isinstance(step, Stored) else step)
 
 
-def scaler_of(content: Mapping[str, Any]) -> dict[str, float]:
-    """The loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it has
-    none."""
-    kept = next((optimizer.get("grad_scaler") or {} for optimizer in _optimizers(content)), {})
-    if not {"scale", "growth_tracker", "hysteresis_tracker"} <= kept.keys():
+def scaler_of(content: Content) -> dict[str, float]:
+    """Return the loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it
+    has none."""
+    optimizers = _optimizers(content)
+    saved = (optimizers[0].get("grad_scaler") or {}) if optimizers else {}
+    if not {"scale", "growth_tracker", "hysteresis_tracker"} <= saved.keys():
         return {}
-    return {k: v.read().item() if isinstance(v, Stored) else float(v) for k, v in kept.items()}
+    scaler = {}
+    for key, value in saved.items():
+        scaler[key] = value.read().item() if isinstance(value, Stored) else float(value)
+    return scaler

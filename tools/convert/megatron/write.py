@@ -14,7 +14,7 @@ from functools import partial as bind
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaprec.durable import reading
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from models.router import is_correction
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Cut, Match, heads, matches
+from tools.convert.core.rules import Cut, Match, head_sizes, matches
 from tools.convert.core.source import Source
-from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
 from tools.convert.megatron.experts import expert_of, is_trained, local_name
@@ -36,12 +37,12 @@ from tools.convert.megatron.layout import (
     HEAD,
     TRACKER,
     args_of,
-    part,
+    cut_part,
+    omitted_fields,
     part_shape,
     rank_folder,
-    unsaid,
 )
-from tools.convert.megatron.order import as_registered
+from tools.convert.megatron.order import in_registered_order
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.megatron.state import MOMENTS, decayed
 
@@ -49,16 +50,28 @@ from tools.convert.megatron.state import MOMENTS, decayed
 DIVISIBLE = 128
 HALF = (torch.bfloat16, torch.float16)
 # Megatron looks for these, and takes its own with --override-opt-param-scheduler.
-RATES = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
-DECAYS = ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")
+SCHEDULER_KEYS = (
+    "max_lr",
+    "min_lr",
+    "lr_warmup_steps",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "start_wd",
+    "end_wd",
+    "wd_incr_steps",
+    "wd_incr_style",
+)
+# A local header of a zip: its length without name and extra field, whose lengths are at its end.
+ZIP_HEADER = 30
+ZIP_LENGTHS = 26
 
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Over how many ranks the checkpoint is laid out, and which names it has.
+    """The numbers of ranks that the checkpoint is laid out over, and the names that it has.
 
-    fused_norms: norms bear Transformer Engine's names. grouped: so do experts, which Megatron then
-        computes together.
+    fused_norms: norms bear Transformer Engine's names.
+    grouped: so do experts, which Megatron then computes together.
     """
 
     tp: int = 1
@@ -75,7 +88,7 @@ class MegatronLayout:
 
 
 @dataclass(frozen=True)
-class _Local:
+class _LocalTensor:
     """A tensor of `match` as a stage has it: its name there and its part's shape.
 
     expert: the number of the expert that it belongs to, if it is one's; the name counts a rank's
@@ -88,10 +101,32 @@ class _Local:
     expert: int | None
 
 
+class _Slot(NamedTuple):
+    """Room for a rank's part of a tensor in its file. kind: weight, exp_avg or exp_avg_sq."""
+
+    kind: str
+    tensor: _LocalTensor
+    dtype: torch.dtype
+
+
 def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
-    """A folder with one iteration. UserError for a model or a layout that Megatron does not
-    have."""
-    model = source.model
+    """Return a target that is a folder with one iteration. UserError for a model or a layout that
+    Megatron does not have."""
+    _check_layout(source.model, layout)
+    weights = dtype or source.dtype("weight/embedding.weight")
+    writer = _Writer(source, layout, weights)
+    describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
+    size = sum(prod(source.shapes[key]) * dtype.itemsize for key, dtype in writer.dtypes.items())
+    left_out = list(writer.left_out)
+    if source.tokenizer:
+        left_out.append("the tokenizer")
+    return Target(
+        describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, tuple(left_out)
+    )
+
+
+def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
+    """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError(
             f"--tp {layout.tp} --pp {layout.pp}: give 1 or more, and stages that divide "
@@ -103,38 +138,34 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
         )
     if layout.grouped and not model.experts:
         raise UserError("--grouped-experts: the model has no experts: leave it out")
-    weights = dtype or source.dtype("weight/embedding.weight")
-    writer = _Writer(source, layout, weights)
-    describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
-    size = sum(prod(source.shapes[key]) * kept.itemsize for key, kept in writer.dtypes.items())
-    left_out = tuple(writer.left_out) + (("the tokenizer",) if source.tokenizer else ())
-    return Target(describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, left_out)
 
 
 def _reopen(path: Path) -> Source:
-    found = find_megatron(path)
-    assert found
-    return open_megatron(found)
+    iteration = find_megatron(path)
+    assert iteration
+    return open_megatron(iteration)
 
 
-class _Rooms:
+class _Slots:
     """Tensors without values for a file to be, in the order in which it will hold them."""
 
     def __init__(self) -> None:
-        self.slots: list[tuple[str, _Local, torch.dtype] | None] = []  # None: the loss scale
+        self.slots: list[_Slot | None] = []  # None: the loss scale
 
-    def take(self, kind: str, tensor: _Local, dtype: torch.dtype) -> Tensor:
-        """Room for a rank's part of a tensor."""
-        self.slots.append((kind, tensor, dtype))
+    def add(self, kind: str, tensor: _LocalTensor, dtype: torch.dtype) -> Tensor:
+        """Return room for a rank's part of a tensor."""
+        self.slots.append(_Slot(kind, tensor, dtype))
         return torch.empty(tensor.shape, dtype=dtype)
 
-    def take_scale(self) -> Tensor:
-        """Room for the loss scale."""
+    def add_scale(self) -> Tensor:
+        """Return room for the loss scale."""
         self.slots.append(None)
         return torch.empty(1)
 
 
 class _Writer:
+    """The files of one conversion. weights: dtype of the model's weights in them."""
+
     def __init__(self, source: Source, layout: MegatronLayout, weights: torch.dtype) -> None:
         self.source = source
         self.layout = layout
@@ -142,61 +173,65 @@ class _Writer:
         model = source.model
         unit = DIVISIBLE * layout.tp
         self.padded = -(-model.vocab // unit) * unit
-        self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
-        self.left_out = unsaid(model, self.args)
-        self.args |= source.facts.special
         # Megatron has biases of experts only where these are not cut; others are cut as all else
         # is.
         self.expert_tp = 1 if model.expert_bias else layout.tp
+        self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
+        self.left_out = omitted_fields(model, self.args)
+        self.args |= source.facts.special
         self.args |= {"expert_model_parallel_size": layout.ep, "moe_grouped_gemm": layout.grouped}
-        self.args |= {"expert_tensor_parallel_size": self.expert_tp} if model.expert_bias else {}
+        if model.expert_bias:
+            self.args["expert_tensor_parallel_size"] = self.expert_tp
         self.matches = matches(megatron(layout.fused_norms, False, model, down=layout.down), model)
-        trained = [
-            key.removeprefix("weight/") for key in source.keys("weight") if not is_correction(key)
-        ]
-        moments = [f"{kind}/{name}" for name in trained for kind in MOMENTS]
-        # not of other rules, nor of Muon, which mixes two
-        self.has_state = source.shapes.keys() >= {*moments}
+        # The state of other rules is not written, nor that of Muon, which mixes two.
+        self.has_state = _has_all_moments(source)
+        # FP32 masters take the place of half weights: they are what is read back.
         self.masters = self.has_state and weights in HALF
         self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
-        kept = {
-            "weight": torch.float32 if self.masters else weights,
-            **dict.fromkeys(MOMENTS, torch.float32),
-        }
         self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
-        self.dtypes = {
-            f"{kind}/{name}": self._dtype(match, dtype)
-            for kind, dtype in kept.items()
-            for match in self.matches
-            for name in match.logical
-            if kind == "weight" or (self.has_state and is_trained(match.foreign))
-        }
+        self.dtypes = self._dtypes()
 
-    def _stage(self, stage: int) -> Iterator[_Local]:
-        """The tensors of a pipeline stage, in the order of its parameters."""
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Return key -> dtype in which a logical tensor is read back: masters in place of half
+        weights, and the moments of what is trained."""
+        dtypes: dict[str, torch.dtype] = {}
+        weights = torch.float32 if self.masters else self.weights
+        for match in self.matches:
+            for name in match.logical:
+                dtypes[f"weight/{name}"] = self._dtype(match, weights)
+        if not self.has_state:
+            return dtypes
+        for kind in MOMENTS:
+            for match in self.matches:
+                if is_trained(match.foreign):
+                    dtypes |= {f"{kind}/{name}": torch.float32 for name in match.logical}
+        return dtypes
+
+    def _stage(self, stage: int) -> Iterator[_LocalTensor]:
+        """Yield the tensors of a pipeline stage, in the order of its parameters."""
         pp = self.layout.pp
-        layers = self.source.model.layers // self.layout.pp
-        copied = pp > 1 and stage == pp - 1
-        embedding = next(m for m in self.matches if m.foreign == EMBEDDING)
-        if self.source.model.mtp_layers and copied:
+        layers = self.source.model.layers // pp
+        is_another_last = pp > 1 and stage == pp - 1
+        embedding = next(match for match in self.matches if match.foreign == EMBEDDING)
+        if self.source.model.mtp_layers and is_another_last:
             yield self._local(EMBEDDING, embedding)
-        for match in as_registered(self.matches, self.layout.grouped):
-            if name := _local_name(match.foreign, stage, layers, pp):
+        for match in in_registered_order(self.matches, self.layout.grouped):
+            name = _name_in_stage(match.foreign, stage, layers, pp)
+            if name is not None:
                 yield self._local(name, match)
-        if self.source.model.tied and copied:
+        if self.source.model.tied and is_another_last:
             yield self._local(HEAD, embedding)
 
-    def _local(self, name: str, match: Match) -> _Local:
+    def _local(self, name: str, match: Match) -> _LocalTensor:
         try:
             shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
         except UserError as error:
             raise UserError(
                 f"--tp {self.layout.tp}: {name} of {error}; give a number that divides it"
             ) from error
-        own = self.source.model.experts // self.layout.ep
-        return _Local(
-            local_name(name, own, self.layout.grouped), match, shape, expert_of(match.foreign)
-        )
+        experts = self.source.model.experts // self.layout.ep
+        name = local_name(name, experts, self.layout.grouped)
+        return _LocalTensor(name, match, shape, expert_of(match.foreign))
 
     def _dtype(self, match: Match, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor among weights; a router's correction keeps its own."""
@@ -210,153 +245,173 @@ class _Writer:
             return self.layout.tp
         return self.expert_tp
 
-    def _files(self) -> Iterator[tuple[int, str, list[_Local]]]:
-        """(tp rank, file, what is in it) of every rank."""
+    def _files(self) -> Iterator[tuple[int, str, list[_LocalTensor]]]:
+        """Yield (tp rank, file, what is in it) of every rank."""
         layout = self.layout
-        own = self.source.model.experts // self.layout.ep
-        for stage, local in enumerate(self.stages):
+        experts = self.source.model.experts // layout.ep
+        for stage, tensors in enumerate(self.stages):
             for tp, ep in product(range(layout.tp), range(layout.ep)):
                 folder = rank_folder(tp, stage, layout.pp, ep, layout.ep)
-                held = [
+                local = [
                     tensor
-                    for tensor in local
-                    if tensor.expert is None or tensor.expert // own == ep
+                    for tensor in tensors
+                    if tensor.expert is None or tensor.expert // experts == ep
                 ]
-                yield tp, f"{self.folder}/{folder}/{FILE}", held
+                yield tp, f"{self.folder}/{folder}/{FILE}", local
 
     def reserve(self, folder: Path, write: bool) -> list[Write]:
-        """Makes all ranks' files; one write for each whole tensor and kind, with a place in each
-        file that has it."""
-        places: dict[tuple[str, Match], list[Place]] = {}
-        for rank, file, held in self._files():
-            for (kind, tensor, dtype), start in self._make(folder / file, held, rank, write):
-                ranks = self._ranks(tensor.match)
-                take = bind(_part, tensor.match, rank % ranks, ranks, self.padded, dtype)
-                places.setdefault((kind, tensor.match), []).append(Place(file, start, take))
-        sizes = heads(self.source.model)
-        return [
-            Write(
-                f"{kind}/{match.foreign}",
-                tuple(f"{kind}/{name}" for name in match.logical),
-                bind(_join, match, sizes),
-                tuple(into),
-            )
-            for (kind, match), into in places.items()
-        ]
+        """Make all ranks' files; return one write for each whole tensor and kind, with a location
+        in each file that has it."""
+        locations: dict[tuple[str, Match], list[Location]] = {}
+        for tp, file, tensors in self._files():
+            for slot, start in self._make_file(folder / file, tensors, tp, write):
+                match = slot.tensor.match
+                ranks = self._ranks(match)
+                take = bind(_unpadded_part, match, tp % ranks, ranks, self.padded, slot.dtype)
+                locations.setdefault((slot.kind, match), []).append(Location(file, start, take))
+        sizes = head_sizes(self.source.model)
+        writes = []
+        for (kind, match), of_tensor in locations.items():
+            keys = tuple(f"{kind}/{name}" for name in match.logical)
+            name = f"{kind}/{match.foreign}"
+            writes.append(Write(name, keys, bind(_join, match, sizes), tuple(of_tensor)))
+        return writes
 
-    def _make(
-        self, file: Path, local: Sequence[_Local], rank: int, write: bool
-    ) -> Iterator[tuple[tuple[str, _Local, torch.dtype], int]]:
-        """((kind, tensor, dtype), byte where it begins) of all tensors in one rank's file."""
-        rooms = _Rooms()
+    def _make_file(
+        self, file: Path, tensors: Sequence[_LocalTensor], rank: int, write: bool
+    ) -> Iterator[tuple[_Slot, int]]:
+        """Yield (slot, byte where it begins) of all tensors in one rank's file. write: make it."""
+        slots = _Slots()
+        # Tensors without memory: the file gets room for the values, which follow one by one.
         with FakeTensorMode():
-            content = self._content(local, rank, rooms)
+            content = self._content(tensors, rank, slots)
         if write:
             file.parent.mkdir(parents=True, exist_ok=True)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, file)
-        for slot, start in zip(rooms.slots, _storage_starts(file), strict=True):
+        for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
+            # The loss scale is one number, and needs no write of its own.
             elif write:
                 fill(file, start, torch.tensor([self.source.facts.scaler["scale"]]))
 
-    def _content(self, local: Sequence[_Local], rank: int, rooms: _Rooms) -> dict[str, Any]:
+    def _content(self, tensors: Sequence[_LocalTensor], rank: int, slots: _Slots) -> dict[str, Any]:
+        """Return what a rank's file holds, with tensors without values."""
         progress = self.source.facts.progress
         samples = progress.get("samples", 0)
         args = {**self.args, "consumed_train_samples": samples, "rank": rank}
-        args["seq_length"] = progress.get("tokens", 0) // samples if samples else args["seq_length"]
+        if samples:
+            args["seq_length"] = progress.get("tokens", 0) // samples
+        weights = {
+            tensor.name: slots.add("weight", tensor, self._dtype(tensor.match, self.weights))
+            for tensor in tensors
+        }
         content: dict[str, Any] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
             "iteration": progress.get("step", self.source.facts.steps),
-            "model": {
-                tensor.name: rooms.take("weight", tensor, self._dtype(tensor.match, self.weights))
-                for tensor in local
-            },
+            "model": weights,
         }
         if self.has_state:
-            content["optimizer"] = self._optimizers([t for t in local if is_trained(t.name)], rooms)
+            trained = [tensor for tensor in tensors if is_trained(tensor.name)]
+            content["optimizer"] = self._optimizers(trained, slots)
             content["opt_param_scheduler"] = {
-                **dict.fromkeys(RATES + DECAYS),
+                **dict.fromkeys(SCHEDULER_KEYS),
                 "num_steps": progress.get("applied_samples", 0),
             }
         return content
 
-    def _optimizers(self, local: Sequence[_Local], rooms: _Rooms) -> Any:
-        """One, or two in a list where a rank has experts of its own."""
+    def _optimizers(self, tensors: Sequence[_LocalTensor], slots: _Slots) -> Any:
+        """Return the state of one optimizer, or of two in a list where a rank has experts of its
+        own."""
         if self.layout.ep == 1:
-            return self._optimizer(local, rooms)
-        apart = ([t for t in local if (t.expert is not None) == own] for own in (False, True))
-        return [self._optimizer(tensors, rooms) for tensors in apart]
+            return self._optimizer(tensors, slots)
+        dense = [tensor for tensor in tensors if tensor.expert is None]
+        experts = [tensor for tensor in tensors if tensor.expert is not None]
+        return [self._optimizer(dense, slots), self._optimizer(experts, slots)]
 
-    def _optimizer(self, local: Sequence[_Local], rooms: _Rooms) -> dict[str, Any]:
-        experts = self.layout.ep > 1 and any(t.expert is not None for t in local)
+    def _optimizer(self, tensors: Sequence[_LocalTensor], slots: _Slots) -> dict[str, Any]:
+        """Return the state of an optimizer: parameters with weight decay, then those without."""
+        has_experts = self.layout.ep > 1 and any(tensor.expert is not None for tensor in tensors)
         steps = self.source.facts.steps
-        both = (True, False)
-        groups = {
-            decays: [t for t in local if decayed(t.name, t.shape) == decays] for decays in both
-        }
+        # Megatron numbers parameters in this order: first those with weight decay.
+        groups = []
         state: dict[int, Any] = {}
-        told = []
-        for decays, group in groups.items():
-            if group:
-                told.append(
-                    _group(
-                        steps, float(decays), range(len(state), len(state) + len(group)), experts
-                    )
-                )
-            for t in group:
-                moments = {kind: rooms.take(kind, t, torch.float32) for kind in MOMENTS}
+        param_groups = []
+        for decays in (True, False):
+            group = [tensor for tensor in tensors if decayed(tensor.name, tensor.shape) == decays]
+            if not group:
+                continue
+            groups.append(group)
+            indices = range(len(state), len(state) + len(group))
+            param_groups.append(_param_group(steps, float(decays), indices, has_experts))
+            for tensor in group:
+                moments = {kind: slots.add(kind, tensor, torch.float32) for kind in MOMENTS}
                 state[len(state)] = {"step": float(steps), **moments}
-        inner = {"state": state, "param_groups": told}
+        inner = {"state": state, "param_groups": param_groups}
         if not self.masters:
             return inner
         masters = [
-            [rooms.take("weight", t, torch.float32) for t in group]
-            for group in groups.values()
-            if group
+            [slots.add("weight", tensor, torch.float32) for tensor in group] for group in groups
         ]
-        return {"optimizer": inner, "fp32_from_fp16_params": masters} | self._scaler(rooms)
+        return {
+            "optimizer": inner,
+            "fp32_from_fp16_params": masters,
+            **self._scaler(slots),
+        }
 
-    def _scaler(self, rooms: _Rooms) -> dict[str, Any]:
-        """The loss scaler's state, of which the scale is a tensor there."""
-        kept = self.source.facts.scaler
-        if not kept:
+    def _scaler(self, slots: _Slots) -> dict[str, Any]:
+        """Return the loss scaler's state, of which the scale is a tensor there."""
+        scaler = self.source.facts.scaler
+        if not scaler:
             return {}
-        trackers = {name: int(kept[name]) for name in ("growth_tracker", "hysteresis_tracker")}
-        return {"grad_scaler": {"scale": rooms.take_scale(), **trackers}}
+        trackers = {name: int(scaler[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        return {"grad_scaler": {"scale": slots.add_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
-        """The file that names the iteration, and how texts are generated, which Megatron does not
-        look at."""
-        if said := self.source.facts.generation:
-            write_generation(folder / self.folder, said)
+        """Write the file that names the iteration, and how texts are generated, which Megatron does
+        not look at."""
+        if generation := self.source.facts.generation:
+            write_generation(folder / self.folder, generation)
         (folder / TRACKER).write_text(str(int(self.folder.removeprefix("iter_"))))
 
 
-def _group(steps: int, wd_mult: float, params: Sequence[int], experts: bool) -> dict[str, Any]:
-    """A group of parameters as Megatron's optimizer tells it from others; rates and decay are for
-    it to set."""
-    told = {
+def _has_all_moments(source: Source) -> bool:
+    """Return True if the source has Adam's moments of all tensors that are trained."""
+    for key in source.keys("weight"):
+        name = key.removeprefix("weight/")
+        if is_correction(key):
+            continue
+        if any(f"{kind}/{name}" not in source.shapes for kind in MOMENTS):
+            return False
+    return True
+
+
+def _param_group(
+    steps: int, wd_mult: float, params: Sequence[int], experts: bool
+) -> dict[str, Any]:
+    """Return a group of parameters as Megatron's optimizer tells it from others; rates and decay
+    are for it to set."""
+    return {
         "wd_mult": wd_mult,
         "lr_mult": 1.0,
         "is_expert_parallel": experts,
         "is_decoupled_lr": False,
+        "step": steps,
+        "params": list(params),
     }
-    return {**told, "step": steps, "params": list(params)}
 
 
-def _local_name(name: str, stage: int, layers: int, pp: int) -> str | None:
-    """The name of a tensor in a stage, where layers count from 0; None if the stage does not have
-    it."""
+def _name_in_stage(name: str, stage: int, layers: int, pp: int) -> str | None:
+    """Return the name of a tensor in a stage, where layers count from 0; None if the stage does not
+    have it. layers: of each stage."""
     if name.startswith("decoder.layers."):
-        number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-        own = int(number) - stage * layers
-        return f"decoder.layers.{own}.{rest}" if 0 <= own < layers else None
-    if stage == (0 if name.startswith("embedding.") else pp - 1):
-        return name
-    return None
+        number, suffix = name.removeprefix("decoder.layers.").split(".", 1)
+        local_number = int(number) - stage * layers
+        return f"decoder.layers.{local_number}.{suffix}" if 0 <= local_number < layers else None
+    owner = 0 if name.startswith("embedding.") else pp - 1
+    return name if stage == owner else None
 
 
 def _storage_starts(file: Path) -> list[int]:
@@ -367,21 +422,24 @@ def _storage_starts(file: Path) -> list[int]:
         for entry in archive.infolist():
             folder, _, number = entry.filename.rpartition("/")
             if folder.endswith("/data") and number.isdigit():
-                opened.seek(entry.header_offset + 26)
-                name, extra = (int.from_bytes(opened.read(2), "little") for _ in range(2))
-                starts[int(number)] = entry.header_offset + 30 + name + extra
+                opened.seek(entry.header_offset + ZIP_LENGTHS)
+                name_length = int.from_bytes(opened.read(2), "little")
+                extra_length = int.from_bytes(opened.read(2), "little")
+                header_length = ZIP_HEADER + name_length + extra_length
+                starts[int(number)] = entry.header_offset + header_length
     return [starts[number] for number in sorted(starts)]
 
 
-def _part(
-    match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, whole: Tensor
+def _unpadded_part(
+    match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, tensor: Tensor
 ) -> Tensor:
-    """Return a rank's part of the vocabulary without padding, for which there is room that holds
-    zeros."""
+    """Return a rank's part of a whole tensor, of the vocabulary without padding, for which there is
+    room that holds zeros."""
+    # The last rank's rows may be fewer: what follows them stays zero.
     if match.cut == "vocabulary":
         rows = padded // tp
-        return whole[rank * rows : (rank + 1) * rows].to(dtype)
-    return part(whole, match.cut, rank, tp, padded).to(dtype)
+        return tensor[rank * rows : (rank + 1) * rows].to(dtype)
+    return cut_part(tensor, match.cut, rank, tp, padded).to(dtype)
 
 
 def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:

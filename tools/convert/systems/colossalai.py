@@ -1,10 +1,11 @@
 """Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: tensors gathered over all
 ranks, in shards.
 
-    pytorch_model.bin.index.json, pytorch_model-00001.bin                     without pipeline stages
-    pytorch_model.bin.index.json, pytorch_model-stage-00001-shard-00001.bin   with them
-    model.safetensors.index.json, model-...safetensors                        use_safetensors=True
-    config.json                                                               if the model is one of transformers'
+    pytorch_model.bin.index.json                    with its shards:
+    pytorch_model-00001.bin                         without pipeline stages
+    pytorch_model-stage-00001-shard-00001.bin       with them
+    model.safetensors.index.json                    use_safetensors=True, with model-*.safetensors
+    config.json                                     if the model is one of transformers'
 
 Names and shapes are those of Hugging Face (colossalai/checkpoint_io/), so its reader reads the
 folder. Colossal-AI's applications put it in modeling/, beside optimizer/ and lr_scheduler; the
@@ -26,7 +27,7 @@ OPTIMIZER = re.compile(r"(?:pytorch_optim|optimizer)[-._].*(?:bin|safetensors|js
 
 
 def find_colossalai(path: Path) -> Path | None:
-    """The folder of the shards: `path`, or its modeling/."""
+    """Return the folder of the shards: `path`, or its modeling/."""
     for folder in (path, path / MODELING):
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
         # shards of ours have such names, and no such index
@@ -37,7 +38,7 @@ def find_colossalai(path: Path) -> Path | None:
 
 
 def open_colossalai(path: Path) -> Source:
-    """Opens the folder of the shards. UserError for what is missing, surplus or not known."""
+    """Open the folder of the shards. UserError for what is missing, surplus or not known."""
     if (path / STAGES).is_dir():
         if has_weights(path):
             older = "the index beside it is of an earlier save"
@@ -57,13 +58,12 @@ def open_colossalai(path: Path) -> Source:
 
 def _unread(path: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
-    around = path.parent if path.name == MODELING else path
-    names = [file.name for file in path.iterdir()] + [file.name for file in around.iterdir()]
-    state = any(OPTIMIZER.fullmatch(name) for name in names) or (around / "optimizer").exists()
-    beside = ["the optimizer's state"] if state else []
-    return ", ".join(
-        [
-            *beside,
-            *(name for name in ("lr_scheduler", "running_states.json") if (around / name).exists()),
-        ]
-    )
+    parent = path.parent if path.name == MODELING else path
+    names = [file.name for folder in (path, parent) for file in folder.iterdir()]
+    unread = []
+    if any(OPTIMIZER.fullmatch(name) for name in names) or (parent / "optimizer").exists():
+        unread.append("the optimizer's state")
+    for name in ("lr_scheduler", "running_states.json"):
+        if (parent / name).exists():
+            unread.append(name)
+    return ", ".join(unread)

@@ -2,8 +2,8 @@
 in model_config.pt.
 
     model_tp0_pp0.pt          a rank along tensor and pipeline parallelism
-    model_wp0_pp0.pt          weight parallelism: rows of every layer over wp (model_tp0_wp0_pp0.pt in older versions,
-                              where embedding and head are cut over tp)
+    model_wp0_pp0.pt          weight parallelism: rows of every layer over wp
+    model_tp0_wp0_pp0.pt      the same in older versions, where embedding and head are cut over tp
 
 Layers are numbered within a stage; with num_chunks > 1 a file has stages one after another,
 0.model.blocks.0, ... The bias of a layer whose columns are cut is in the first rank's file alone
@@ -14,9 +14,10 @@ process (`tools.convert.core.untrusted`).
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.core.names import BUFFERS, internevo
@@ -24,10 +25,10 @@ from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
-from tools.convert.hf.folder import check_tensors, hf_tokenizer, origin_of
-from tools.convert.megatron.ranks import Held, copied, numbered_over_stages
+from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
+from tools.convert.megatron.ranks import TensorSource, notes_on_copies, number_over_stages
 from tools.convert.systems.internevo_model import model_of
-from tools.convert.systems.shards import parts_of, wholes_of
+from tools.convert.systems.shards import Part, collect_shards, merge_shards
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")
@@ -36,225 +37,271 @@ SHARDED = re.compile(r"model_tp\d+_pp\d+_(?:dp|zo)\d+\.pt")
 EXPERT = re.compile(r"model_moe_layer\d+_expert\d+_\w+\.pt")
 LAYER = re.compile(r"^(blocks\.)(\d+)(\..*)$")
 CHUNK = re.compile(r"(\d+)\.(?:model\.)?(.*)")
-LONE = (".out_proj.bias",)
+LONE = (".out_proj.bias",)  # ends of names that only the first rank has
+UNREAD_FILES = ("schedulder.pt", "context.pt", "config_file.pt")  # the first is spelled so
 EXPORT = "InternEvo's transformers/convert2hf_internlm.py makes a Hugging Face folder of it"
 
 
+Chunks = list[dict[str, Stored]]  # of a rank: tensors by name
+
+
+class RankAxes(NamedTuple):
+    """A number along each axis: where a rank is, or how many ranks there are. tp, wp: 0, or 1,
+    where files do not name them."""
+
+    tp: int
+    wp: int
+    pp: int
+
+
 @dataclass(frozen=True)
-class Files:
-    """The ranks' tensors, (tp, wp, pp) -> those of each chunk. sizes: ranks along the three; None:
-    not in the names."""
+class RankFiles:
+    """The ranks' tensors.
+
+    chunks: of each rank, the tensors of each of its chunks.
+    sizes: how many ranks there are along each axis.
+    weight_parallel: files name ranks along weight parallelism.
+    """
 
     path: Path
-    held: Mapping[tuple[int, int, int], list[dict[str, Stored]]]
-    sizes: tuple[int, int, int]
+    chunks: Mapping[RankAxes, Chunks]
+    sizes: RankAxes
     weight_parallel: bool
 
 
 def find_internevo(path: Path) -> Path | None:
-    """`path`, if it has files of InternEvo's ranks."""
-    return path if any(_is_ranks(file.name) for file in path.iterdir()) else None
+    """Return `path` if it has files of InternEvo's ranks."""
+    return path if any(_is_rank_file(file.name) for file in path.iterdir()) else None
 
 
-def _is_ranks(name: str) -> bool:
+def _is_rank_file(name: str) -> bool:
     return any(kind.fullmatch(name) for kind in (FILE, SHARDED, EXPERT))
 
 
 def open_internevo(path: Path) -> Source:
-    """Opens the folder of a step. UserError for what is missing, surplus or not known."""
-    _refuse_kinds(path)
-    files = _read(path)
-    said = _said(path / CONFIG)
-    by_name = _by_name(files)
-    mlp, ffn = _feed_forward(path, by_name)
-    biased = "blocks.0.mixer.Wqkv.bias" in by_name
-    model, note = model_of(said, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
-    chunks = len(next(iter(files.held.values())))
-    if said.get("num_chunks", chunks) != chunks:
+    """Open the folder of a step. UserError for what is missing, surplus or not known."""
+    _refuse_unread_kinds(path)
+    ranks = _read_ranks(path)
+    config = _read_config(path / CONFIG)
+    shards_by_name = _shards_over_all(ranks)
+    mlp, ffn = _feed_forward(path, shards_by_name)
+    biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
+    # What the dict does not say, the tensors do: gates, widths and biases.
+    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
+    chunks = len(next(iter(ranks.chunks.values())))
+    if config.get("num_chunks", chunks) != chunks:
         raise UserError(
-            f"{path / CONFIG}: num_chunks = {said['num_chunks']}, but the files hold {chunks}"
+            f"{path / CONFIG}: num_chunks = {config['num_chunks']}, but the files hold {chunks}"
         )
-    found = matches(
-        internevo(mlp, _split_hidden(by_name, model.hidden), files.weight_parallel), model
-    )
-    weights = wholes_of(path, found, by_name)
-    check_tensors(path, found, weights)
-    origins = [
-        origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
-    ]
-    tp, wp, pp = files.sizes
-    layout = {"tensor": tp, "pipeline": pp} | ({"weight": wp} if files.weight_parallel else {})
-    facts = Facts(
-        layout=layout,
-        unread=_unread(path),
-        notes=(*filter(None, (note,)), *copied(path, _distinct(files))),
-    )
+    split_hidden = _split_hidden(shards_by_name, model.hidden)
+    expected = matches(internevo(mlp, split_hidden, ranks.weight_parallel), model)
+    weights = merge_shards(path, expected, shards_by_name)
+    check_tensors(path, expected, weights)
+    layout = {"tensor": ranks.sizes.tp, "pipeline": ranks.sizes.pp}
+    if ranks.weight_parallel:
+        layout["weight"] = ranks.sizes.wp
+    notes = [note] if note else []
+    notes += notes_on_copies(path, _distinct_ranks(ranks))
+    facts = Facts(layout=layout, unread=_unread(path), notes=tuple(notes))
+    origins = origins_of(expected, weights, model)
     return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
 
 
-def _refuse_kinds(path: Path) -> None:
-    for kind, what in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
-        if name := next(
-            (file.name for file in sorted(path.iterdir()) if kind.fullmatch(file.name)), None
-        ):
-            raise UserError(f"{path / name} holds {what}, which cannot be read here")
+def _refuse_unread_kinds(path: Path) -> None:
+    """Raise UserError for files of ranks that hold something else than whole layers."""
+    for kind, content in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
+        for file in sorted(path.iterdir()):
+            if kind.fullmatch(file.name):
+                raise UserError(f"{path / file.name} holds {content}, which cannot be read here")
 
 
-def _read(path: Path) -> Files:
+def _read_ranks(path: Path) -> RankFiles:
+    """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
     names = sorted(file.name for file in path.iterdir())
-    found = {name: match for name in names if (match := FILE.fullmatch(name))}
-    forms = {tuple(group is not None for group in match.groups()) for match in found.values()}
+    matches_by_name = {name: match for name in names if (match := FILE.fullmatch(name))}
+    forms = {
+        tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
+    }
     if len(forms) > 1:
-        raise UserError(f"{path} has files of two forms: {', '.join(found)}")
-    ((tensor, weight, _),) = forms
-    places = {name: _place(match) for name, match in found.items()}
-    seen = [_place(match) for name in names if (match := RANK.fullmatch(name))]
-    tp, wp, pp = (1 + max(place[axis] for place in seen) for axis in range(3))
-    there = {place: name for name, place in places.items()}
-    if twice := [name for name, place in places.items() if there[place] != name]:
-        raise UserError(
-            f"{path / twice[0]} and {there[places[twice[0]]]} are both of one rank: move one away"
-        )
-    for t, w, p in product(range(tp), range(wp), range(pp)):
-        # with both, a rank has one number of each, and not every pair is a rank
-        whole = not (tensor and weight)
-        if whole and (t, w, p) not in there:
-            name = "_".join(("model", *(f"tp{t}",) * tensor, *(f"wp{w}",) * weight, f"pp{p}.pt"))
-            raise UserError(f"{path / name} is missing")
-    held = contents([path / name for name in places])
-    return Files(
-        path,
-        {place: _chunks(path / name, held[n]) for n, (name, place) in enumerate(places.items())},
-        (tp, wp, pp),
-        weight,
+        raise UserError(f"{path} has files of two forms: {', '.join(matches_by_name)}")
+    ((names_tp, names_wp, _),) = forms
+    files = _file_of_each_rank(path, matches_by_name)
+    sizes = _count_ranks(names)
+    # Where files name both, a rank has one number of each, and not every pair is a rank.
+    if not (names_tp and names_wp):
+        _require_all_ranks(path, files, sizes, names_tp, names_wp)
+    chunks = {}
+    for (rank, file), state in zip(files.items(), contents([*files.values()]), strict=True):
+        chunks[rank] = _chunks(file, state)
+    return RankFiles(path, chunks, sizes, names_wp)
+
+
+def _file_of_each_rank(
+    path: Path, matches_by_name: Mapping[str, re.Match[str]]
+) -> dict[RankAxes, Path]:
+    """Return the file of each rank. UserError if two are of one rank."""
+    names_by_rank: dict[RankAxes, list[str]] = {}
+    for name, match in matches_by_name.items():
+        names_by_rank.setdefault(_rank_of(match), []).append(name)
+    for names in names_by_rank.values():
+        if len(names) > 1:
+            raise UserError(
+                f"{path / names[0]} and {names[-1]} are both of one rank: move one away"
+            )
+    return {rank: path / names[0] for rank, names in names_by_rank.items()}
+
+
+def _count_ranks(names: Sequence[str]) -> RankAxes:
+    """Return how many ranks there are, of which files of topology and optimizers tell too."""
+    ranks = [_rank_of(match) for name in names if (match := RANK.fullmatch(name))]
+    return RankAxes(
+        1 + max(rank.tp for rank in ranks),
+        1 + max(rank.wp for rank in ranks),
+        1 + max(rank.pp for rank in ranks),
     )
 
 
-def _place(match: re.Match[str]) -> tuple[int, int, int]:
-    tensor, weight, pipeline = (int(number or 0) for number in match.groups())
-    return tensor, weight, pipeline
+def _require_all_ranks(
+    path: Path,
+    files: Mapping[RankAxes, Path],
+    sizes: RankAxes,
+    names_tp: bool,
+    names_wp: bool,
+) -> None:
+    """Raise UserError if a rank has no file. names_tp, names_wp: what names of files tell."""
+    for numbers in product(*(range(size) for size in sizes)):
+        rank = RankAxes(*numbers)
+        if rank not in files:
+            tensor = f"tp{rank.tp}_" if names_tp else ""
+            weight = f"wp{rank.wp}_" if names_wp else ""
+            name = f"model_{tensor}{weight}pp{rank.pp}.pt"
+            raise UserError(f"{path / name} is missing")
 
 
-def _chunks(file: Path, state: Any) -> list[dict[str, Stored]]:
-    """A file's tensors, of each of its chunks: names as the chunk alone would have them."""
+def _rank_of(match: re.Match[str]) -> RankAxes:
+    return RankAxes(*(int(number or 0) for number in match.groups()))
+
+
+def _chunks(file: Path, state: Any) -> Chunks:
+    """Return a file's tensors, of each of its chunks: names as the chunk alone would have them."""
     chunks: dict[int, dict[str, Stored]] = {}
     for name, stored in state_in(file, state).items():
         if name.endswith(BUFFERS):
             continue
-        match = CHUNK.fullmatch(name)
-        number, own = (int(match[1]), match[2]) if match else (0, name.removeprefix("model."))
-        chunks.setdefault(number, {})[own.replace("embedding.word_embeddings.", "embedding.")] = (
-            stored
-        )
+        number = 0
+        own_name = name.removeprefix("model.")
+        if match := CHUNK.fullmatch(name):
+            number = int(match[1])
+            own_name = match[2]
+        own_name = own_name.replace("embedding.word_embeddings.", "embedding.")
+        chunks.setdefault(number, {})[own_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
         raise UserError(f"{file} lacks a chunk of the model")
     return [chunks[number] for number in sorted(chunks)]
 
 
-def _said(file: Path) -> Mapping[str, Any]:
+def _read_config(file: Path) -> Mapping[str, Any]:
+    """Return the dict `model` of InternEvo's configuration."""
     if not file.is_file():
         raise UserError(
             f"{file} is missing: it holds the dict `model` of InternEvo's configuration, "
             "which says what the model is; "
             "InternEvo's train.py saves it, and torch.save(dict(num_layers=...), ...) makes it"
         )
-    (said,) = contents([file])
-    if not isinstance(said, dict):
+    (config,) = contents([file])
+    if not isinstance(config, dict):
         raise UserError(f"{file} does not hold a dict, as InternEvo's files do")
-    return said
+    return config
 
 
-def _by_name(files: Files) -> dict[str, list[Held]]:
-    """Name, with layers counted over all stages -> its parts. Stages are in the order of chunks,
-    then of ranks."""
-    chunks = {place: len(own) for place, own in files.held.items()}
-    if len(set(chunks.values())) > 1:
-        raise UserError(f"{files.path}: its files do not hold equally many chunks of the model")
-    stages = [
-        _stage(files, p, c) for c in range(max(chunks.values())) for p in range(files.sizes[2])
-    ]
+def _shards_over_all(ranks: RankFiles) -> dict[str, list[TensorSource]]:
+    """Return name, with layers counted over all stages -> its parts. Stages are in the order of
+    chunks, then of ranks."""
+    counts = {len(chunks) for chunks in ranks.chunks.values()}
+    if len(counts) > 1:
+        raise UserError(f"{ranks.path}: its files do not hold equally many chunks of the model")
+    stages = []
+    for chunk in range(max(counts)):
+        for stage in range(ranks.sizes.pp):
+            stages.append(_shards_of_stage(ranks, stage, chunk))
     last = len(stages) - 1
-    return numbered_over_stages(
-        files.path, stages, LAYER, {"embedding.": 0, "norm.": last, "head.": last}
-    )
+    ends = {"embedding.": 0, "norm.": last, "head.": last}
+    return number_over_stages(ranks.path, stages, LAYER, ends)
 
 
-def _distinct(files: Files) -> dict[tuple[int, int, int], list[dict[str, Stored]]]:
-    """The ranks' tensors, without ranks that hold what another does by design: where weight
+def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, Chunks]:
+    """Return the ranks' tensors, without ranks that hold what another does by design: where weight
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
-    found: dict[tuple[int, int, int], list[dict[str, Stored]]] = {}
-    for (t, w, p), chunks in files.held.items():
-        layers = files.weight_parallel and all(
-            LAYER.match(name) for chunk in chunks for name in chunk
-        )
-        found.setdefault((0 if layers else t, w, p), chunks)
-    return found
+    distinct: dict[RankAxes, Chunks] = {}
+    for rank, chunks in ranks.chunks.items():
+        has_layers_alone = all(LAYER.match(name) for chunk in chunks for name in chunk)
+        if ranks.weight_parallel and has_layers_alone:
+            rank = rank._replace(tp=0)
+        distinct.setdefault(rank, chunks)
+    return distinct
 
 
-def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[Held]]:
-    tp, wp, _ = files.sizes
-
-    def place(t: int, w: int, name: str) -> tuple[int, int]:
-        """Weight parallelism cuts layers over wp, and the ends of the model over tp where files
-        name both."""
-        by_weight = files.weight_parallel and (LAYER.match(name) is not None or tp == 1)
-        return (w, wp) if by_weight else (t, tp)
-
-    ranks = [
-        (lambda name, t=t, w=w: place(t, w, name), held[chunk])
-        for (t, w, p), held in files.held.items()
-        if p == stage
+def _shards_of_stage(ranks: RankFiles, stage: int, chunk: int) -> dict[str, list[TensorSource]]:
+    """Return name -> its parts, of one stage."""
+    of_stage = [
+        (partial(_part_of, ranks, rank), chunks[chunk])
+        for rank, chunks in ranks.chunks.items()
+        if rank.pp == stage
     ]
-    return parts_of(files.path, ranks, LONE)
+    return collect_shards(ranks.path, of_stage, LONE)
 
 
-def _feed_forward(path: Path, by_name: Mapping[str, Sequence[Held]]) -> tuple[dict[str, str], int]:
-    """InternEvo's names of the feed-forward's layers -> ours, and its width.
+def _part_of(ranks: RankFiles, rank: RankAxes, name: str) -> Part:
+    """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
+    ends of the model over tp where files name both."""
+    is_in_layer = LAYER.match(name) is not None
+    if ranks.weight_parallel and (is_in_layer or ranks.sizes.tp == 1):
+        return Part(rank.wp, ranks.sizes.wp)
+    return Part(rank.tp, ranks.sizes.tp)
+
+
+def _feed_forward(
+    path: Path, shards_by_name: Mapping[str, Sequence[TensorSource]]
+) -> tuple[dict[str, str], int]:
+    """Return InternEvo's names of the feed-forward's layers -> ours, and its width.
 
     Before 2024 w3 was the closing one, since then w2 is (internlm/model/modules/mlp.py): their
     shapes tell.
     """
-    own = {
-        name: by_name.get(f"blocks.0.mlp.{name}.weight")
-        for name in ("w1", "w2", "w3", "fc1", "fc2")
-    }
-    if own["fc1"] and own["fc2"]:
-        return {"fc1": "up", "fc2": "down"}, sum(part.shape[0] for part in own["fc1"])
-    if not (own["w1"] and own["w2"] and own["w3"]):
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name in ("w1", "w2", "w3", "fc1", "fc2"):
+        shards = shards_by_name.get(f"blocks.0.mlp.{name}.weight", ())
+        shapes[name] = [shard.shape for shard in shards]
+    if shapes["fc1"] and shapes["fc2"]:
+        return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
+    if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
         raise UserError(
             f"{path} is no model of InternEvo's INTERNLM type: it lacks blocks.0.mlp.w1, .w2 "
             f"and .w3; {EXPORT}"
         )
-    first, second, third = (
-        tuple(part.shape for part in own[name] or ()) for name in ("w1", "w2", "w3")
-    )
-    if second == third:
+    if shapes["w2"] == shapes["w3"]:
         raise UserError(
-            f"{path}: w2 and w3 of the feed-forward have the same shape {list(second[0])}, "
+            f"{path}: w2 and w3 of the feed-forward have the same shape {list(shapes['w2'][0])}, "
             "and which of them closes it "
             f"depends on InternEvo's version: {EXPORT}"
         )
-    width = sum(shape[0] for shape in first)
-    return {"w1": "gate", "w3": "up", "w2": "down"} if third == first else {
-        "w1": "gate",
-        "w2": "up",
-        "w3": "down",
-    }, width
+    width = sum(shape[0] for shape in shapes["w1"])
+    if shapes["w3"] == shapes["w1"]:
+        return {"w1": "gate", "w3": "up", "w2": "down"}, width
+    return {"w1": "gate", "w2": "up", "w3": "down"}, width
 
 
-def _split_hidden(by_name: Mapping[str, Sequence[Held]], hidden: int) -> bool:
+def _split_hidden(shards_by_name: Mapping[str, Sequence[TensorSource]], hidden: int) -> bool:
     """Return True if ranks hold all tokens of the embedding and some features of each."""
-    parts = by_name.get("embedding.weight", ())
-    return len(parts) > 1 and parts[0].shape[-1] != hidden
+    shards = shards_by_name.get("embedding.weight", ())
+    return len(shards) > 1 and shards[0].shape[-1] != hidden
 
 
 def _unread(path: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
-    names = [file.name for file in path.iterdir()]
-    if any(n.startswith("optimizer_") for n in names):
-        optimizer = ["the optimizer's state (optimizer_*.pt)"]
-    else:
-        optimizer = []
-    known = ("schedulder.pt", "context.pt", "config_file.pt")
-    others = [n for n in sorted(names) if n.startswith("sampler") or n in known]
-    return ", ".join(optimizer + others)
+    names = sorted(file.name for file in path.iterdir())
+    unread = []
+    if any(name.startswith("optimizer_") for name in names):
+        unread.append("the optimizer's state (optimizer_*.pt)")
+    unread += [name for name in names if name.startswith("sampler") or name in UNREAD_FILES]
+    return ", ".join(unread)

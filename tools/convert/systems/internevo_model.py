@@ -64,7 +64,7 @@ UNIMPORTANT = {
     "use_scaled_init",
     "vocab_parallel",
 }
-WHOLE = (*REQUIRED, "max_position_embeddings", "multiple_of", "num_chunks")
+WHOLE_NUMBERS = (*REQUIRED, "max_position_embeddings", "multiple_of", "num_chunks")
 NUMBERS = (
     "mlp_ratio",
     "layer_norm_epsilon",
@@ -77,107 +77,116 @@ MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this
 
 
 def model_of(
-    said: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
+    config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
 ) -> tuple[ModelConfig, str]:
-    """The model, and a note on what InternEvo's builder decided ("" if nothing). ffn: width of the
-    feed-forward.
+    """Return the model, and a note on what InternEvo's builder decided ("" if nothing).
 
+    gated: the feed-forward has a gate.
+    ffn: width of the feed-forward.
+    biased: attention has biases.
+    origin: where the dict is, for messages.
     Raises UserError that names the key in `origin` that is missing, unknown or contradicted by the
     tensors.
     """
-    _refuse(said, origin)
-    _check(said, gated, ffn, biased, origin)
-    given = {key: said.get(key, default) for key, default in DEFAULTS.items()}
-    if given["norm_type"] not in ("rmsnorm", "layernorm"):
+    _refuse(config, origin)
+    _check_against_tensors(config, gated, ffn, biased, origin)
+    settings = {key: config.get(key, default) for key, default in DEFAULTS.items()}
+    if settings["norm_type"] not in ("rmsnorm", "layernorm"):
         raise UserError(
-            f"{origin}: norm_type = {given['norm_type']!r} is not known: 'rmsnorm' and "
+            f"{origin}: norm_type = {settings['norm_type']!r} is not known: 'rmsnorm' and "
             "'layernorm' are"
         )
     fields = {
         "family": "llama",
-        "layers": said["num_layers"],
-        "hidden": said["hidden_size"],
-        "heads": said["num_attention_heads"],
-        "vocab": said["vocab_size"],
+        "layers": config["num_layers"],
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "vocab": config["vocab_size"],
         "mlp": "swiglu" if gated else "gelu",
         "ffn": ffn,
-        "max_positions": given["max_position_embeddings"],
-        "norm": "rms" if given["norm_type"] == "rmsnorm" else "layer",
-        "norm_eps": given["layer_norm_epsilon"],
-        "rope_base": given["rope_base"],
-        "dropout": given["drop_rate"],
-        "attention_dropout": given["attn_drop_rate"],
-        "embedding_grad_scale": given["embed_grad_scale"],
+        "max_positions": settings["max_position_embeddings"],
+        "norm": "rms" if settings["norm_type"] == "rmsnorm" else "layer",
+        "norm_eps": _as_real(settings["layer_norm_epsilon"]),
+        "rope_base": _as_real(settings["rope_base"]),
+        "dropout": _as_real(settings["drop_rate"]),
+        "attention_dropout": _as_real(settings["attn_drop_rate"]),
+        "embedding_grad_scale": _as_real(settings["embed_grad_scale"]),
         "qkv_bias": biased,
         "output_bias": biased,
     }
-    taken = ", ".join(
-        f"{key} = {default!r}" for key, default in DEFAULTS.items() if key not in said
-    )
-    note = f"{origin} leaves to InternEvo, which takes: {taken}" if taken else ""
-    return make_model({key: _number(key, value) for key, value in fields.items()}, origin), note
+    missing = [f"{key} = {default!r}" for key, default in DEFAULTS.items() if key not in config]
+    note = f"{origin} leaves to InternEvo, which takes: {', '.join(missing)}" if missing else ""
+    return make_model(fields, origin), note
 
 
-def _number(key: str, value: Any) -> Any:
-    """Numbers that are real, but that a configuration may write as integers."""
-    real = ("norm_eps", "rope_base", "dropout", "attention_dropout", "embedding_grad_scale")
-    if key in real and isinstance(value, int) and not isinstance(value, bool):
+def _as_real(value: Any) -> Any:
+    """Return a number that is real, but that a configuration may write as an integer."""
+    if isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value
 
 
-def _refuse(said: Mapping[str, Any], origin: str) -> None:
+def _refuse(config: Mapping[str, Any], origin: str) -> None:
+    """Raise UserError for keys that are missing or not known, and for values that are not read."""
     problems = [
-        f"{origin} lacks {key}, which says what the model is" for key in REQUIRED if key not in said
+        f"{origin} lacks {key}, which says what the model is"
+        for key in REQUIRED
+        if key not in config
     ]
+    for key, allowed in ONLY.items():
+        if config.get(key, allowed[0]) not in allowed:
+            problems.append(
+                f"{origin}: {key} = {config[key]!r} cannot be converted: only "
+                f"{' or '.join(map(repr, allowed))} can"
+            )
+    known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
     problems += [
-        (
-            f"{origin}: {key} = {said[key]!r} cannot be converted: only "
-            f"{' or '.join(map(repr, known))} can"
-        )
-        for key, known in ONLY.items()
-        if said.get(key, known[0]) not in known
+        f"{origin}: the key {key!r} is not known, so it is not known what the model is"
+        for key in config
+        if key not in known_keys
     ]
-    known = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
-    problems += [f"{origin}: the key {key!r} is not known, so it is not known what the model is"
-                 for key in said if key not in known]  # fmt: skip
-    problems += [
-        (
-            f"{origin}: {key} = {said[key]!r} must be a "
-            f"{'whole number above 0' if key in WHOLE else 'number'}"
-        )
-        for key in (*WHOLE, *NUMBERS)
-        if key in said
-        and not (is_number(said[key], whole=key in WHOLE) and (key in NUMBERS or said[key] > 0))
-    ]
+    problems += _problems_of_numbers(config, origin)
     if problems:
         raise UserError(*problems)
 
 
-def _check(said: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str) -> None:
-    """Raises UserError if the dict and the tensors contradict each other."""
-    if (
-        said.get("num_kv_attention_heads", said["num_attention_heads"])
-        != said["num_attention_heads"]
-    ):
+def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> list[str]:
+    """Return a line for each value that is not the number that it has to be."""
+    problems = []
+    for key in WHOLE_NUMBERS:
+        if key in config and not (is_number(config[key], whole=True) and config[key] > 0):
+            problems.append(f"{origin}: {key} = {config[key]!r} must be a whole number above 0")
+    for key in NUMBERS:
+        if key in config and not is_number(config[key]):
+            problems.append(f"{origin}: {key} = {config[key]!r} must be a number")
+    return problems
+
+
+def _check_against_tensors(
+    config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
+) -> None:
+    """Raise UserError if the dict and the tensors contradict each other."""
+    heads = config["num_attention_heads"]
+    if config.get("num_kv_attention_heads", heads) != heads:
         raise UserError(
             f"{origin}: num_kv_attention_heads is not num_attention_heads, which InternLM "
             "models need"
         )
-    if "no_bias" in said and bool(said["no_bias"]) == biased:
-        there = "have" if biased else "have no"
+    if "no_bias" in config and bool(config["no_bias"]) == biased:
+        biases = "have" if biased else "have no"
         raise UserError(
-            f"{origin}: no_bias = {said['no_bias']!r}, but the attention layers {there} biases"
+            f"{origin}: no_bias = {config['no_bias']!r}, but the attention layers {biases} biases"
         )
-    if "use_swiglu" in said and bool(said["use_swiglu"]) != gated:
-        there = "has a gate" if gated else "has no gate"
+    if "use_swiglu" in config and bool(config["use_swiglu"]) != gated:
+        gate = "has a gate" if gated else "has no gate"
         raise UserError(
-            f"{origin}: use_swiglu = {said['use_swiglu']!r}, but the feed-forward {there}"
+            f"{origin}: use_swiglu = {config['use_swiglu']!r}, but the feed-forward {gate}"
         )
-    if "mlp_ratio" in said:
-        width = int(said["hidden_size"] * said["mlp_ratio"])
-        multiple = said.get("multiple_of", MULTIPLE) if gated else 1
-        if (expected := -(-width // multiple) * multiple) != ffn:
+    if "mlp_ratio" in config:
+        width = int(config["hidden_size"] * config["mlp_ratio"])
+        multiple = config.get("multiple_of", MULTIPLE) if gated else 1
+        expected = -(-width // multiple) * multiple
+        if expected != ffn:
             raise UserError(
                 f"{origin}: mlp_ratio leads to a width of {expected}, but the feed-forward of "
                 f"all files has {ffn}: "

@@ -1,7 +1,7 @@
 """Reading NeMo 2's checkpoints: a folder of two, weights/ and context/.
 
-    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it
-                (the first versions have its files in the folder itself)
+    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with
+                `module.` before it (the first versions have its files in the folder itself)
     context/    model.yaml, which says what the model is; io.json, the tokenizer's files
 
 (nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.)
@@ -22,8 +22,8 @@ from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.hf.beside import require_fetched
-from tools.convert.hf.folder import hf_tokenizer, origin_of
-from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
+from tools.convert.hf.folder import hf_tokenizer, origins_of
+from tools.convert.megatron.distributed import Chunked, Contents, merge_chunks, read_chunked
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
@@ -35,40 +35,37 @@ TOKENIZER = "nemo_tokenizer"
 OLDER = "model_config.yaml"
 OLDER_PARTS = ("model_weights", "mp_rank_", "tp_rank_")
 PREFIX = "module."
-UNFINISHED = (
-    "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
-)
+# Ends the name of a file beside the folder, as long as it is being saved.
+UNFINISHED = "-unfinished"
 ADAPTER = "adapter_metadata.json"
 EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it"
 
 
 def find_nemo(path: Path) -> Path | None:
-    """The checkpoint's folder: `path`, or the one above, if it is its `weights`."""
+    """Return the checkpoint's folder: `path`, or the one above, if it is its `weights`."""
     for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
-        if (folder / CONTEXT).is_dir() and (
-            (folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()
-        ):
+        has_weights = (folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()
+        if has_weights and (folder / CONTEXT).is_dir():
             return folder
     return None
 
 
 def refuse_older(path: Path, holds_others: bool = False) -> None:
-    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or
+    """Raise UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or
     a folder of one.
 
     holds_others: the folder has another format, beside which an archive is some other file.
     """
-    around = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
-    unpacked = [folder / OLDER for folder in around if (folder / OLDER).is_file()]
-    if path.is_dir():
-        archives = sorted(path.glob("*.nemo"))
-    elif path.suffix == ".nemo":
-        archives = [path]
-    else:
-        archives = []
-    if found := [*unpacked, *(() if holds_others else archives)]:
+    folders = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
+    older = [folder / OLDER for folder in folders if (folder / OLDER).is_file()]
+    if not holds_others:
+        if path.is_dir():
+            older += sorted(path.glob("*.nemo"))
+        elif path.suffix == ".nemo":
+            older.append(path)
+    if older:
         raise UserError(
-            f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its "
+            f"{older[0]} is of NeMo 1, whose checkpoints are not read: the script of its "
             "family in NeMo's "
             "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a "
             "Hugging Face folder of it"
@@ -76,42 +73,46 @@ def refuse_older(path: Path, holds_others: bool = False) -> None:
 
 
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
-    """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says.
-    UserError for what is missing, surplus or not known."""
+    """Open a checkpoint's folder. UserError for what is missing, surplus or not known.
+
+    vocab: tokens without padding; None: what model.yaml says.
+    """
     file = path / CONTEXT / MODEL
     folder = path / WEIGHTS if (path / WEIGHTS).is_dir() else path
-    _check_whole(path, folder)
+    _check_complete(path, folder)
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) "
             f"are read; {EXPORT}"
         )
-    said = read_yaml(file).get("config")
-    if not isinstance(said, dict):
+    config = read_yaml(file).get("config")
+    if not isinstance(config, dict):
         raise UserError(f"{file} has no config, which says what the model is; {EXPORT}")
-    model = model_of(said, vocab, str(file))
+    model = model_of(config, vocab, str(file))
     contents = read_chunked(folder)
-    held = _named(folder, contents)
-    _check_rows(folder, held, said["vocab_size"])
-    found = _found(held, model, bool(said["rotary_interleaved"]))
-    weights = whole_tensors(folder, found, held, model)
-    origins = [
-        origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
-    ]
-    sizes = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
-    layout = {ours: said[key] for ours, key in sizes.items() if isinstance(said.get(key), int)}
-    notes = tuple(_other_padding(said, model.vocab, held))
+    tensors = _with_megatron_names(folder, contents)
+    _check_rows(folder, tensors, config["vocab_size"])
+    expected = _expected(tensors, model, bool(config["rotary_interleaved"]))
+    weights = merge_chunks(folder, expected, tensors, model)
+    layout = {}
+    for axis in ("tensor", "pipeline"):
+        ranks = config.get(f"{axis}_model_parallel_size")
+        if isinstance(ranks, int):
+            layout[axis] = ranks
+    notes = tuple(_notes_on_padding(config, model.vocab, tensors))
     facts = Facts(layout=layout, unread=_unread(folder, contents), notes=notes)
     tokenizer = hf_tokenizer(path / CONTEXT / TOKENIZER) or hf_tokenizer(path / CONTEXT)
+    origins = origins_of(expected, weights, model)
     return Source(path, "nemo", model, origins, facts, tokenizer)
 
 
-def _check_whole(path: Path, folder: Path) -> None:
-    """Raises UserError if the checkpoint was not saved or fetched whole, or holds an adapter
+def _check_complete(path: Path, folder: Path) -> None:
+    """Raise UserError if the checkpoint was not saved or fetched whole, or holds an adapter
     alone."""
     mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
     if mark.exists():
         raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
+    # A pointer of Git LFS in place of a file would be taken for a damaged one.
     for part in (folder, path / CONTEXT):
         require_fetched(part)
     if (folder / ADAPTER).is_file():
@@ -122,8 +123,8 @@ def _check_whole(path: Path, folder: Path) -> None:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """A YAML mapping. UserError if the file is not there or holds something else, or if nothing
-    here reads YAML."""
+    """Return a YAML mapping. UserError if the file is not there or holds something else, or if
+    nothing here reads YAML."""
     try:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
@@ -136,13 +137,13 @@ def read_yaml(file: Path) -> dict[str, Any]:
             node = super().compose_mapping_node(anchor)
             seen = set[tuple[str, str]]()
             for key, _ in node.value:  # as they are written: merged ones (<<) may be given again
-                said = key.tag, str(key.value)
-                if said in seen:
+                identity = key.tag, str(key.value)
+                if identity in seen:
                     raise ValueError(
                         f"line {key.start_mark.line + 1}: {key.value} is given twice; keep "
                         "one of them"
                     )
-                seen.add(said)
+                seen.add(identity)
             return node
 
     # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
@@ -158,59 +159,63 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return content
 
 
-def _named(folder: Path, contents: Contents) -> dict[str, Chunked]:
-    """The weights by Megatron-core's names."""
-    held: dict[str, Chunked] = {}
+def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]:
+    """Return the weights by Megatron-core's names."""
+    tensors: dict[str, Chunked] = {}
     for name, tensor in contents.by_kind["weight"].items():
         if not name.startswith(PREFIX):
             raise UserError(
                 f"{folder} has the tensor {name}, which does not begin with {PREFIX!r}; {EXPORT}"
             )
-        own = name.removeprefix(PREFIX)
-        held[own] = replace(tensor, name=own)
-    return held
+        megatron_name = name.removeprefix(PREFIX)
+        tensors[megatron_name] = replace(tensor, name=megatron_name)
+    return tensors
 
 
-def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> None:
-    """Raises UserError if the embedding has not as many rows as model.yaml says. Without its word
+def _check_rows(folder: Path, tensors: Mapping[str, Chunked], vocab: int | None) -> None:
+    """Raise UserError if the embedding has not as many rows as model.yaml says. Without its word
     NeMo pads."""
-    embedding = held.get(EMBEDDING)
-    if said and embedding and embedding.shape[0] != said:
+    embedding = tensors.get(EMBEDDING)
+    if vocab and embedding and embedding.shape[0] != vocab:
         raise UserError(
             f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says "
-            f"vocab_size = {said}"
+            f"vocab_size = {vocab}"
         )
 
 
-def _other_padding(
-    said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]
+def _notes_on_padding(
+    config: Mapping[str, Any], vocab: int, tensors: Mapping[str, Chunked]
 ) -> Iterator[str]:
     """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of
     rows."""
-    multiple = said.get("make_vocab_size_divisible_by")
-    tp = said.get("tensor_model_parallel_size")
-    if not isinstance(multiple, int) or not isinstance(tp, int) or multiple * tp < 1:
+    divisor = config.get("make_vocab_size_divisible_by")
+    tp = config.get("tensor_model_parallel_size")
+    if not isinstance(divisor, int) or not isinstance(tp, int) or divisor * tp < 1:
         return
-    if said["vocab_size"] is None and EMBEDDING in held:
-        rows = held[EMBEDDING].shape[0]
-        padded = -(-vocab // (multiple * tp)) * multiple * tp
-        if rows != padded:
-            yield (
-                f"--vocab {vocab} is {padded} rows with NeMo's padding "
-                f"(make_vocab_size_divisible_by = {multiple}, "
-                f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first "
-                f"{vocab} were read"
-            )
+    if config["vocab_size"] is not None or EMBEDDING not in tensors:
+        return
+    rows = tensors[EMBEDDING].shape[0]
+    padded = -(-vocab // (divisor * tp)) * divisor * tp
+    if rows != padded:
+        yield (
+            f"--vocab {vocab} is {padded} rows with NeMo's padding "
+            f"(make_vocab_size_divisible_by = {divisor}, "
+            f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first "
+            f"{vocab} were read"
+        )
 
 
-def _found(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:
-    """The tensors that the model has, by the names that these have."""
+def _expected(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:
+    """Return the tensors that the model has, by the names that these have."""
     fused = any(".linear_qkv.layer_norm_" in name for name in names)
     return matches(megatron(fused, interleaved, model), model)
 
 
 def _unread(folder: Path, contents: Contents) -> str:
     """Return the files that are ignored: those beside the weights."""
-    state = contents.flat or any(kind != "weight" for kind in contents.by_kind)
-    beside = ["the optimizer's state"] if state else []
-    return ", ".join([*beside, *(name for name in ("common.pt",) if (folder / name).is_file())])
+    unread = []
+    if contents.flat or any(kind != "weight" for kind in contents.by_kind):
+        unread.append("the optimizer's state")
+    if (folder / "common.pt").is_file():
+        unread.append("common.pt")
+    return ", ".join(unread)

@@ -1,9 +1,11 @@
 """Reading checkpoints of NxD (neuronx-distributed), and what its own converter makes of them.
 
-    100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt    a rank; 100/checkpoint marks the folder, 100/done that it is whole
-    ..._pp_rank_00.pt.tensors/tensor_7.pt            with use_xser: tensors each in a file of its own
-    tp_rank_00_pp_rank_00/checkpoint.pt              as older versions save it
-    checkpoint.pt                                    what scripts/checkpoint_converter.py --convert_to_full_state makes
+    100/checkpoint, 100/done                       mark the folder, and that it is whole
+    100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt  a rank
+    ..._pp_rank_00.pt.tensors/tensor_7.pt          with use_xser: tensors each in a file of its own
+    tp_rank_00_pp_rank_00/checkpoint.pt            as older versions save it
+    checkpoint.pt                                  what NxD's converter makes of the ranks' files
+                                                   (--convert_to_full_state)
 
 Tensors have the names that they have in Hugging Face, layers are numbered over all stages
 (trainer/checkpoint.py). A checkpoint does not say what the model is: the Hugging Face config.json
@@ -13,9 +15,10 @@ process (`tools.convert.core.untrusted`).
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_json
@@ -32,14 +35,14 @@ from tools.convert.hf.folder import (
     check_tied,
     has_weights,
     hf_tokenizer,
-    origin_of,
+    origins_of,
     read_generation,
 )
 from tools.convert.hf.notes import notes
 from tools.convert.hf.write_config import ARCHITECTURES
-from tools.convert.megatron.ranks import copied
+from tools.convert.megatron.ranks import notes_on_copies
 from tools.convert.systems.nxd_tensors import hugging_face
-from tools.convert.systems.shards import parts_of
+from tools.convert.systems.shards import Part, collect_shards
 
 FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 OLD = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
@@ -61,82 +64,96 @@ OWN_KEYS = {
 }
 
 
+class ModelRank(NamedTuple):
+    """The numbers of a rank along tensor and pipeline parallelism."""
+
+    tp: int
+    pp: int
+
+
 def find_nxd(path: Path) -> Path | None:
-    """The checkpoint's folder: `path`, the one above if it is a `model` folder, or the only whole
-    one in it."""
+    """Return the checkpoint's folder: `path`, the one above if it is a `model` folder, or the only
+    whole one in it."""
     if path.name == "model" and _has_ranks(path):
         return path.parent
     # beside Hugging Face's weights it is some other file
     merged = (path / MERGED).is_file() and not has_weights(path)
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
+    # The folder of a run, with a folder for each checkpoint.
     tags = [
         tag
         for tag in sorted(path.iterdir())
         if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")
     ]
-    whole = [tag for tag in tags if (tag / "done").is_file()]
-    if len(whole) > 1:
-        names = ", ".join(tag.name for tag in whole)
+    complete = [tag for tag in tags if (tag / "done").is_file()]
+    if len(complete) > 1:
+        names = ", ".join(tag.name for tag in complete)
         raise UserError(f"{path} has several checkpoints of NxD: give the folder of one of {names}")
-    return next(iter(whole or tags), None)
+    return next(iter(complete or tags), None)
 
 
 def _has_ranks(folder: Path) -> bool:
-    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    return any(kind.fullmatch(name) for kind in (FILE, OLD, EXPERTS) for name in names)
+    """Return True if a folder has files of ranks."""
+    if not folder.is_dir():
+        return False
+    names = [file.name for file in folder.iterdir()]
+    return any(kind.fullmatch(name) for kind, name in product((FILE, OLD, EXPERTS), names))
 
 
 def open_nxd(path: Path) -> Source:
-    """Opens a checkpoint's folder. UserError for what is missing, surplus or not known."""
+    """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
     if (path / "checkpoint").is_file() and not (path / "done").is_file():
         raise UserError(
             f"{path} was not saved whole: NxD writes {path / 'done'} last, and it is missing"
         )
-    file, config = _config(path)
-    model, kind = _described(file, config)
-    files = _files(path)
-    held, beside = _tensors(path, files)
-    tp, pp = (1 + max(rank[axis] for rank in held) for axis in range(2))
-    by_name = parts_of(path, [(lambda _, t=t: (t, tp), own) for (t, _), own in held.items()])
-    weights = hugging_face(path, by_name, model)
-    found = matches(HUGGING_FACE[kind], model)
-    check_tied(path, model, weights, found)
-    check_tensors(path, found, weights)
-    origins = [
-        origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found
-    ]
+    file, config = _read_config(path)
+    model, kind = _model_of(file, config)
+    files = _find_files(path)
+    tensors, unread_keys = _read_tensors(files)
+    tp = 1 + max(rank.tp for rank in tensors)
+    pp = 1 + max(rank.pp for rank in tensors)
+    ranks = [(partial(_part_of, rank, tp), of_rank) for rank, of_rank in tensors.items()]
+    weights = hugging_face(path, collect_shards(path, ranks), model)
+    expected = matches(HUGGING_FACE[kind], model)
+    check_tied(path, model, weights, expected)
+    check_tensors(path, expected, weights)
+    chunks = {rank: [of_rank] for rank, of_rank in tensors.items()}
     facts = Facts(
         layout={"tensor": tp, "pipeline": pp},
-        unread=_unread(path, beside),
+        unread=_unread(path, unread_keys),
         special=special_ids(config),
         generation=read_generation(file.parent),
         notes=(
             *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
-            *copied(path, {rank: [own] for rank, own in held.items()}),
+            *notes_on_copies(path, chunks),
         ),
     )
-    return Source(
-        path, "nxd", model, origins, facts, hf_tokenizer(path) or hf_tokenizer(file.parent)
+    origins = origins_of(expected, weights, model)
+    tokenizer = hf_tokenizer(path) or hf_tokenizer(file.parent)
+    return Source(path, "nxd", model, origins, facts, tokenizer)
+
+
+def _part_of(rank: ModelRank, tp: int, name: str) -> Part:
+    """Return which part of any tensor a rank has. tp: tensor-parallel ranks."""
+    return Part(rank.tp, tp)
+
+
+def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the config.json of the model, and what it says but for NxD's own keys."""
+    for file in (path / CONFIG, path.parent / CONFIG):
+        if file.is_file():
+            config = read_json(file)
+            return file, {key: value for key, value in config.items() if key not in OWN_KEYS}
+    raise UserError(
+        f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; "
+        "put the Hugging Face "
+        "config.json there that the model was made of"
     )
 
 
-def _config(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The config.json of the model, and what it says but for NxD's own keys."""
-    file = next(
-        (folder / CONFIG for folder in (path, path.parent) if (folder / CONFIG).is_file()), None
-    )
-    if file is None:
-        raise UserError(
-            f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; "
-            "put the Hugging Face "
-            "config.json there that the model was made of"
-        )
-    return file, {key: value for key, value in read_json(file).items() if key not in OWN_KEYS}
-
-
-def _described(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
-    """The model of config.json, and its family there."""
+def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
+    """Return the model of config.json, and its family there."""
     if config.get("quantization_config") is not None:
         raise UserError(
             f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out"
@@ -147,98 +164,144 @@ def _described(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
 
 
-def _files(path: Path) -> dict[tuple[int, int], Path]:
-    """(tp, pp) -> the file of the rank. UserError if one is missing."""
+def _find_files(path: Path) -> dict[ModelRank, Path]:
+    """Return the file of each rank. UserError if one is missing."""
     folder = path / "model" if _has_ranks(path / "model") else path
     if folder == path and not _has_ranks(path):
-        return {(0, 0): path / MERGED}
+        return {ModelRank(0, 0): path / MERGED}
     if (path / MERGED).is_file():
         raise UserError(f"{path} has files of ranks and {MERGED}: leave in it what is meant")
     names = sorted(file.name for file in folder.iterdir())
-    if experts := [name for name in names if EXPERTS.fullmatch(name)]:
-        raise UserError(
-            f"{folder / experts[0]} holds experts of a rank, which cannot be read here: {EXPORT}"
-        )
-    new = _by_rank(
-        folder,
-        {name: m.groups()[1:] for name in names if (m := FILE.fullmatch(name)) and not int(m[1])},
-    )
-    old = _by_rank(folder, {name: m.groups() for name in names if (m := OLD.fullmatch(name))})
+    _refuse_experts(folder, names)
+    new = _new_files(folder, names)
+    old = _old_files(folder, names)
     if new and old:
         raise UserError(f"{folder} has files of two versions of NxD: leave in it what is meant")
-    found = new or {rank: at / MERGED if at.is_dir() else at for rank, at in old.items()}
-    tp, pp = (1 + max(rank[axis] for rank in [*found, *_of_optimizer(path)]) for axis in range(2))
-    for t, p in product(range(tp), range(pp)):
-        dp = "" if old else "dp_rank_00_"
-        expected = found.get(
-            (t, p), folder / f"{dp}tp_rank_{t:02d}_pp_rank_{p:02d}{'' if old else '.pt'}"
-        )
-        if not expected.is_file():
-            raise UserError(f"{expected} is missing")
-    return found
+    files = new or old
+    _require_all_ranks(folder, files, _ranks_of_optimizer(path), bool(old))
+    return files
 
 
-def _by_rank(folder: Path, named: Mapping[str, Sequence[str]]) -> dict[tuple[int, int], Path]:
-    """(tp, pp) -> its file. UserError if two are of one rank."""
-    found: dict[tuple[int, int], Path] = {}
-    for name, (tensor, pipeline) in named.items():
-        if other := found.get(_rank(tensor, pipeline)):
-            raise UserError(f"{folder / name} and {other.name} are both of one rank: move one away")
-        found[_rank(tensor, pipeline)] = folder / name
-    return found
+def _require_all_ranks(
+    folder: Path, files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
+) -> None:
+    """Raise UserError if a rank has no file.
+
+    others: ranks that other files tell of.
+    old: files have the names of older versions.
+    """
+    ranks = [*files, *others]
+    tp_size = 1 + max(rank.tp for rank in ranks)
+    pp_size = 1 + max(rank.pp for rank in ranks)
+    for tp, pp in product(range(tp_size), range(pp_size)):
+        name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        usual = folder / (name if old else f"dp_rank_00_{name}.pt")
+        file = files.get(ModelRank(tp, pp), usual)
+        if not file.is_file():
+            raise UserError(f"{file} is missing")
 
 
-def _rank(tensor: str, pipeline: str) -> tuple[int, int]:
-    return int(tensor), int(pipeline)
+def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
+    """Raise UserError for a file with the experts of a rank."""
+    for name in names:
+        if EXPERTS.fullmatch(name):
+            raise UserError(
+                f"{folder / name} holds experts of a rank, which cannot be read here: {EXPORT}"
+            )
 
 
-def _of_optimizer(path: Path) -> list[tuple[int, int]]:
-    """(tp, pp) of the files beside the model's, which tell how many ranks there were."""
-    names = [file.name for file in (path / "optim").iterdir()] if (path / "optim").is_dir() else []
-    return [_rank(match[2], match[3]) for name in names if (match := FILE.fullmatch(name))]
+def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
+    """Return the files of the first data-parallel rank, which have the others' values."""
+    numbers = {}
+    for name in names:
+        match = FILE.fullmatch(name)
+        if match and int(match[1]) == 0:
+            numbers[name] = match[2], match[3]
+    return _by_rank(folder, numbers)
 
 
-def _tensors(
-    path: Path, files: Mapping[tuple[int, int], Path]
-) -> tuple[dict[tuple[int, int], dict[str, Stored]], list[str]]:
-    """(tp, pp) -> the rank's tensors by name; and what the files hold besides."""
-    held: dict[tuple[int, int], dict[str, Stored]] = {}
-    beside: set[str] = set()
+def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
+    """Return the files of ranks as older versions save them, mostly each in a folder of its own."""
+    numbers = {}
+    for name in names:
+        if match := OLD.fullmatch(name):
+            numbers[name] = match[1], match[2]
+    files = {}
+    for rank, file in _by_rank(folder, numbers).items():
+        files[rank] = file / MERGED if file.is_dir() else file
+    return files
+
+
+def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[ModelRank, Path]:
+    """Return the file of each rank. numbers: of a file's name, those of tp and pp. UserError if two
+    are of one rank."""
+    files: dict[ModelRank, Path] = {}
+    for name, (tensor, pipeline) in numbers.items():
+        rank = ModelRank(int(tensor), int(pipeline))
+        if rank in files:
+            raise UserError(
+                f"{folder / name} and {files[rank].name} are both of one rank: move one away"
+            )
+        files[rank] = folder / name
+    return files
+
+
+def _ranks_of_optimizer(path: Path) -> list[ModelRank]:
+    """Return the ranks of the files beside the model's, which tell how many ranks there were."""
+    folder = path / "optim"
+    if not folder.is_dir():
+        return []
+    matches = [FILE.fullmatch(file.name) for file in folder.iterdir()]
+    return [ModelRank(int(match[2]), int(match[3])) for match in matches if match]
+
+
+def _read_tensors(
+    files: Mapping[ModelRank, Path],
+) -> tuple[dict[ModelRank, dict[str, Stored]], list[str]]:
+    """Return the tensors of each rank by name; and the keys of what the files hold besides."""
+    tensors: dict[ModelRank, dict[str, Stored]] = {}
+    unread_keys: set[str] = set()
     for (rank, file), content in zip(files.items(), contents(list(files.values())), strict=True):
         if not isinstance(content, dict):
             raise UserError(f"{file} does not hold a dict of tensors")
         state = content
+        # Older versions and the converter have a dict around the state.
         if isinstance(content.get("model"), dict):
             state = content["model"]
-            beside |= {str(key) for key in content if key != "model"}
-        held[rank] = {
+            unread_keys |= {str(key) for key in content if key != "model"}
+        tensors[rank] = {
             name: value
-            for name, value in _stored(file, state).items()
+            for name, value in _resolve(file, state).items()
             if not name.endswith(BUFFERS)
         }
-    return held, sorted(beside)
+    return tensors, sorted(unread_keys)
 
 
-def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of a file, those included that lie in files of their own."""
-    state = state_in(file, state, apart=True)
-    apart = {name: value for name, value in state.items() if isinstance(value, Reference)}
-    at = {
-        name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt"
-        for name, one in apart.items()
+def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return the tensors of a file, those included that lie in files of their own."""
+    state = state_in(file, state, with_references=True)
+    folder = file.with_name(f"{file.name}.tensors")
+    files = {
+        name: folder / f"tensor_{value.number}.pt"
+        for name, value in state.items()
+        if isinstance(value, Reference)
     }
-    if lost := next((one for one in at.values() if not one.is_file()), None):
-        raise UserError(
-            f"{lost} is missing; a checkpoint saved with avoid_saving_lower_precision_weights "
-            "has its weights in the "
-            "optimizer's state alone, which is not read: have NxD save it without"
-        )
-    found = dict(zip(at, contents(list(at.values())), strict=True)) if at else {}
-    return state_in(file, {**state, **found})
+    for tensor_file in files.values():
+        if not tensor_file.is_file():
+            raise UserError(
+                f"{tensor_file} is missing; a checkpoint saved with "
+                "avoid_saving_lower_precision_weights "
+                "has its weights in the "
+                "optimizer's state alone, which is not read: have NxD save it without"
+            )
+    resolved = dict(state)
+    if files:
+        resolved.update(zip(files, contents(list(files.values())), strict=True))
+    return state_in(file, resolved)
 
 
-def _unread(path: Path, beside: Sequence[str]) -> str:
+def _unread(path: Path, unread_keys: Sequence[str]) -> str:
     """Return the files that are ignored: those beside the weights."""
-    optimizer = ["the optimizer's state (optim/)"] if (path / "optim").is_dir() else []
-    others = [name for name in ("scheduler.pt", "user_content.pt") if (path / name).is_file()]
-    return ", ".join([*optimizer, *others, *beside])
+    unread = ["the optimizer's state (optim/)"] if (path / "optim").is_dir() else []
+    unread += [name for name in ("scheduler.pt", "user_content.pt") if (path / name).is_file()]
+    return ", ".join([*unread, *unread_keys])

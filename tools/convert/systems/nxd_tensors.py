@@ -24,7 +24,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.ranks import Held, Whole, alike
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy
 
 QKV = re.compile(r"(.*\.self_attn\.)qkv_proj\.(weight|bias)(?:_(q|k|v|qkv))?")
 GATE_UP = re.compile(r"(.*\.)gate_up_proj\.(weight|bias)")
@@ -38,84 +38,104 @@ OUTPUT = re.compile(r".*\.self_attn\.o_proj\.weight")
 
 
 @dataclass(frozen=True)
-class Copies:
-    """The number of copies of each key/value head, and their order."""
+class HeadCopies:
+    """The number of copies of each key/value head, and their order.
+
+    heads: different key/value heads.
+    grouped: the copies of a head lie together.
+    """
 
     count: int
     heads: int
     grouped: bool
 
-    def once(self, x: Tensor) -> Tensor | None:
-        """Rows of key/value heads, each head once; None if its copies differ."""
-        copies = self._apart(x)
+    def drop_copies(self, x: Tensor) -> Tensor | None:
+        """Return rows of key/value heads, each head once; None if its copies differ."""
+        copies = self._by_head(x)
         if same_values(copies, copies[:, :1].expand_as(copies)):
             return copies[:, 0].flatten(0, 1)
         return None
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Rows of query heads, those of a key/value head together."""
-        return self._apart(x).flatten(0, 2)
+        """Return rows of query heads, those of a key/value head together."""
+        return self._by_head(x).flatten(0, 2)
 
-    def _apart(self, x: Tensor) -> Tensor:
-        """[key/value heads, copies, rows of one, ...]."""
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return [key/value heads, copies, rows of one, ...]."""
         if self.grouped:
             return x.unflatten(0, (self.heads, self.count, -1))
         return x.unflatten(0, (self.count, self.heads, -1)).transpose(0, 1)
 
 
 def hugging_face(
-    path: Path, by_name: Mapping[str, Sequence[Held]], model: ModelConfig
-) -> dict[str, Held]:
-    """Hugging Face's names -> the whole tensors. by_name: NxD's names -> the parts of the
-    tensor-parallel ranks."""
-    pieces: dict[str, Sequence[Held]] = {}
-    for name, parts in by_name.items():
-        for own, held in _unfused(path, name, parts, model).items():
-            if own in pieces:
-                raise UserError(f"{path} has {own} alone and in {name}")
-            pieces[own] = held
-    wholes = {name: _joined(path, name, parts, model) for name, parts in pieces.items()}
-    copies = _copies(path, wholes, model)
+    path: Path, shards_by_name: Mapping[str, Sequence[TensorSource]], model: ModelConfig
+) -> dict[str, TensorSource]:
+    """Return Hugging Face's names -> the whole tensors. shards_by_name: NxD's names -> the parts of
+    the tensor-parallel ranks."""
+    unfused: dict[str, Sequence[TensorSource]] = {}
+    for name, shards in shards_by_name.items():
+        for own_name, own_shards in _unfuse(path, name, shards, model).items():
+            if own_name in unfused:
+                raise UserError(f"{path} has {own_name} alone and in {name}")
+            unfused[own_name] = own_shards
+    merged = {name: _merge(path, name, shards, model) for name, shards in unfused.items()}
+    copies = _find_copies(path, merged, model)
     if copies is None:
-        return wholes
-    return {name: _single(path, name, held, copies) for name, held in wholes.items()}
+        return merged
+    return {name: _without_copies(path, name, tensor, copies) for name, tensor in merged.items()}
 
 
-def _unfused(
-    path: Path, name: str, parts: Sequence[Held], model: ModelConfig
-) -> dict[str, Sequence[Held]]:
-    """The tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
+def _unfuse(
+    path: Path, name: str, shards: Sequence[TensorSource], model: ModelConfig
+) -> dict[str, Sequence[TensorSource]]:
+    """Return the tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
     shapes."""
-    if (GATE_UP.fullmatch(name) or QKV.fullmatch(name)) and len({part.shape for part in parts}) > 1:
-        shapes = ", ".join(str(list(part.shape)) for part in parts)
+    gate_up = GATE_UP.fullmatch(name)
+    qkv = QKV.fullmatch(name)
+    if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
+        shapes = ", ".join(str(list(shard.shape)) for shard in shards)
         raise UserError(
             f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other"
         )
-    if match := GATE_UP.fullmatch(name):
-        _require_halves(path, name, parts[0].shape[0])
-        half = parts[0].shape[0] // 2
-        cuts = {"gate": (0, half), "up": (half, 2 * half)}
-        return {
-            f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts]
-            for part, at in cuts.items()
-        }
-    if not (match := QKV.fullmatch(name)):
-        return {name: parts}
-    if match[3] in ("q", "k", "v"):
-        return {f"{match[1]}{match[3]}_proj.{match[2]}": parts}
-    query = model.heads * model.head_dim // len(parts)
-    rest = (parts[0].shape[0] - query) // 2
-    if rest < 1:
+    rows = shards[0].shape[0]
+    if gate_up:
+        prefix, kind = gate_up.groups()
+        _require_halves(path, name, rows)
+        return _split_rows(shards, prefix, kind, {"gate": rows // 2, "up": rows // 2})
+    if not qkv:
+        return {name: shards}
+    prefix, kind, part = qkv.groups()
+    if part in ("q", "k", "v"):
+        return {f"{prefix}{part}_proj.{kind}": shards}
+    # Each rank has as many query heads; keys and values share what is left.
+    query_rows = model.heads * model.head_dim // len(shards)
+    kv_rows = (rows - query_rows) // 2
+    if kv_rows < 1:
         raise UserError(
-            f"{path}: {name} has {parts[0].shape[0]} rows on a rank, and config.json asks for "
-            f"{query} queries alone"
+            f"{path}: {name} has {rows} rows on a rank, and config.json asks for "
+            f"{query_rows} queries alone"
         )
-    _require_halves(path, name, parts[0].shape[0] - query)
-    cuts = {"q": (0, query), "k": (query, query + rest), "v": (query + rest, query + 2 * rest)}
-    return {
-        f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts]
-        for part, at in cuts.items()
-    }
+    _require_halves(path, name, rows - query_rows)
+    return _split_rows(shards, prefix, kind, {"q": query_rows, "k": kv_rows, "v": kv_rows})
+
+
+def _split_rows(
+    shards: Sequence[TensorSource], prefix: str, kind: str, rows: Mapping[str, int]
+) -> dict[str, Sequence[TensorSource]]:
+    """Return the projections that lie one below the other in each shard.
+
+    prefix, kind: what is before and after a projection in names.
+    rows: of each projection, in order.
+    """
+    projections: dict[str, Sequence[TensorSource]] = {}
+    top = 0
+    for projection, count in rows.items():
+        bottom = top + count
+        projections[f"{prefix}{projection}_proj.{kind}"] = [
+            _rows(shard, top, bottom) for shard in shards
+        ]
+        top = bottom
+    return projections
 
 
 def _require_halves(path: Path, name: str, rows: int) -> None:
@@ -125,77 +145,96 @@ def _require_halves(path: Path, name: str, rows: int) -> None:
         raise UserError(f"{path}: {name} leaves {rows} rows on a rank for two parts of one size")
 
 
-def _rows(held: Held, top: int, bottom: int) -> Whole:
+def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
+    """Return rows [top, bottom) of a tensor."""
+
     def read() -> Tensor:
-        if isinstance(held, Stored):
-            return held.rows(top, bottom)
-        return held.read()[top:bottom]
+        if isinstance(tensor, Stored):
+            return tensor.rows(top, bottom)
+        return tensor.read()[top:bottom]
 
-    return Whole((bottom - top, *held.shape[1:]), held.dtype, read)
+    return MergedTensor((bottom - top, *tensor.shape[1:]), tensor.dtype, read)
 
 
-def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -> Held:
-    """The ranks' parts put together."""
-    if len(parts) == 1 or not (ROWS.fullmatch(name) or COLUMNS.fullmatch(name)):
-        return alike(path, name, parts)
-    across = "embed_tokens" in name and parts[0].shape[-1] != model.hidden  # shard_across_embedding
-    dim = 1 if across or COLUMNS.fullmatch(name) else 0
-    others = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}
-    if len(others) > 1 or len(parts[0].shape) <= dim:
+def _merge(
+    path: Path, name: str, shards: Sequence[TensorSource], model: ModelConfig
+) -> TensorSource:
+    """Return the ranks' parts put together."""
+    if len(shards) == 1 or not (ROWS.fullmatch(name) or COLUMNS.fullmatch(name)):
+        return checked_copy(path, name, shards)
+    # shard_across_embedding
+    cuts_features = "embed_tokens" in name and shards[0].shape[-1] != model.hidden
+    dim = 1 if cuts_features or COLUMNS.fullmatch(name) else 0
+    other_sizes = {
+        (len(shard.shape), *shard.shape[:dim], *shard.shape[dim + 1 :], shard.dtype)
+        for shard in shards
+    }
+    if len(other_sizes) > 1 or len(shards[0].shape) <= dim:
         raise UserError(f"{path}: the parts of {name} on the ranks do not fit each other")
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return Whole(
-        tuple(shape), parts[0].dtype, lambda: torch.cat([part.read() for part in parts], dim)
-    )
+    shape = list(shards[0].shape)
+    shape[dim] = sum(shard.shape[dim] for shard in shards)
+
+    def read() -> Tensor:
+        return torch.cat([shard.read() for shard in shards], dim)
+
+    return MergedTensor(tuple(shape), shards[0].dtype, read)
 
 
-def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copies | None:
+def _find_copies(
+    path: Path, tensors: Mapping[str, TensorSource], model: ModelConfig
+) -> HeadCopies | None:
     """Return how the key/value heads are repeated; None if each occurs once. Raises UserError if
     that cannot be recognized.
     """
-    key = wholes.get("model.layers.0.self_attn.k_proj.weight")
+    key = tensors.get("model.layers.0.self_attn.k_proj.weight")
     rows = model.kv_heads * model.head_dim
-    if (
-        key is None
-        or key.shape[0] <= rows
-        or key.shape[0] % rows
-        or model.heads % (key.shape[0] // model.head_dim)
-    ):
-        return None  # as many as there must be, or for `check_tensors` to speak of
+    # With as many heads as there must be nothing is repeated; `check_tensors` speaks of others.
+    if key is None or key.shape[0] <= rows or key.shape[0] % rows:
+        return None
+    if model.heads % (key.shape[0] // model.head_dim):
+        return None
     count = key.shape[0] // rows
+    # The first layer's keys tell the order of copies; all other tensors are checked as they are
+    # read.
     values = key.read()
-    fits = [
-        c
-        for grouped in (False, True)
-        if (c := Copies(count, model.kv_heads, grouped)).once(values) is not None
-    ]
-    if not fits:
+    orders = [HeadCopies(count, model.kv_heads, grouped) for grouped in (False, True)]
+    fitting = [order for order in orders if order.drop_copies(values) is not None]
+    if not fitting:
         raise UserError(
             f"{path}: the {count} copies of a key head (kv_size_multiplier) differ in the "
             "first layer"
         )
-    if len(fits) > 1 and model.kv_heads > 1:
+    if len(fitting) > 1 and model.kv_heads > 1:
         raise UserError(
             f"{path}: key heads of the first layer are equal, so the order of their copies "
             "cannot be told"
         )
-    return fits[0]
+    return fitting[0]
 
 
-def _single(path: Path, name: str, held: Held, copies: Copies) -> Held:
-    """The tensor with each key/value head once, and the heads of the others in their order."""
+def _without_copies(
+    path: Path, name: str, tensor: TensorSource, copies: HeadCopies
+) -> TensorSource:
+    """Return the tensor with each key/value head once, and the heads of the others in their
+    order."""
 
-    def once() -> Tensor:
-        values = copies.once(held.read())
+    def read_once() -> Tensor:
+        values = copies.drop_copies(tensor.read())
         if values is None:
             raise UserError(f"{path}: the copies of a head (kv_size_multiplier) differ in {name}")
         return values
 
+    def read_query() -> Tensor:
+        return copies.in_order(tensor.read())
+
+    def read_output() -> Tensor:
+        return copies.in_order(tensor.read().t()).t()
+
+    shape = tensor.shape
     if KEY_VALUE.fullmatch(name):
-        return Whole((held.shape[0] // copies.count, *held.shape[1:]), held.dtype, once)
+        return MergedTensor((shape[0] // copies.count, *shape[1:]), tensor.dtype, read_once)
     if QUERY.fullmatch(name):
-        return Whole(held.shape, held.dtype, lambda: copies.in_order(held.read()))
+        return MergedTensor(shape, tensor.dtype, read_query)
     if OUTPUT.fullmatch(name):
-        return Whole(held.shape, held.dtype, lambda: copies.in_order(held.read().t()).t())
-    return held
+        return MergedTensor(shape, tensor.dtype, read_output)
+    return tensor

@@ -8,87 +8,114 @@ asks for, no more and no less.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.rules import Cut, Match
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.layout import BLOCKS, merged
-from tools.convert.megatron.ranks import Held, Whole, alike
-
-# of a tensor's name: which part a rank has, and of how many
-Place = Callable[[str], tuple[int, int]]
+from tools.convert.megatron.layout import BLOCKS, join_parts
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy
 
 
-def parts_of(
-    path: Path, ranks: Iterable[tuple[Place, Mapping[str, Stored]]], lone: Sequence[str] = ()
-) -> dict[str, list[Held]]:
-    """Name -> its parts, over the ranks of one stage. Copies of a part must be alike.
+class Part(NamedTuple):
+    """The part of a tensor that a rank has: its number, and how many parts there are."""
 
+    number: int
+    count: int
+
+
+PartOf = Callable[[str], Part]  # of a rank, by the name of a tensor
+RankTensors = tuple[PartOf, Mapping[str, Stored]]
+Shards = list[TensorSource]  # of a tensor, in order
+
+
+def collect_shards(
+    path: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
+) -> dict[str, Shards]:
+    """Return name -> its parts, over the ranks of one stage. Copies of a part must be the same.
+
+    ranks: of each, which parts it has, and its tensors.
     lone: ends of names that only the first rank has.
     """
-    copies: dict[str, dict[int, list[Held]]] = {}
-    counts: dict[str, int] = {}
-    for place, held in ranks:
-        for name, stored in held.items():
+    copies: dict[str, dict[int, Shards]] = {}  # by the number of the part
+    counts: dict[str, int] = {}  # of parts that there must be
+    for part_of, tensors in ranks:
+        for name, stored in tensors.items():
             if not stored.shape:
                 raise UserError(f"{path}: {name} is a single number, and no tensor of a model is")
-            number, counts[name] = place(name)
-            copies.setdefault(name, {}).setdefault(number, []).append(stored)
+            part = part_of(name)
+            counts[name] = part.count
+            parts = copies.setdefault(name, {})
+            parts.setdefault(part.number, []).append(stored)
     for name, parts in copies.items():
-        if sorted(parts) != [*range(counts[name])] and not (
-            list(parts) == [0] and name.endswith(tuple(lone))
-        ):
+        is_complete = sorted(parts) == [*range(counts[name])]
+        is_lone = list(parts) == [0] and name.endswith(tuple(lone))
+        if not is_complete and not is_lone:
             raise UserError(
                 f"{path}: {name} is in the files of some ranks of a stage and not of others"
             )
-    return {
-        name: [alike(path, name, parts[n]) for n in sorted(parts)] for name, parts in copies.items()
-    }
+    shards: dict[str, Shards] = {}
+    for name, parts in copies.items():
+        shards[name] = []
+        for number in sorted(parts):
+            shard = checked_copy(path, name, parts[number])
+            shards[name].append(shard)
+    return shards
 
 
-def wholes_of(
-    path: Path, found: Sequence[Match], by_name: Mapping[str, list[Held]]
-) -> dict[str, Held]:
-    """The whole tensors by name. One that is not in `found` is returned for `check_tensors` to
-    speak of."""
-    known = {match.foreign: match for match in found}
-    return {
-        name: _whole(path, known[name], parts) if name in known else parts[0]
-        for name, parts in by_name.items()
-    }
+def merge_shards(
+    path: Path, expected: Sequence[Match], shards_by_name: Mapping[str, Shards]
+) -> dict[str, TensorSource]:
+    """Return the whole tensors by name. Of one that is not expected the first part is returned, for
+    `check_tensors` to speak of."""
+    matches = {match.foreign: match for match in expected}
+    merged: dict[str, TensorSource] = {}
+    for name, shards in shards_by_name.items():
+        if name in matches:
+            merged[name] = _merge(path, matches[name], shards)
+        else:
+            merged[name] = shards[0]
+    return merged
 
 
-def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
-    if match.cut == "whole" or len(parts) == 1:
-        return alike(path, match.foreign, parts)
-    if len({part.dtype for part in parts}) > 1:
+def _merge(path: Path, match: Match, shards: Shards) -> TensorSource:
+    """Return the tensor of `match` put together from its parts."""
+    if match.cut == "whole" or len(shards) == 1:
+        return checked_copy(path, match.foreign, shards)
+    count = len(shards)
+    dtypes = {shard.dtype for shard in shards}
+    if len(dtypes) > 1:
         raise UserError(f"{path}: {match.foreign} has values of another type on some ranks")
-    shape = _joined(match.cut, [part.shape for part in parts])
+    shape = _joined_shape(match.cut, [shard.shape for shard in shards])
     if shape != match.shape:
         raise UserError(
-            f"{path}: {match.foreign} of {len(parts)} ranks makes {list(shape or ())}, but "
+            f"{path}: {match.foreign} of {count} ranks makes {list(shape or ())}, but "
             "the model asks for "
             f"{list(match.shape)}: files of ranks are missing, or it is another model that is "
             "described"
         )
 
     def read() -> Tensor:
-        return merged((part.read() for part in parts), match.cut, match.shape, len(parts))
+        parts = (shard.read() for shard in shards)  # one after another, to save memory
+        return join_parts(parts, match.cut, match.shape, count)
 
-    return Whole(match.shape, parts[0].dtype, read)
+    return MergedTensor(match.shape, shards[0].dtype, read)
 
 
-def _joined(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Shape of the parts put together; None if they do not fit each other."""
+def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape of the parts put together; None if they do not fit each other."""
     dim = 1 if cut == "columns" else 0
-    others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if (
-        len(others) != 1
-        or len(shapes[0]) <= dim
-        or any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes)
-    ):
+    joined = list(shapes[0])
+    if len(joined) <= dim:
         return None
-    first = shapes[0]
-    return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])
+    blocks = BLOCKS.get(cut, 1)
+    joined[dim] = 0
+    for shape in shapes:
+        # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
+        same_sizes = shape[:dim] == shapes[0][:dim] and shape[dim + 1 :] == shapes[0][dim + 1 :]
+        if len(shape) != len(joined) or not same_sizes or shape[0] % blocks:
+            return None
+        joined[dim] += shape[dim]
+    return tuple(joined)

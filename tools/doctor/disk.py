@@ -256,8 +256,8 @@ def _summarize(hosts: Sequence[Answer]) -> Finding:
         kind += "; it is in memory, and a power cut empties it"
     least_free = min(host["free"] for host in hosts)
     message = (
-        f"{slowest['folder']} ({kind}): rename, fsync and locks hold, "
-        f"fsync {duration(slowest['fsync_s'])}, {size(least_free)} free"
+        f"{slowest['folder']} ({kind}): rename, fsync and locks hold, fsync "
+        f"{duration(slowest['fsync_s'])}, {size(least_free)} free"
     )
     numbers = {key: slowest[key] for key in ("folder", "kind", "fsync_s", "free", "clock_s")}
     return ok("disk", message, **numbers)

@@ -316,8 +316,8 @@ def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
     summed = size(FLOAT_BYTES * MEDIUM_MESSAGE)
     message = (
-        f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(bandwidth)}/s at "
-        f"worst, messages in order; a sum of {summed} takes {duration(seconds)}"
+        f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(bandwidth)}/s "
+        f"at worst, messages in order; a sum of {summed} takes {duration(seconds)}"
     )
     return ok(
         f"links {axis}",

@@ -107,8 +107,8 @@ def _different_versions(name: str, answers: Sequence[Answer]) -> Iterator[Findin
         affected = [answer for answer in answers if answer.get(name, "") == unusual]
         ranks = format_ranks(_hosts_by_rank(affected))
         message = (
-            f"{name} {unusual or 'is not there'} on {ranks}, "
-            f"{usual or 'is not there'} on the others"
+            f"{name} {unusual or 'is not there'} on {ranks}, {usual or 'is not there'} on the "
+            "others"
         )
         yield wrong("versions", message, f"install the same {name} on all hosts", differs=name)
 

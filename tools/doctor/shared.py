@@ -159,7 +159,7 @@ def _summarize(readers: Sequence[Answer], writer: Answer) -> Finding:
     latest_replaced = max(reader["replaced_s"] for reader in readers)
     latest = max(latest_written, latest_replaced)
     message = (
-        f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at "
-        f"the latest after {duration(latest)}"
+        f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at the "
+        f"latest after {duration(latest)}"
     )
     return ok("shared disk", message, latest_s=latest)

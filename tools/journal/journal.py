@@ -164,8 +164,8 @@ def _reopen(path: Path, start: int) -> Lines:
     if path.is_symlink():
         kept_file = os.path.realpath(path)
         print(
-            f"note       {path} was a link, and is a file of this run now; {kept_file} stays "
-            "as it is"
+            f"note       {path} was a link, and is a file of this run now; {kept_file} stays as "
+            "it is"
         )
     kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))

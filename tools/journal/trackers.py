@@ -115,8 +115,8 @@ class Feed:
             self._left_out += 1
             if self._left_out == 1 and not self._failed:
                 _warn(
-                    f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until "
-                    "it has caught up"
+                    f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until it "
+                    "has caught up"
                 )
 
     def finish(self, complete: bool, patience: float = PATIENCE) -> None:

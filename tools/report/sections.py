@@ -97,8 +97,7 @@ def curves(run: Run) -> Html:
     shown = pictures(run.records, over, resumes)
     figures = [
         f"<figure><figcaption><b>{html(panel.title)}</b> "
-        f"{legend(panel, shown) if not number else ''}</figcaption>"
-        f"{to_svg(panel, shown)}</figure>"
+        f"{legend(panel, shown) if not number else ''}</figcaption>{to_svg(panel, shown)}</figure>"
         for number, panel in enumerate(shown.panels)
     ]
     remarks = "; ".join(shown.remarks)
@@ -339,8 +338,8 @@ def _of_other_keys(run: Run, made: Any) -> Html:
     digest = about.get("sha256") if isinstance(about, dict) else None
     if not isinstance(run.config, RunConfig):
         return paragraph(
-            "Note: whether the certificate below is of this run is not known: run.toml "
-            "cannot be read."
+            "Note: whether the certificate below is of this run is not known: run.toml cannot be "
+            "read."
         )
     if digest == run_digest(run.config):
         return Html("")

@@ -62,14 +62,13 @@ def print_start(
     ]
     say(
         f"model      {model.family}, {model.num_parameters:,} parameters: "
-        f"{counted(model.layers, 'layer')}, "
-        f"hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {experts and f'{experts}, '}{', '.join(modes)}\n"
         f"batch      {t.global_batch} samples = {replicas} x "
-        f"{counted(config.num_microbatches, 'micro-batch', 'es')} x "
-        f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
+        f"{counted(config.num_microbatches, 'micro-batch', 'es')} x {t.micro_batch}, "
+        f"{config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
     for name, samples in corpus.evaluated.items() if t.eval_every else ():
@@ -79,8 +78,7 @@ def print_start(
             of = "held-out" if name == "eval_loss" else name.removeprefix(NAMED)
             say(
                 f"evaluated  {taken:,} of {there:,} {of} samples: train.eval_batches = "
-                f"{t.eval_batches} of "
-                f"train.global_batch = {t.global_batch}"
+                f"{t.eval_batches} of train.global_batch = {t.global_batch}"
             )
     for note in corpus.notes:
         say(f"note       {note}")
@@ -119,9 +117,8 @@ def _samples(config: RunConfig, corpus: Corpus) -> str:
     ):
         share = one.weight / sum(other.weight for other in config.data.blend)
         lines.append(
-            f"           {share:.4g} of the samples from {one.source}: {taken:,} of "
-            f"{len(part):,} samples, "
-            f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} "
+            f"samples, {taken / len(part):.2f} epochs in {config.train.steps} steps"
         )
     return "\n".join(lines)
 
@@ -188,10 +185,9 @@ def _muon(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
         )
         size = sum(prod(part.shape) for part in matrices)
         yield (
-            f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in "
-            "number, iterated in "
-            f"{dtype_name(rule.iteration_dtype(optimizer.plan.masters))}; AdamW updates "
-            f"{others or 'nothing'}"
+            f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, "
+            f"iterated in {dtype_name(rule.iteration_dtype(optimizer.plan.masters))}; AdamW "
+            f"updates {others or 'nothing'}"
         )
 
 
@@ -219,8 +215,7 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     read = progress.tokens
     say(
         f"skipped    {progress.skipped:,} of {counted(progress.step, 'step')}: "
-        f"{progress.learned_tokens:,} of "
-        f"{read:,} tokens were learned"
+        f"{progress.learned_tokens:,} of {read:,} tokens were learned"
     )
     if not progress.applied:
         return  # another line says that nothing was learned
@@ -237,9 +232,9 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
         return
     steps = config.train.steps + progress.skipped
     say(
-        f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so "
-        "the schedule was cut "
-        f"short; train.steps={steps} lr.length={schedule.total} goes on to its end"
+        f"lr         ended at {ended:.3g}, not at {planned:.3g}: it follows applied steps, so the "
+        f"schedule was cut short; train.steps={steps} lr.length={schedule.total} goes on to its "
+        "end"
     )
 
 

@@ -30,8 +30,8 @@ def begin_notes(
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '
-                f"{initial.begin} before "
-                f"documents ({initial.origin}), and documents have none here"
+                f"{initial.begin} before documents ({initial.origin}), and documents have none "
+                "here"
             )
     elif documents.begin not in (None, documents.end):
         yield (
@@ -42,9 +42,8 @@ def begin_notes(
         before = "no token" if documents.begin is None else f"token {documents.begin}"
         yield (
             f"documents do not end with token {tokenizer.eos}, which ends them by "
-            f"{tokenizer.path}: the model does not "
-            f"learn where a text ends, and is evaluated with {before} before a document, as "
-            "it is trained"
+            f"{tokenizer.path}: the model does not learn where a text ends, and is evaluated with "
+            f"{before} before a document, as it is trained"
         )
 
 

@@ -117,12 +117,10 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
     ):  # or was to come, as in warm-up
         return
     yield (
-        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in "
-        f"step {progress.step + 1}"
-        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} "
-        "lr.warmup=0 keeps the "
-        f"old rate; train.init_from={store.path} with another train.folder and lr.warmup "
-        "starts a new run with "
+        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step "
+        f"{progress.step + 1}{_stretched(was, config)}. Ways out: lr.schedule=constant "
+        f"lr.peak={last:.3g} lr.warmup=0 keeps the old rate; train.init_from={store.path} with "
+        "another train.folder and lr.warmup starts a new run with "
         'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
         "from the start"
     )

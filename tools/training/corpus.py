@@ -247,8 +247,8 @@ def _require_token(config: RunConfig, begin: int | None, ids: int) -> None:
     """Raise UserError if there is no token `begin` among the ids below `ids`."""
     if begin is not None and begin >= ids:
         raise UserError(
-            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give "
-            "the id of the token that "
+            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give the "
+            "id of the token that "
             'begins a document, or "none"'
         )
 
@@ -332,8 +332,8 @@ def _find_tokenizer(config: RunConfig) -> None:
         key = ready[0].key
         if config.log.sample:
             raise UserError(
-                f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or "
-                "remove log.sample"
+                f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or remove "
+                "log.sample"
             )
         if len(ready) < len(parts):
             raise UserError(
@@ -353,9 +353,8 @@ def _given(config: RunConfig) -> Path | None:
     there = [file for file in left if file.is_file()]
     if any(read_whole(file) != read_whole(there[0]) for file in there[1:]):
         raise UserError(
-            f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal "
-            "token ids mean "
-            "different tokens: build the data sets with one --tokenizer"
+            f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal token "
+            "ids mean different tokens: build the data sets with one --tokenizer"
         )
     return there[0] if there else None
 
@@ -459,8 +458,8 @@ def _encoding(config: RunConfig, given: Path | None, store: Store | None) -> _En
         )
     if (size := load_tokenizer(kept).vocab_size) != config.data.vocab_size:
         raise UserError(
-            f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} "
-            f"tokens: {copy}"
+            f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} tokens: "
+            f"{copy}"
         )
     return _Encoding(_learned(config), None, kept)
 
@@ -526,8 +525,8 @@ def _other_texts(
         differs = "its documents are others" if compared else _unknown_text(part)
         yield (
             f"{part.key}: {names}: not the text that {store.path} was trained on ({differs}): "
-            "give --allow data to go "
-            f"on with it anyway, or another train.folder{_tokens_there(part)}"
+            "give --allow data to go on with it anyway, or another "
+            f"train.folder{_tokens_there(part)}"
         )
 
 
@@ -548,9 +547,9 @@ def _unknown_text(part: _Part) -> str:
     known."""
     index = beside(part.prefix, ".idx")
     return (
-        "its files have another name, size or time, or text_field or max_chars is another; "
-        "if the text is the same, "
-        f"remove {index} and the same command makes its tokens anew and compares them"
+        "its files have another name, size or time, or text_field or max_chars is another; if the "
+        f"text is the same, remove {index} and the same command makes its tokens anew and "
+        "compares them"
     )
 
 
@@ -572,9 +571,8 @@ def _in_the_way(
     files += [encoding.file] if encoding.kept and not encoding.there else []
     for file in (file for file in files if file.exists()):
         yield (
-            f"{file} was built of another text or tokenizer than [data] names, and other runs "
-            "may use it: set "
-            "another data.cache"
+            f"{file} was built of another text or tokenizer than [data] names, and other runs may "
+            "use it: set another data.cache"
         )
 
 
@@ -583,22 +581,19 @@ def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     if tokenizer is None and asked == 0:
         raise UserError(
             "model.vocab = 0 takes the vocabulary size of the tokenizer, but data.source has "
-            "none: set model.vocab "
-            "or data.tokenizer"
+            "none: set model.vocab or data.tokenizer"
         )
     if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
         initial = config.train.init_from
         if initial:
             raise UserError(
                 f"data.tokenizer: {tokenizer.path} has {tokenizer.vocab_size} tokens, but the "
-                "weights of "
-                f"train.init_from = {toml(initial)} have {asked}: remove data.tokenizer if "
-                "the folder has its own, "
-                f"give one of at most {asked} tokens, or train without train.init_from"
+                f"weights of train.init_from = {toml(initial)} have {asked}: remove "
+                f"data.tokenizer if the folder has its own, give one of at most {asked} tokens, "
+                "or train without train.init_from"
             )
         raise UserError(
             f"model.vocab = {asked} is smaller than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.path}: "
-            f"use 0 or at least {tokenizer.vocab_size}"
+            f"{tokenizer.path}: use 0 or at least {tokenizer.vocab_size}"
         )
     return asked or (tokenizer.vocab_size if tokenizer else 0)

@@ -61,9 +61,8 @@ def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         if (epochs := share / len(part)) > MANY_EPOCHS:
             yield (
                 f"{name} has {_samples(len(part))} of train.seq_length {train.seq_length}, so "
-                "train.steps = "
-                f"{train.steps} repeat it {epochs:,.0f} times: give more text, or fewer "
-                "or smaller steps"
+                f"train.steps = {train.steps} repeat it {epochs:,.0f} times: give more text, or "
+                "fewer or smaller steps"
             )
 
 
@@ -78,8 +77,7 @@ def _warmup(config: RunConfig) -> Iterator[str]:
     if lr.warmup >= total:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "
-            "reaches "
-            f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
+            f"reaches lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
         )
 
 
@@ -96,14 +94,13 @@ def _more_than_there(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             of = "the held-out text" if name == "eval_loss" else name
             yield (
                 f"train.eval_batches = {train.eval_batches} of train.global_batch = "
-                f"{train.global_batch} asks for "
-                f"{asked:,} samples, but {of} has {len(samples):,}: all of them are evaluated"
+                f"{train.global_batch} asks for {asked:,} samples, but {of} has {len(samples):,}: "
+                "all of them are evaluated"
             )
     if fp8.kind != "none" and fp8.calibrate >= train.steps:
         yield (
-            f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in "
-            "FP8: calibrate for fewer "
-            "steps or make the run longer"
+            f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in FP8: "
+            "calibrate for fewer steps or make the run longer"
         )
 
 
@@ -124,9 +121,8 @@ def _groups(config: RunConfig) -> Iterator[str]:
     router = config.model.router
     if not router.limits and router.group_best != PLAIN.group_best:
         yield (
-            f"model.router.group_best = {router.group_best} has no effect: it compares "
-            "groups, of which "
-            f"groups_per_token = {router.groups_per_token} takes all"
+            f"model.router.group_best = {router.group_best} has no effect: it compares groups, of "
+            f"which groups_per_token = {router.groups_per_token} takes all"
         )
 
 
@@ -178,15 +174,15 @@ def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     if seen := held & trained:
         yield (
             f"data.held_out: {len(seen):,} of {len(held):,} held-out documents are in the "
-            "training data too, so the "
-            "held-out loss is no measure for new text: remove repeated documents"
+            "training data too, so the held-out loss is no measure for new text: remove repeated "
+            "documents"
         )
     for name, documents in sets.items():
         if seen := documents & trained:
             yield (
-                f"data.validation: {len(seen):,} of {len(documents):,} documents of {name} "
-                "are in the training data "
-                "too, so its loss is no measure for new text: remove them from one of the two"
+                f"data.validation: {len(seen):,} of {len(documents):,} documents of {name} are in "
+                "the training data too, so its loss is no measure for new text: remove them from "
+                "one of the two"
             )
 
 

@@ -44,9 +44,8 @@ def require_fresh_store(config: RunConfig) -> None:
     if restarts and under_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError(
             "torchrun restarts ranks over a store that keeps the addresses of those that are "
-            "gone: start it with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or without "
-            "--max-restarts and parallel.elastic"
+            "gone: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or "
+            "without --max-restarts and parallel.elastic"
         )
 
 
@@ -90,8 +89,8 @@ def _replicas(config: RunConfig, ranks: int) -> RunConfig:
         raise UserError(*(f"{problem} ({why})" for problem in problems(config, layouts[0])))
     if os.environ.get("RANK") == "0":
         print(
-            f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on "
-            f"each of {ranks} ranks"
+            f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each "
+            f"of {ranks} ranks"
         )
     os.environ["WORLD_SIZE"] = str(parallel.data)
     return config.with_parallel(parallel, f"{counted(ranks, 'rank')} in the world")
@@ -149,8 +148,8 @@ def require_wanted(store: dist.Store) -> None:
         told = (store.get(f"{ENDED} {rank}").decode() for rank in range(dist.get_world_size()))
         if reason := next(filter(None, told), ""):
             raise UserError(
-                "torchrun has restarted ranks that had ended on purpose, they do not train "
-                f"again: {reason}"
+                "torchrun has restarted ranks that had ended on purpose, they do not train again: "
+                f"{reason}"
             )
 
 

@@ -82,8 +82,8 @@ def read_records(folder: Path) -> Sequence[EndRecord]:
     records = [_read(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
     if not records:
         raise UserError(
-            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, "
-            "or still trains"
+            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, or "
+            "still trains"
         )
     return sorted(records, key=lambda record: record.rank.rank)
 

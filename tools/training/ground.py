@@ -31,8 +31,8 @@ def _require_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
-            f"this process may open {hard} files, and local ranks need {needed}: raise the "
-            "limit (ulimit -n 1024)"
+            f"this process may open {hard} files, and local ranks need {needed}: raise the limit "
+            "(ulimit -n 1024)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -47,6 +47,5 @@ def _require_loopback() -> None:
     except OSError as error:
         raise UserError(
             f"local ranks meet at {HERE}, where no connection can be made "
-            f"({error.strerror or error}): bring the "
-            "loopback interface up (ip link set lo up)"
+            f"({error.strerror or error}): bring the loopback interface up (ip link set lo up)"
         ) from error

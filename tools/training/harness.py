@@ -95,10 +95,9 @@ class Harness:
             raise UserError("data.lm_eval needs the run's tokenizer: data.tokenizer")
         if corpus.documents.begin is None:
             raise UserError(
-                "data.lm_eval needs a token that stands before documents in training, and "
-                "there is none: set "
-                "data.begin, or build the data with a tokenizer that has a token to end "
-                "documents with"
+                "data.lm_eval needs a token that stands before documents in training, and there "
+                "is none: set data.begin, or build the data with a tokenizer that has a token to "
+                "end documents with"
             )
         self._tokenizer = corpus.tokenizer
         self._begin = corpus.documents.begin

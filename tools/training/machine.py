@@ -32,8 +32,8 @@ def _processes(config: RunConfig, ranks: int) -> Iterator[str]:
     here = f"this machine has {counted(cores(), 'core')}, and takes {most} at most"
     if ranks > most:
         yield (
-            f"{in_keys(config.parallel)}: {ranks:,} local "
-            f"ranks, but {here}: make the layout smaller, or start the ranks on several machines"
+            f"{in_keys(config.parallel)}: {ranks:,} local ranks, but {here}: make the layout "
+            "smaller, or start the ranks on several machines"
         )
     for key in ("train.threads", "data.workers"):
         if config.get(key) > most:
@@ -60,11 +60,9 @@ def _memory(config: RunConfig, ranks: int, device: str) -> Iterator[str]:
     if least > there:
         yield (
             f"the run needs at least {least / 2**30:,.1f} GiB of memory here "
-            f"({model.num_parameters:,} parameters with "
-            f"gradients and optimizer state, and logits of {config.train.micro_batch:,} x "
-            f"{config.train.seq_length:,} tokens), but there are {there / 2**30:,.1f} GiB: "
-            "make model.* or "
-            "train.micro_batch smaller"
+            f"({model.num_parameters:,} parameters with gradients and optimizer state, and logits "
+            f"of {config.train.micro_batch:,} x {config.train.seq_length:,} tokens), but there "
+            f"are {there / 2**30:,.1f} GiB: make model.* or train.micro_batch smaller"
         )
 
 

@@ -42,6 +42,6 @@ def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
     if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
         yield (
             f'train.folder = "{named}", as when {file} was saved, so this run goes on or '
-            "begins there and leaves "
-            f"{folder} as it is: train.folder={folder} goes on with the run in {folder}"
+            f"begins there and leaves {folder} as it is: train.folder={folder} goes on with the "
+            f"run in {folder}"
         )

@@ -58,8 +58,8 @@ def check_resumable(
         return
     if not config.checkpoint.resume and not restarted():
         raise UserError(
-            f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
-            "set another train.folder, or remove that checkpoint"
+            f"checkpoint.resume = false, but {store.path} is there from an earlier run: set "
+            "another train.folder, or remove that checkpoint"
         )
     step = read_progress(store).step
     read_watch(store)
@@ -85,9 +85,8 @@ def check_resumable(
         )
         raise UserError(
             *lines,
-            f"this run cannot resume from {store.path} with these changes: undo them, accept "
-            f"them with {flags}, or set "
-            "another train.folder",
+            f"this run cannot resume from {store.path} with these changes: undo them, accept them "
+            f"with {flags}, or set another train.folder",
         )
 
 
@@ -191,8 +190,8 @@ def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
     canonical = toml("canonical")
     if was.get(names[0]) == now[names[0]] == canonical and was.get(names[1]) != now[names[1]]:
         yield (
-            f"{names[1]} = {now[names[1]]}, but it is {was.get(names[1])} in the checkpoint: "
-            "sums in another number of "
+            f"{names[1]} = {now[names[1]]}, but it is {was.get(names[1])} in the checkpoint: sums "
+            "in another number of "
             'pieces have other bits; keep it, or set train.numerics = "fast"'
         )
 
@@ -207,8 +206,8 @@ def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
         lacking += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
     if lacking:
         yield (
-            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on "
-            "with: a run begins with "
+            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with: "
+            "a run begins with "
             f'weights alone by train.init_from = "{store.path}"'
         )
 
@@ -236,9 +235,8 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     if weights and not same_tokens(weights, tokenizer):
         yield (
             f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
-            "train.init_from were trained with, "
-            f"{weights}, so equal ids mean other tokens: set data.tokenizer = "
-            f"{toml(str(weights))}, {accept}"
+            f"train.init_from were trained with, {weights}, so equal ids mean other tokens: set "
+            f"data.tokenizer = {toml(str(weights))}, {accept}"
         )
     for dataset in corpus.datasets:
         built_with = beside(dataset.prefix, ".model")
@@ -249,9 +247,8 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         if is_its_own and not same_tokens(built_with, tokenizer):
             yield (
                 f"data.tokenizer: {tokenizer} is not the tokenizer of {dataset.prefix}, "
-                f"{built_with}, so equal ids "
-                f"mean other tokens: build the data set again with --tokenizer {tokenizer}, "
-                f"{accept}"
+                f"{built_with}, so equal ids mean other tokens: build the data set again with "
+                f"--tokenizer {tokenizer}, {accept}"
             )
 
 

@@ -70,12 +70,11 @@ class Saves:
         self._looked = True
         if left_out:
             raise UserError(
-                f"model.factory: {left_out[0]} is a buffer that training changes"
-                f"{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; checkpoints "
-                "hold parameters only, so "
-                "a resumed run would begin with another value: leave it out (a BatchNorm: "
-                "track_running_stats=False), "
-                "or register it with persistent=False if it may begin anew"
+                f"model.factory: {left_out[0]} is a buffer that training "
+                f"changes{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; "
+                "checkpoints hold parameters only, so a resumed run would begin with another "
+                "value: leave it out (a BatchNorm: track_running_stats=False), or register it "
+                "with persistent=False if it may begin anew"
             )
 
     def poll(self) -> None:

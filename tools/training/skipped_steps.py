@@ -12,9 +12,8 @@ from tools.convert.train_state import TrainState
 from tools.journal.records import NO_TOKENS_EVENT
 
 NOTHING_COUNTS = (
-    "data.eod_mask_loss leaves out the first token of each document, and the batch has no "
-    "other: put documents of one "
-    "token together, or take larger batches"
+    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: "
+    "put documents of one token together, or take larger batches"
 )
 
 

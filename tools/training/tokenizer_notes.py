@@ -40,8 +40,8 @@ def tokenizer_notes(
     if "eos" in record and record["eos"] != tokenizer.eos:
         yield (
             f"{prefix} was built with {_end(record['eos'])} at the end of each document, but "
-            f"{tokenizer.path} and the "
-            f"settings beside it now say {_end(tokenizer.eos)}: build it again, or set them back"
+            f"{tokenizer.path} and the settings beside it now say {_end(tokenizer.eos)}: build it "
+            "again, or set them back"
         )
 
 

@@ -57,8 +57,8 @@ class Connection:
             if not self.lost and now > told + SILENCE:
                 told = now
                 _tell(
-                    f"this machine has had no ranks for {now - without:.0f} s: torchrun waits "
-                    "for other machines"
+                    f"this machine has had no ranks for {now - without:.0f} s: torchrun waits for "
+                    "other machines"
                 )
 
     def _end_silent(self, alone: float) -> None:
@@ -70,9 +70,9 @@ class Connection:
             if min(silence, alone) > SILENCE:
                 host, port = self.address
                 self.lost = (
-                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing "
-                    f"for {silence:.0f} s, and "
-                    "no rank of this machine is left: the machine is down, or the link to it is cut"
+                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing for "
+                    f"{silence:.0f} s, and no rank of this machine is left: the machine is down, "
+                    "or the link to it is cut"
                 )
                 one.shutdown(socket.SHUT_RDWR)
 

@@ -119,8 +119,8 @@ def _text(data: Data, one: _Named) -> Source:
 def _build(data: Data, one: _Named, tokenizer: Tokenizer | None, cache: Path) -> None:
     if tokenizer is None:
         raise UserError(
-            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data "
-            "set of it"
+            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of "
+            "it"
         )
     source = _text(data, one)
     if reusable(one.prefix, source, tokenizer):

@@ -5,7 +5,7 @@ that it prints then.
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
@@ -42,7 +42,7 @@ from tools.training.data_identity import (
 from tools.training.launch import restarted
 from tools.training.place_in_data import other_length, place_notes
 
-KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
+RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
 
 def check_resumable(
@@ -62,27 +62,31 @@ def check_resumable(
             "another train.folder, or remove that checkpoint"
         )
     step = read_progress(store).step
-    read_watch(store)
+    read_watch(store)  # raises UserError if it is damaged
     problems = [
         *_other_model(store, corpus.model if corpus else config.model),
-        *_no_state(store, config),
+        *_missing_state(store, config),
+        *_other_shards(store, config),
     ]
-    problems += _other_shards(store, config)
-    refused = [found for found in differences(store, config, corpus) if found.what not in allowed]
-    lines = [*problems, *(found.line for found in refused)]
+    refused = [
+        difference
+        for difference in differences(store, config, corpus)
+        if difference.kind not in allowed
+    ]
+    lines = [*problems, *(difference.line for difference in refused)]
     if problems:
         raise UserError(
             *lines, f"this run cannot resume from {store.path}: set another train.folder"
         )
-    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
+    expected_name = checkpoint_path(config.checkpoint_folder, step).name
+    if expected_name != store.path.name:
         raise UserError(
             f"{store.path} holds the state after step {step}: it was renamed; name it "
-            f"{place.name} again"
+            f"{expected_name} again"
         )
     if refused:
-        flags = " ".join(
-            f"--allow {what}" for what in ALLOW if what in {found.what for found in refused}
-        )
+        refused_kinds = {difference.kind for difference in refused}
+        flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
         raise UserError(
             *lines,
             f"this run cannot resume from {store.path} with these changes: undo them, accept them "
@@ -95,17 +99,28 @@ def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -
     checkpoint records its data.
     """
     identity = read_identity(store)
-    found = [*other_settings(identity, config.data, config.train)] if identity else []
-    found += other_length(store, config)
+    changes = list[Difference]()
+    if identity:
+        changes += other_settings(identity, config.data, config.train)
+    changes += other_length(store, config)
     if corpus:
-        found += _other_tokenizer(store, corpus)
-        found += other_sets(identity, corpus.identity) if identity and corpus.identity else []
-    return found
+        changes += _other_tokenizer(store, corpus)
+        if identity and corpus.identity:
+            changes += other_sets(identity, corpus.identity)
+    return changes
+
+
+class _Remark(NamedTuple):
+    """A line of a resume. word: "changed" or "note"."""
+
+    word: str
+    text: str
 
 
 def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
     """Yield the lines that a resumed run prints: changed keys, warnings and notes."""
-    yield from (f"{word:11}{said}" for word, said in _remarks(config, corpus, Store(checkpoint)))
+    for remark in _remarks(config, corpus, Store(checkpoint)):
+        yield f"{remark.word:11}{remark.text}"
 
 
 def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
@@ -114,101 +129,115 @@ def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[st
     store = Store(checkpoint)
     remarks = [*_remarks(config, corpus, store)]
     progress = read_progress(store)
-    before, after = rates_around(store, config, progress)
+    rate_before, rate_after = rates_around(store, config, progress)
     return {
         "event": "resume",
         "step": progress.step,
         "checkpoint": str(checkpoint),
         "ranks": config.world_size,
-        "changed": [said for word, said in remarks if word == "changed"],
-        "notes": [said for word, said in remarks if word == "note"],
-        "lr_before": before,
-        "lr_next": after,
+        "changed": [remark.text for remark in remarks if remark.word == "changed"],
+        "notes": [remark.text for remark in remarks if remark.word == "note"],
+        "lr_before": rate_before,
+        "lr_next": rate_after,
     }
 
 
-def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[str, str]]:
-    """Yield ("changed" or "note", text) of a resume; nothing if no step is left."""
+def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[_Remark]:
+    """Yield the remarks on a resume; none if no step is left."""
     progress = read_progress(store)
     if progress.step >= config.train.steps:
         return
-    if missing := [what for what, key in KEPT.items() if key not in store.index]:
-        lacks = f"keeps no record of {' and '.join(missing)} that it was trained with"
-        yield "note", f"{store.path} {lacks}, so what has changed is not known"
-    if not store.digests:
-        unchecked = (
-            "(an earlier version saved it), so nothing tells whether its files are what was saved"
-        )
-        yield "note", f"{store.path} has no digests {unchecked}"
-    told = [found.line for found in differences(store, config, corpus)]
-    keys = [
-        line
-        for line in changed_keys(store, config, progress)
-        if not any(same_key(line, other) for other in told)
-    ]
-    yield from (("changed", f"{line}{MARK}") for line in told)
-    yield from (("changed", line) for line in keys)
-    yield from (("changed", f"{line}{MARK}") for line in moved(store))
-    if any(line.startswith("train.init_from: ") for line in keys):
+    for note in _missing_records(store):
+        yield _Remark("note", note)
+
+    data_lines = [difference.line for difference in differences(store, config, corpus)]
+    data_keys = {_key_of(line) for line in data_lines}
+    all_key_lines = changed_keys(store, config, progress)
+    key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
+    for line in data_lines:
+        yield _Remark("changed", f"{line}{MARK}")
+    for line in key_lines:
+        yield _Remark("changed", line)
+    for line in moved(store):
+        yield _Remark("changed", f"{line}{MARK}")
+
+    if any(line.startswith("train.init_from: ") for line in key_lines):
+        weights = f"the run goes on with the weights of {store.path}"
+        yield _Remark("note", f"train.init_from: not used, for {weights}")
+    for note in place_notes(store, config, corpus):
+        yield _Remark("note", note)
+    for note in lr_jump(store, config, progress):
+        yield _Remark("note", note)
+
+
+def _missing_records(store: Store) -> Iterator[str]:
+    """Yield a note if an earlier version saved the checkpoint, which lacks what later ones have."""
+    missing = [name for name, key in RECORDS.items() if key not in store.index]
+    if missing:
         yield (
-            "note",
-            f"train.init_from: not used, for the run goes on with the weights of {store.path}",
+            f"{store.path} keeps no record of {' and '.join(missing)} that it was trained with, so "
+            "what has changed is not known"
         )
-    yield from (("note", line) for line in place_notes(store, config, corpus))
-    yield from (("note", line) for line in lr_jump(store, config, progress))
+    if not store.digests:
+        yield (
+            f"{store.path} has no digests (an earlier version saved it), so nothing tells whether "
+            "its files are what was saved"
+        )
 
 
-def same_key(line: str, other: str) -> bool:
-    """Return True if both lines are about one key."""
-    return line.partition(":")[0] == other.partition(":")[0]
+def _key_of(line: str) -> str:
+    """Return the run-file key that a line about a change is about."""
+    return line.partition(":")[0]
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for each key of [model] that differs from the checkpoint. Keys that are new
     since have their default in it.
     """
-    saved, asked = (json.loads(m.model_dump_json()) for m in (read_model(store), model))
-    free = set(TRAINING)
+    saved = json.loads(read_model(store).model_dump_json())
+    current = json.loads(model.model_dump_json())
+    free_keys = set(TRAINING)
     if model.positions == "rope":
-        free.add("max_positions")  # no weight of the model has that size
+        free_keys.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:
-        free.add("vocab")  # not known yet
-    for key in asked:
-        if key not in free and saved.get(key) != asked[key]:
+        free_keys.add("vocab")  # not known yet
+    for key, value in current.items():
+        if key not in free_keys and saved.get(key) != value:
             yield (
-                f"model.{key} = {json.dumps(asked[key])}, but it is {json.dumps(saved.get(key))} "
-                "in the checkpoint"
+                f"model.{key} = {json.dumps(value)}, but it is {json.dumps(saved.get(key))} in the "
+                "checkpoint"
             )
 
 
 def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
     others."""
-    was = saved_keys(store)
+    before = saved_keys(store)
     now = keys_of(config)
-    names = ("train.numerics", "train.canonical_shards")
     canonical = toml("canonical")
-    if was.get(names[0]) == now[names[0]] == canonical and was.get(names[1]) != now[names[1]]:
+    if not before.get("train.numerics") == now["train.numerics"] == canonical:
+        return
+    key = "train.canonical_shards"
+    if before.get(key) != now[key]:
         yield (
-            f"{names[1]} = {now[names[1]]}, but it is {was.get(names[1])} in the checkpoint: sums "
-            "in another number of "
-            'pieces have other bits; keep it, or set train.numerics = "fast"'
+            f"{key} = {now[key]}, but it is {before.get(key)} in the checkpoint: sums in another "
+            'number of pieces have other bits; keep it, or set train.numerics = "fast"'
         )
 
 
-def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
+def _missing_state(store: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of
     Hugging Face."""
     rule = make_rule(config.optimizer)
     numbers = store.index.get("optimizer")
-    lacking = [name for name in rule.names if not store.shapes(name)]
+    missing = [name for name in rule.names if not store.shapes(name)]
+    # Numbers of a rule of torch begin with the first applied step.
     if isinstance(rule, Torch) and read_progress(store).applied and isinstance(numbers, dict):
-        lacking += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
-    if lacking:
+        missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
+    if missing:
         yield (
-            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with: "
-            "a run begins with "
-            f'weights alone by train.init_from = "{store.path}"'
+            f"{store.path} holds no {' and no '.join(missing)}, which the optimizer goes on with: "
+            f'a run begins with weights alone by train.init_from = "{store.path}"'
         )
 
 
@@ -218,8 +247,9 @@ def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = (
 
     allowed: differences that are accepted, of `ALLOW`.
     """
-    problems = [] if "tokenizer" in allowed else [*other_tokens(config, corpus)]
-    if problems:
+    if "tokenizer" in allowed:
+        return
+    if problems := [*other_tokens(config, corpus)]:
         raise UserError(*problems)
 
 
@@ -230,14 +260,15 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         return
     tokenizer = corpus.tokenizer.path
     accept = "or accept it with --allow tokenizer"
-    begins = config.train.init_from and newest(config.checkpoint_folder) is None
-    weights = initial_model(Path(config.train.init_from)).tokenizer if begins else None
-    if weights and not same_tokens(weights, tokenizer):
-        yield (
-            f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
-            f"train.init_from were trained with, {weights}, so equal ids mean other tokens: set "
-            f"data.tokenizer = {toml(str(weights))}, {accept}"
-        )
+    # A run that resumes does not use the weights of train.init_from.
+    if config.train.init_from and newest(config.checkpoint_folder) is None:
+        weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
+        if weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
+            yield (
+                f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
+                f"train.init_from were trained with, {weights_tokenizer}, so equal ids mean other "
+                f"tokens: set data.tokenizer = {toml(str(weights_tokenizer))}, {accept}"
+            )
     for dataset in corpus.datasets:
         built_with = beside(dataset.prefix, ".model")
         record = read_record(dataset.prefix)
@@ -253,16 +284,14 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
-    """Return a difference if the tokenizer is another one: equal token ids then mean different
+    """Yield a difference if the tokenizer is another one: equal token ids then mean different
     tokens."""
-    was = read_tokenizer(store)
+    saved = read_tokenizer(store)
     tokenizer = corpus.tokenizer
-    if was and (tokenizer is None or not same_tokens(was, tokenizer.path)):
-        is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
-        yield Difference(
-            "tokenizer",
-            (
-                f"data.tokenizer: {is_not} the tokenizer that the checkpoint was trained with, of "
-                f"which {was} is a copy"
-            ),
+    if saved and (tokenizer is None or not same_tokens(saved, tokenizer.path)):
+        subject = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
+        line = (
+            f"data.tokenizer: {subject} the tokenizer that the checkpoint was trained with, of "
+            f"which {saved} is a copy"
         )
+        yield Difference("tokenizer", line)

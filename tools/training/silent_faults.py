@@ -18,8 +18,8 @@ class FaultyHardware(Exception):
     hosts: names of the machines to leave out of the next start, each once.
     """
 
-    def __init__(self, said: str, hosts: tuple[str, ...]) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(message)
         self.hosts = hosts
 
 
@@ -58,31 +58,31 @@ class Checks:
         return {"sentinel": "clean" if self._sentinel.recomputes else "not recomputed"}
 
     def outcome(
-        self, found: SilentFault, done: int, saved: int
+        self, silent_fault: SilentFault, done: int, saved: int
     ) -> tuple[dict[str, Any], FaultyHardware]:
         """Return the event of a fault, for events.jsonl, and the exception that ends the run.
 
         done: number of steps before the checked one, which was taken back. saved: step of the
         newest checkpoint, 0 if there is none.
         """
-        hosts = tuple(dict.fromkeys(found.fault.hosts))
-        head = {
+        fault = silent_fault.fault
+        event = {
             "event": "silent_fault",
             "step": done,
             "checked_step": done + 1,
             "microbatch": TRACED,
+            **fault.fields(),
+            "last_clean": self._last_clean,
+            "saved": saved,
         }
-        event = {**head, **found.fault.fields(), "last_clean": self._last_clean, "saved": saved}
-        before = f"step {saved}" if saved else "none"
-        clean = self._last_clean
-        if clean:
-            last = f"the last clean check was of step {clean}"
+        hosts = tuple(dict.fromkeys(fault.hosts))
+        checkpoint = f"step {saved}" if saved else "none"
+        if self._last_clean:
+            last_clean = f"the last clean check was of step {self._last_clean}"
         else:
-            last = "no check of this run was clean"
-        said = (
-            f"stopped in step {done + 1}, which was taken back: {found}; newest checkpoint: "
-            f"{before}; {last}"
+            last_clean = "no check of this run was clean"
+        message = (
+            f"stopped in step {done + 1}, which was taken back: {silent_fault}; newest checkpoint: "
+            f"{checkpoint}; {last_clean}; start again without host {' or '.join(hosts)}"
         )
-        return event, FaultyHardware(
-            f"{said}; start again without host {' or '.join(hosts)}", hosts
-        )
+        return event, FaultyHardware(message, hosts)

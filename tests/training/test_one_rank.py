@@ -160,7 +160,7 @@ def test_a_rank_that_was_stopped_while_it_left_has_the_exit_code_of_the_reason_i
     note_failure(RuntimeError("Connection closed by peer"))
     loss = loss_of({1: ProcessFailure(1, 1, -signal.SIGTERM, str(tmp_path / "error.json"))})
     assert (loss.rank, loss.exitcode) == (1, code)
-    assert loss.said.startswith(f"rank 1 failed with exit code {code}: ")
+    assert loss.message.startswith(f"rank 1 failed with exit code {code}: ")
     assert ended_by_choice(loss.exitcode) == (code != 1)
 
 

@@ -62,9 +62,9 @@ class Identity(_Saved):
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference. kind: one of ALLOW. line: the old and the new value."""
+    """One difference. what: one of ALLOW. line: the old and the new value."""
 
-    kind: str
+    what: str
     line: str
 
 

@@ -10,11 +10,10 @@ import socket
 from megaprec.errors import UserError
 
 HERE = "127.0.0.1"  # where local ranks meet; the name localhost need not resolve
-PATIENCE = 10.0  # seconds that a connection within this machine may take
+CONNECT_SECONDS = 10.0  # that a connection within this machine may take
 FILES = 32  # open files of a launcher, or of a rank, without those that each rank adds
-FILES_PER_RANK = (
-    2  # the launcher's pipe and its store's connection; a rank's connections to its peers
-)
+# the launcher's pipe and its store's connection; a rank's connections to its peers
+FILES_PER_RANK = 2
 
 
 def require_ground(ranks: int) -> None:
@@ -38,12 +37,11 @@ def _require_files(needed: int) -> None:
 
 
 def _require_loopback() -> None:
+    """Raise UserError if this process cannot connect to a port of its own."""
     try:
-        with (
-            socket.create_server((HERE, 0)) as server,
-            socket.create_connection(server.getsockname()[:2], PATIENCE),
-        ):
-            pass
+        with socket.create_server((HERE, 0)) as server:
+            address = server.getsockname()[:2]
+            socket.create_connection(address, CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(
             f"local ranks meet at {HERE}, where no connection can be made "

@@ -36,12 +36,14 @@ def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
     A folder that the command line names is meant.
     """
     folder = Path(file).parent
-    named = config.train.folder
-    if config.origin("train.folder") == "command line" or folder.resolve() == Path(named).resolve():
+    run_folder = config.train.folder
+    if config.origin("train.folder") == "command line":
+        return
+    if folder.resolve() == Path(run_folder).resolve():
         return
     if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
         yield (
-            f'train.folder = "{named}", as when {file} was saved, so this run goes on or '
+            f'train.folder = "{run_folder}", as when {file} was saved, so this run goes on or '
             f"begins there and leaves {folder} as it is: train.folder={folder} goes on with the "
             f"run in {folder}"
         )

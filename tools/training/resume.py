@@ -71,7 +71,7 @@ def check_resumable(
     refused = [
         difference
         for difference in differences(store, config, corpus)
-        if difference.kind not in allowed
+        if difference.what not in allowed
     ]
     lines = [*problems, *(difference.line for difference in refused)]
     if problems:
@@ -85,7 +85,7 @@ def check_resumable(
             f"{expected_name} again"
         )
     if refused:
-        refused_kinds = {difference.kind for difference in refused}
+        refused_kinds = {difference.what for difference in refused}
         flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
         raise UserError(
             *lines,

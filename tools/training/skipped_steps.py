@@ -25,14 +25,18 @@ class TrainingDiverged(Exception):
 def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
     """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was
     applied."""
-    if progress.step and not progress.applied:
-        falling = watch.scaling.kind == "dynamic" and not watch.hopeless
-        more = "the loss scale was still falling: take more steps, or lower precision.initial_scale"
-        advice = more if falling else watch.advice()
-        steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
-        raise TrainingDiverged(
-            f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+    if not progress.step or progress.applied:
+        return
+    if watch.scaling.kind == "dynamic" and not watch.hopeless:
+        advice = (
+            "the loss scale was still falling: take more steps, or lower precision.initial_scale"
         )
+    else:
+        advice = watch.advice()
+    steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+    raise TrainingDiverged(
+        f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+    )
 
 
 def overflow_event(
@@ -53,7 +57,9 @@ def overflow_event(
         "num_samples": len(samples),
         "skipped_in_a_row": watch.in_a_row,
         "advice": watch.advice(),
-        "offenders": [_fields(offender, samples.start, data) for offender in report.offenders],
+        "offenders": [
+            _offender_fields(offender, samples.start, data) for offender in report.offenders
+        ],
     }
 
 
@@ -73,15 +79,15 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
     }
 
 
-def _fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
+def _offender_fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
     """Return the fields of an offender, with its samples as positions in the run's order and as
     numbers in the data set.
     """
     fields = asdict(offender)
     if offender.samples is not None:
-        first, end = (start + sample for sample in offender.samples)
-        fields |= {
-            "samples": [first, end],
-            "sample_ids": data.labels(data.batch(first, end - first).ids),
-        }
+        first_in_batch, end_in_batch = offender.samples
+        first = start + first_in_batch
+        end = start + end_in_batch
+        fields["samples"] = [first, end]
+        fields["sample_ids"] = data.labels(data.batch(first, end - first).ids)
     return fields

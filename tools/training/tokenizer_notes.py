@@ -14,13 +14,13 @@ from megaprec.errors import UserError
 def tokenizer_notes(
     prefix: Path, record: dict[str, Any] | None, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
-    """Yield notes on a data set and the tokenizer of a run. record: what its build has recorded, if
-    anything.
+    """Yield notes on a data set and the tokenizer of a run.
 
-    Raises UserError if the data set was built with another tokenizer than the one that lies beside
-    it.
+    record: what its build has recorded, if anything. Raises UserError if the data set was built
+    with another tokenizer than the one that lies beside it.
     """
-    yield from tokenizer.notes if tokenizer else ()
+    if tokenizer:
+        yield from tokenizer.notes
     if record is None:
         return
     if unknown := record.get("unknown"):
@@ -38,10 +38,12 @@ def tokenizer_notes(
             "mean the same"
         )
     if "eos" in record and record["eos"] != tokenizer.eos:
+        built_with = _describe_eos(record["eos"])
+        now = _describe_eos(tokenizer.eos)
         yield (
-            f"{prefix} was built with {_end(record['eos'])} at the end of each document, but "
-            f"{tokenizer.path} and the settings beside it now say {_end(tokenizer.eos)}: build it "
-            "again, or set them back"
+            f"{prefix} was built with {built_with} at the end of each document, but "
+            f"{tokenizer.path} and the settings beside it now say {now}: build it again, or set "
+            "them back"
         )
 
 
@@ -51,14 +53,17 @@ def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]
     built = [
         (prefix, record.get("tokenizer_sha256")) for prefix, record in records.items() if record
     ]
+    if not built:
+        return
+    first_prefix, first_digest = built[0]
     for prefix, digest in built:
-        if digest != built[0][1]:
+        if digest != first_digest:
             yield (
-                f"{built[0][0]} and {prefix} were built with different tokenizers: their tokens "
+                f"{first_prefix} and {prefix} were built with different tokenizers: their tokens "
                 "must mean the same"
             )
             return
 
 
-def _end(eos: int | None) -> str:
+def _describe_eos(eos: int | None) -> str:
     return "no token" if eos is None else f"token {eos}"

@@ -243,7 +243,8 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     hosts = [answer for answer in answers if answer]
     for host in hosts:
         for message, remedy in host["problems"]:
-            yield wrong("disk", f"{host['folder']} on {host['host']}: {message}", remedy)
+            location = f"{host['folder']} on {host['host']}"
+            yield wrong("disk", f"{location}: {message}", remedy)
     if not any(host["problems"] for host in hosts):
         yield _summarize(hosts)
 

@@ -55,10 +55,12 @@ def _try_flash_attention(device: torch.device) -> Trial:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    scores = q.double() @ k.double().transpose(-1, -2) / 8.0  # 8 is the root of the head size, 64
+    products = q.double() @ k.double().transpose(-1, -2)
+    scores = products / 8.0  # the root of the head size
     causal = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
     probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    return _compare(flash, probabilities @ v.double())
+    expected = probabilities @ v.double()
+    return _compare(flash, expected)
 
 
 def _try_grouped_products(device: torch.device) -> Trial:
@@ -68,9 +70,8 @@ def _try_grouped_products(device: torch.device) -> Trial:
     ends = torch.tensor([16, 64], dtype=torch.int32, device=device)  # of each expert's tokens
     first = tokens[:16].double() @ weights[0].double()
     second = tokens[16:].double() @ weights[1].double()
-    return _compare(
-        lambda: torch._grouped_mm(tokens, weights, offs=ends), torch.cat([first, second])
-    )
+    expected = torch.cat([first, second])
+    return _compare(lambda: torch._grouped_mm(tokens, weights, offs=ends), expected)
 
 
 def _try_fp8_products(device: torch.device) -> Trial:
@@ -102,7 +103,8 @@ def _compare(kernel: Callable[[], Tensor], expected: Tensor) -> Trial:
         computed = kernel().double()
     except REFUSALS as error:
         return Trial(ABSENT, str(error).splitlines()[0])
-    relative_error = float((computed - expected).norm() / expected.norm())
+    error_norm = (computed - expected).norm()
+    relative_error = float(error_norm / expected.norm())
     if relative_error < TOLERANCE:
         return Trial(HERE, "")
     return Trial(FAULTY, f"wrong by {relative_error:.1%}")
@@ -124,16 +126,21 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_kernel(name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
-    trials = {answer["host"]: Trial(*answer["tried"][name]) for answer in hosts}
-    faulty = [host for host, trial in trials.items() if trial.state == FAULTY]
-    absent = [host for host, trial in trials.items() if trial.state == ABSENT]
-    for host in faulty:
-        message = f"{name} on {host}: {trials[host].reason}"
+    faulty = dict[str, str]()  # the reason by host
+    absent = dict[str, str]()
+    for answer in hosts:
+        trial = Trial(*answer["tried"][name])
+        if trial.state == FAULTY:
+            faulty[answer["host"]] = trial.reason
+        elif trial.state == ABSENT:
+            absent[answer["host"]] = trial.reason
+    for host, reason in faulty.items():
+        message = f"{name} on {host}: {reason}"
         yield wrong("kernels", message, "update torch and the driver; report it to torch")
     if faulty:
         return
 
-    if absent and len(absent) < len(trials):
+    if absent and len(absent) < len(hosts):
         message = (
             f"{name} are not on {', '.join(absent)}, but on the others: ranks would compute "
             "differently"
@@ -141,7 +148,7 @@ def _judge_kernel(name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
         remedy = "install the same torch and driver, and use GPUs of one kind"
         yield wrong("kernels", message, remedy)
     elif absent:
-        reason = trials[absent[0]].reason
+        reason = next(iter(absent.values()))  # all hosts lack it, for the same one
         yield not_tried("kernels", f"{name}: not on this device: {reason}")
     else:
         device = "GPU" if hosts[0]["device"] == "cuda" else "CPU"

@@ -89,7 +89,8 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     """Return this rank's NCCL group of the axis. Collective over the world."""
     dim = (mesh.mesh_dim_names or ()).index(name)
-    ranks_by_group = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))
+    ranks = mesh.mesh.movedim(dim, -1)
+    ranks_by_group = ranks.reshape(-1, mesh.size(dim))
     return split(ranks_by_group, "nccl")
 
 
@@ -244,7 +245,8 @@ def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
 def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
     measured = [link for link in links if "error" not in link]
     for link in links:
-        similar = [other for other in measured if _is_local(other) == _is_local(link)]
+        local = _is_local(link)
+        similar = [other for other in measured if _is_local(other) == local]
         problem: str | None
         if "error" in link:
             problem = link["error"]
@@ -253,8 +255,9 @@ def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
         else:
             problem = slow(link, similar) or None
         if problem is not None:
-            remedy = LOCAL_REMEDY if _is_local(link) else REMEDY
-            yield wrong(f"links {axis}", f"{_format_ends(link)}: {problem}", remedy, **link)
+            remedy = LOCAL_REMEDY if local else REMEDY
+            message = f"{_format_ends(link)}: {problem}"
+            yield wrong(f"links {axis}", message, remedy, **link)
 
 
 def slow(link: Record, similar: Sequence[Record]) -> str:
@@ -314,11 +317,9 @@ def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]
     bandwidth = min(link["bytes_per_s"] for link in links)
     seconds = max(record["sum_s"] for record in collectives)
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
-    summed = size(FLOAT_BYTES * MEDIUM_MESSAGE)
-    message = (
-        f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(bandwidth)}/s "
-        f"at worst, messages in order; a sum of {summed} takes {duration(seconds)}"
-    )
+    worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
+    sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"
+    message = f"{backend}, {counted(len(links), 'link')}: {worst}, messages in order; {sum_time}"
     return ok(
         f"links {axis}",
         message,

@@ -151,7 +151,8 @@ def _summarize_devices(answers: Sequence[Answer]) -> Finding:
     kinds = Counter(
         answer.get("gpu") or f"CPU of {counted(answer['cores'], 'core')}" for answer in answers
     )
-    message = ", ".join(f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items())
+    ranks_by_kind = [f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items()]
+    message = ", ".join(ranks_by_kind)
     return ok("devices", message, ranks=[_device_facts(answer) for answer in answers])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 MOST_LISTED = 4  # ranks or hosts that a line names at most
+HOSTS_SECONDS = 10.0  # to wait for the hosts of all ranks, which rank 0 publishes
 POLL_SECONDS = 0.005  # between two looks at the store
 Answer = dict[str, Any]  # what a rank reports: JSON values by name
 
@@ -54,12 +55,12 @@ class Place:
     def first_ranks(self) -> list[int]:
         """Return the first rank of each host, in order of ranks. All ranks must have answered
         before."""
-        hosts = self.told("hosts", 10.0)
-        return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+        hosts: list[str] = self.told("hosts", HOSTS_SECONDS)
+        return [hosts.index(host) for host in dict.fromkeys(hosts)]
 
     def host_of(self, rank: int) -> str:
         """Return the host of a rank. All ranks must have answered before."""
-        return self.told("hosts", 10.0)[rank]
+        return self.told("hosts", HOSTS_SECONDS)[rank]
 
 
 def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
@@ -76,5 +77,9 @@ def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
 def _enumerate_words(words: list[str]) -> str:
     """Return "a, b and c"; of many words the first ones and the number of the others."""
     if len(words) > MOST_LISTED:
-        return f"{', '.join(words[:MOST_LISTED])} and {len(words) - MOST_LISTED} more"
-    return " and ".join(", ".join(words).rsplit(", ", 1))
+        listed = ", ".join(words[:MOST_LISTED])
+        return f"{listed} and {len(words) - MOST_LISTED} more"
+    *first_ones, last = words
+    if not first_ones:
+        return last
+    return f"{', '.join(first_ones)} and {last}"

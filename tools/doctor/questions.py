@@ -51,6 +51,7 @@ def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], boo
     findings = list[Finding]()
     lost = ""
     for number, check in enumerate(checks):
+        # Every rank must skip the same checks, or some would wait for each other in vain.
         lost = _agree_to_begin(context, number, lost)
         if lost and check.together:
             if context.rank == 0:
@@ -58,7 +59,8 @@ def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], boo
             continue
 
         answer = within(check.seconds, check.part, context)
-        context.tell(f"{number}/{context.rank}", {"host": context.host, **answer})
+        answer["host"] = context.host
+        context.tell(f"{number}/{context.rank}", answer)
         if context.rank == 0:
             answers = _collect_answers(context, number, check.seconds)
             judgement = _judge(check, context, answers)
@@ -85,7 +87,8 @@ def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
         try:
             answer["value"] = part(*arguments)
         except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            description = f"{type(error).__name__}: {error}"
+            answer["error"] = description.splitlines()[0]
 
     # A daemon thread: one that hangs for good must not keep the process from ending.
     thread = Thread(target=run_part, daemon=True)
@@ -99,6 +102,7 @@ def _collect_answers(context: Place, number: int, seconds: float) -> dict[int, A
     answers = dict[int, Answer]()
     deadline = time.monotonic() + seconds + GRACE_SECONDS
     for rank in range(context.size):
+        # Zero at the deadline: the answers of later ranks that are there are still taken.
         remaining = max(0.0, deadline - time.monotonic())
         try:
             answers[rank] = context.told(f"{number}/{rank}", remaining)
@@ -108,8 +112,10 @@ def _collect_answers(context: Place, number: int, seconds: float) -> dict[int, A
 
 
 def _judge(check: Check, context: Place, answers: Mapping[int, Answer]) -> _Judgement:
-    missing = [rank for rank in range(context.size) if rank not in answers]
-    silent = {rank: _host_of_silent(context, rank) for rank in missing}
+    silent = dict[int, str]()
+    for rank in range(context.size):
+        if rank not in answers:
+            silent[rank] = _host_of_silent(context, rank)
     late = _hosts_of_answers_with("late", answers)
     if silent or late:
         message = f"{format_ranks(silent or late)} did not answer within {check.seconds:g} s"
@@ -126,7 +132,8 @@ def _judge(check: Check, context: Place, answers: Mapping[int, Answer]) -> _Judg
     # The first check that all ranks have answered tells every rank the hosts of the others.
     if not context.store.check(["doctor/hosts"]):
         context.tell("hosts", [answer["host"] for answer in in_order])
-    return _Judgement(list(check.judge([answer["value"] for answer in in_order])), "")
+    values = [answer["value"] for answer in in_order]
+    return _Judgement([*check.judge(values)], "")
 
 
 def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int, str]:
@@ -138,4 +145,6 @@ def _host_of_silent(context: Place, rank: int) -> str:
     """Return the host of a rank that is silent, "" if it has not joined the world; see
     `parallel.joining`."""
     key = f"host of rank {rank}"
-    return context.store.get(key).decode() if context.store.check([key]) else ""
+    if not context.store.check([key]):  # `get` would wait for it
+        return ""
+    return context.store.get(key).decode()

@@ -79,7 +79,9 @@ def _report_host(context: Place) -> str:
 
 
 def _judge_presence(hosts: Sequence[Any]) -> Iterator[Finding]:
-    message = f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')} answer"
+    ranks = counted(len(hosts), "rank")
+    distinct_hosts = counted(len(set(hosts)), "host")
+    message = f"{ranks} on {distinct_hosts} answer"
     yield ok("ranks", message, hosts=list(hosts))
 
 

@@ -83,8 +83,8 @@ class Journal(AbstractContextManager["Journal"]):
         for tracker in self._trackers:
             tracker.log(record)
         self._step_seconds.append(record["seconds"])
-        eta = (self._total - step) * sum(self._step_seconds) / len(self._step_seconds)
-        self._show(record, eta)
+        left = self._total - step
+        self._show(record, left * sum(self._step_seconds) / len(self._step_seconds))
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is

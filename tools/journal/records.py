@@ -125,8 +125,8 @@ def lost_steps(path: Path, last: int = 0) -> str:
     there are none."""
     recorded = {line.record["step"] for line in read_lines(path) if line.record is not None}
     if last:
-        known = sorted(step for step in recorded if 0 < step <= last)
-        borders = [0, *known, last + 1]
+        up_to_last = sorted(step for step in recorded if 0 < step <= last)
+        borders = [0, *up_to_last, last + 1]
     else:
         borders = [0, *sorted(recorded)]
     gaps = [
@@ -179,17 +179,22 @@ def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
-    if len(ranges) == 1 and len(ranges[0]) == 1:
-        return f"{noun} {ranges[0].start}"
     words = [_describe_range(numbers) for numbers in ranges[:MOST_LISTED]]
-    if len(ranges) > MOST_LISTED:
-        words.append(f"{sum(map(len, ranges[MOST_LISTED:])):,} more")
+    unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
+    if unlisted:
+        words.append(f"{unlisted:,} more")
     *first_ones, last = words
-    listed = f"{', '.join(first_ones)} and {last}" if first_ones else last
-    return f"{noun}s {listed}"
+    if first_ones:
+        return f"{noun}s {', '.join(first_ones)} and {last}"
+    return f"{noun} {last}" if _size(ranges[0]) == 1 else f"{noun}s {last}"
 
 
 def _describe_range(numbers: range) -> str:
-    if len(numbers) == 1:
+    if _size(numbers) == 1:
         return str(numbers.start)
     return f"{numbers.start} to {numbers.stop - 1}"
+
+
+def _size(numbers: range) -> int:
+    # len() ends at 2^63 - 1, and a line that somebody has edited may name any step.
+    return numbers.stop - numbers.start

@@ -77,7 +77,9 @@ def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         "held-out losses are of different text",
         {run.name: _held_out_facts(run) for run in compared if _is_evaluated(run)},
     )
-    newest_steps = {name: run.records[-1]["step"] for name, run in zip(names, runs, strict=True)}
+    newest_steps = dict[str, int]()
+    for name, run in zip(names, runs, strict=True):
+        newest_steps[name] = run.records[-1]["step"]
     yield from _compare_facts(
         "the runs are at different steps",
         {name: {"step": f"{step:,}"} for name, step in newest_steps.items()},
@@ -122,10 +124,12 @@ def _tokenizer_facts(run: _Compared, by_files: bool) -> Facts:
 def _text_facts(run: _Compared, by_files: bool) -> Facts:
     if not by_files or run.identity is None:
         return _key_facts(run, TEXT_KEYS)
-    sets = run.identity.sets
-    names = ", ".join(f"{dataset.source} ({dataset.tokens:,} tokens)" for dataset in sets)
-    digests = ",".join(f"{dataset.bin_sha256[:12]} x {dataset.weight:g}" for dataset in sets)
-    return {"data": f"{names}, SHA-256 {digests}"}
+    names = list[str]()
+    digests = list[str]()
+    for dataset in run.identity.sets:
+        names.append(f"{dataset.source} ({dataset.tokens:,} tokens)")
+        digests.append(f"{dataset.bin_sha256[:12]} x {dataset.weight:g}")
+    return {"data": f"{', '.join(names)}, SHA-256 {','.join(digests)}"}
 
 
 def _held_out_facts(run: _Compared) -> Facts:

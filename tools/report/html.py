@@ -28,7 +28,9 @@ def paragraph(*parts: Text) -> Html:
 
 def facts(rows: Sequence[tuple[str, Text]]) -> Html:
     """Return names with values."""
-    items = [f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>" for name, value in rows]
+    items = list[str]()
+    for name, value in rows:
+        items.append(f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>")
     return Html(f"<dl>{''.join(items)}</dl>")
 
 
@@ -53,7 +55,8 @@ def _table_row(head: Sequence[str], row: Sequence[Text]) -> str:
 
 def folded(summary: str, *parts: Html) -> Html:
     """Return parts that are shown on demand."""
-    return Html(f"<details><summary>{html(summary)}</summary>{''.join(map(html, parts))}</details>")
+    content = "".join(part.text for part in parts)
+    return Html(f"<details><summary>{html(summary)}</summary>{content}</details>")
 
 
 def _shorten(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
+from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.config.layouts import in_words
@@ -26,7 +27,7 @@ from tools.plots.svg_panels import legend, to_svg
 from tools.plots.timeline import Panel as Timeline
 from tools.plots.timeline import draw
 from tools.report.html import Html, Text, facts, folded, html, paragraph, table
-from tools.report.run import Run
+from tools.report.run import Key, Run
 from tools.training.end_records import read_records
 
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
@@ -175,7 +176,8 @@ def _describe_offenders(offenders: Any) -> Text:
     if not tensors:
         return "not known"
     first, *others = tensors
-    text = f"{first.get('name')}: {first.get('infs')} inf, {first.get('nans')} NaN"
+    counts = f"{first.get('infs')} inf, {first.get('nans')} NaN"
+    text = f"{first.get('name')}: {counts}"
     return f"{text} and {len(others)} more" if others else text
 
 
@@ -259,12 +261,10 @@ def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
     if not path.is_file():
         return []
     spans = read_trace(path)
+    expected = list[tuple[int, Instruction]]()
+    for rank, program in enumerate(pipeline.programs):
+        expected += [(rank, instruction) for instruction in program]
     measured = [(span.rank, span.instruction) for span in spans]
-    expected = [
-        (rank, instruction)
-        for rank, program in enumerate(pipeline.programs)
-        for instruction in program
-    ]
     return spans if measured == expected else []
 
 
@@ -417,13 +417,17 @@ def configuration(run: Run) -> Html:
     if not run.keys:
         return paragraph("There is no run.toml that the run has written.")
     head = ("key", "value", "origin")
-    all_keys = [(key.name, key.value, key.origin) for key in run.keys]
-    set_keys = [(key.name, key.value, key.origin) for key in run.keys if key.origin != "default"]
+    all_keys = [_key_row(key) for key in run.keys]
+    set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
     number = len(all_keys)
     return _join(
         table(head, set_keys, number),
         folded(f"all {number} keys", table(head, all_keys, number)),
     )
+
+
+def _key_row(key: Key) -> tuple[str, str, str]:
+    return key.name, key.value, key.origin
 
 
 SECTIONS: Sequence[tuple[str, Section]] = (

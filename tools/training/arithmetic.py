@@ -30,10 +30,10 @@ def processor() -> str:
     return ", ".join(instructions)
 
 
-def moved(store: Store) -> Iterator[str]:
+def moved(checkpoint: Store) -> Iterator[str]:
     """Yield a line for each of these that differs from the checkpoint. Those that it does not
     record are omitted."""
     for name, now in arithmetic().items():
-        before = store.index.get(name, now)
+        before = checkpoint.index.get(name, now)
         if before != now:
             yield f"{name}: {before} -> {now}"

@@ -70,11 +70,12 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
     layout, _, experts = in_words(config.parallel).partition(", ")
     modes = ", ".join(_modes(config))
+    layers = counted(model.layers, "layer")
     replicas = counted(config.parallel.data, "replica")
     microbatches = counted(config.num_microbatches, "micro-batch", "es")
     say(
-        f"model      {model.family}, {model.num_parameters:,} parameters: "
-        f"{counted(model.layers, 'layer')}, hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"model      {model.family}, {model.num_parameters:,} parameters: {layers}, "
+        f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
         f"layout     {layout} on {device}, {experts and f'{experts}, '}{modes}\n"
@@ -157,8 +158,8 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     for line in _muon_lines(optimizer):
         say(line)
     say(
-        f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB on "
-        "rank 0"
+        f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
+        "on rank 0"
     )
     if isinstance(optimizer, PostValidationOptimizer):
         say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
@@ -202,11 +203,9 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
     """Return the bytes of a parameter of this kind: those of every rank, and those of the optimizer
     state."""
     held, sharded = optimizer.plan.bytes_per_parameter(kind.moments, kind.in_fp8)
-    if kind.ranks > 1:
-        formula = f"{held} + {sharded}/{kind.ranks} = {held + sharded / kind.ranks:g}"
-    else:
-        formula = f"{held} + {sharded} = {held + sharded}"
-    formula += " bytes a parameter"
+    divisor = f"/{kind.ranks}" if kind.ranks > 1 else ""
+    total = held + sharded / kind.ranks
+    formula = f"{held} + {sharded}{divisor} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
         formula += f" updated by {'Muon' if kind.moments == 1 else 'AdamW'}"
     if kind.in_fp8:
@@ -245,11 +244,12 @@ def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
     schedule = config.schedule
     costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
-    stages = ", ".join(
-        f"{counted(len(cost.cut.layers), 'layer')} ({cost.forward / total:.0%})" for cost in costs
-    )
+    stages = list[str]()
+    for cost in costs:
+        layers = counted(len(cost.cut.layers), "layer")
+        stages.append(f"{layers} ({cost.forward / total:.0%})")
     simulated = simulate(schedule, lambda item: costs[item.stage].of(item))
-    return f"{stages}; predicted bubble {bubble(simulated):.1%}"
+    return f"{', '.join(stages)}; predicted bubble {bubble(simulated):.1%}"
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:

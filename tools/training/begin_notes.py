@@ -61,6 +61,6 @@ def _begin_token_notes(
     have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
     if have_it:
         yield (
-            f"{setting}: documents of {', '.join(have_it)} begin after this token already; none is "
-            "added"
+            f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "
+            "is added"
         )

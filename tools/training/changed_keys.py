@@ -28,6 +28,7 @@ from tools.journal.records import read_metrics
 MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 COMPARED_RATES = 1000  # of two schedules, beside those around their ends
+Table = dict[str, Any]  # of a run file: keys with their values
 # Keys that no number depends on. The data is compared by its tokens, the learning rate by its
 # schedule.
 FREELY = (
@@ -111,10 +112,10 @@ def keys_of(config: RunConfig) -> dict[str, str]:
     return keys
 
 
-def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
+def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> list[str]:
     """Return a line for each key that differs from the checkpoint. Keys that it does not know are
     omitted."""
-    before = saved_keys(store)
+    before = saved_keys(checkpoint)
     now = _all_keys(config)
     unmarked_patterns = FREELY
     if before.get("train.numerics") == now["train.numerics"] == toml("canonical"):
@@ -128,7 +129,8 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
         unmarked = any(fnmatchcase(key, pattern) for pattern in unmarked_patterns)
         if rates_change and _decides_rates(key, config):
             unmarked = False
-        lines.append(f"{key}: {before[key]} -> {now[key]}{'' if unmarked else MARK}")
+        mark = "" if unmarked else MARK
+        lines.append(f"{key}: {before[key]} -> {now[key]}{mark}")
     return sorted(lines)
 
 
@@ -145,12 +147,13 @@ def _decides_rates(key: str, config: RunConfig) -> bool:
     return key.startswith("lr.")
 
 
-def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
+def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
-    saved = saved_keys(store)
-    last, following = rates_around(store, config, progress)
+    saved = saved_keys(checkpoint)
+    last, following = rates_around(checkpoint, config, progress)
     before = _rates_of_keys(saved)
-    if before is None or not progress.applied or before == Rates.of(config.lr, config.train):
+    unchanged = before == Rates.of(config.lr, config.train)
+    if before is None or unchanged or not progress.applied:
         return
     if last is None or not _is_jump(last, following):
         return
@@ -161,7 +164,8 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {following:.3g} in "
         f"step {progress.step + 1}{_describe_stretching(saved, config)}. Ways out: "
         f"lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 keeps the old rate; "
-        f"train.init_from={store.path} with another train.folder and lr.warmup starts a new run "
+        f"train.init_from={checkpoint.path} with another train.folder and lr.warmup starts a new "
+        "run "
         'with these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
         "from the start"
     )
@@ -172,14 +176,14 @@ def _is_jump(first_rate: float, second_rate: float) -> bool:
 
 
 def rates_around(
-    store: Store, config: RunConfig, progress: TrainState
+    checkpoint: Store, config: RunConfig, progress: TrainState
 ) -> tuple[float | None, float]:
     """Return the learning rates of the last step before a resume, None if it is not known, and of
     the next one.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    before = _rates_of_keys(saved_keys(store))
+    before = _rates_of_keys(saved_keys(checkpoint))
     following = Rates.of(config.lr, config.train).at(progress)
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
@@ -211,29 +215,29 @@ def _all_keys(config: RunConfig) -> dict[str, str]:
     return {key: value for key, value in keys.items() if key not in PLAN_ONLY}
 
 
-def _training_keys(model: dict[str, Any]) -> dict[str, Any]:
+def _training_keys(model: Table) -> Table:
     """Return the keys of [model] that concern training, not the model's function."""
     return {key: value for key, value in model.items() if key in TRAINING}
 
 
-def saved_keys(store: Store) -> dict[str, str]:
+def saved_keys(checkpoint: Store) -> dict[str, str]:
     """Return the keys that the checkpoint stores of its run. Raises UserError if they are
     damaged."""
-    run = store.index.get("run", {})
+    run = checkpoint.index.get("run", {})
     tables = {
-        "parallel": store.index.get("layout", {}),
-        "precision": store.index.get("precision", {}),
-        "model": _training_keys(kept(store, "model")),
+        "parallel": checkpoint.index.get("layout", {}),
+        "precision": checkpoint.index.get("precision", {}),
+        "model": _training_keys(kept(checkpoint, "model")),
     }
     all_tables = all(isinstance(table, dict) for table in (run, *tables.values()))
     if not all_tables or not all(isinstance(value, str) for value in run.values()):
         raise UserError(
-            f'{store.path} is damaged: "run" in its checkpoint.json is not as it was written'
+            f'{checkpoint.path} is damaged: "run" in its checkpoint.json is not as it was written'
         )
     return run | _flatten_tables(tables)
 
 
-def _flatten_tables(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
+def _flatten_tables(tables: dict[str, Table]) -> dict[str, str]:
     """Return the keys of all tables as "table.key", their values in TOML's grammar."""
     keys = dict[str, str]()
     for table, values in tables.items():
@@ -243,7 +247,7 @@ def _flatten_tables(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
     """Return the learning rates of a run with these keys; None if they are not all known."""
-    tables: dict[str, dict[str, Any]] = {"lr": {}, "train": {}}
+    tables: dict[str, Table] = {"lr": {}, "train": {}}
     try:
         for key, value in keys.items():
             table, name = key.split(".", 1)
@@ -263,4 +267,5 @@ def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
     last = max(0, *ends)
     stride = max(1, last // COMPARED_RATES)
     steps = {*range(0, last, stride), *ends, last}
-    return all(before.at(progress, step) == after.at(progress, step) for step in steps if step >= 0)
+    following = [step for step in steps if step >= 0]  # an end may lie in the past
+    return all(before.at(progress, step) == after.at(progress, step) for step in following)

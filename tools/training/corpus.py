@@ -9,7 +9,7 @@ texts of the run.
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -199,9 +199,17 @@ def _check_contents(part: _Part, dataset: IndexedDataset) -> Contents:
 
 
 def _identify(part: _Part, contents: Contents, record: dict[str, Any] | None) -> DataSet:
-    shared = {key: value for key, value in asdict(contents).items() if key in DataSet.model_fields}
-    text = _text_identity(record) if record else None
-    return DataSet(source=part.name, weight=part.weight, text=text, **shared)
+    """Return the identity of a data set. record: what its build has recorded, if anything."""
+    return DataSet(
+        source=part.name,
+        weight=part.weight,
+        text=_text_identity(record) if record else None,
+        tokens=contents.tokens,
+        documents=contents.documents,
+        bin_sha256=contents.bin_sha256,
+        idx_sha256=contents.idx_sha256,
+        sampled=contents.sampled,
+    )
 
 
 def _text_identity(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -285,8 +293,8 @@ def begin_asked_for(config: RunConfig) -> int | None:
     """
     begin = config.data.begin
     left_open = begin == "auto" or _is_of_first_weights(config)
-    store = newest(config.checkpoint_folder) if left_open else None
-    identity = read_identity(store) if store else None
+    checkpoint = newest(config.checkpoint_folder) if left_open else None
+    identity = read_identity(checkpoint) if checkpoint else None
     if identity:
         return identity.begin
     return begin if isinstance(begin, int) else None
@@ -344,13 +352,15 @@ def _naming(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]
     try:
         yield
     except UserError as error:
-        subjects = [f"{part.key} = {toml(part.name)}"] if part else []
-        subjects += [f"{key} = {config.value(key)}" for key in keys]
-        key, path = (part.key, part.name) if part else ("data.tokenizer", config.data.tokenizer)
-        hint = beside_run_file(config.origin(key.split("[")[0]), path)
-        raise UserError(
-            *(f"{', '.join(subjects)}: {problem}{hint}" for problem in error.problems)
-        ) from error
+        settings = [f"{key} = {config.value(key)}" for key in keys]
+        if part:
+            settings.insert(0, f"{part.key} = {toml(part.name)}")
+            table_key, _, _ = part.key.partition("[")
+            hint = beside_run_file(config.origin(table_key), part.name)
+        else:
+            hint = beside_run_file(config.origin("data.tokenizer"), config.data.tokenizer)
+        subject = ", ".join(settings)
+        raise UserError(*(f"{subject}: {problem}{hint}" for problem in error.problems)) from error
 
 
 def _parts(config: RunConfig) -> list[_Part]:
@@ -424,8 +434,8 @@ def _existing_tokenizer(config: RunConfig) -> Path | None:
     first, *others = existing
     if any(read_whole(file) != read_whole(first) for file in others):
         raise UserError(
-            f"data.blend: {', '.join(map(str, existing))} are different tokenizers, so equal token "
-            "ids mean different tokens: build the data sets with one --tokenizer"
+            f"data.blend: {', '.join(map(str, existing))} are different tokenizers, so equal "
+            "token ids mean different tokens: build the data sets with one --tokenizer"
         )
     return first
 
@@ -494,8 +504,8 @@ def _build(
     tokenizer_file: the existing one, None if it is to be trained.
     """
     sources = {part: _open_part(config, part) for part in texts}
-    store = newest(config.checkpoint_folder)
-    encoding = _encoding(config, tokenizer_file, store if "tokenizer" not in allowed else None)
+    checkpoint = newest(config.checkpoint_folder)
+    encoding = _encoding(config, tokenizer_file, checkpoint if "tokenizer" not in allowed else None)
 
     def is_built(part: _Part, by_content: bool = False) -> bool:
         if not encoding.exists:
@@ -514,20 +524,21 @@ def _build(
                 file=sys.stderr,
             )
         if len(same_text) < len(missing):
-            _build_alone(config, sources, encoding, store, allowed)
+            _build_alone(config, sources, encoding, checkpoint, allowed)
     return encoding.file
 
 
-def _encoding(config: RunConfig, tokenizer_file: Path | None, store: Store | None) -> _Encoding:
+def _encoding(
+    config: RunConfig, tokenizer_file: Path | None, checkpoint: Store | None
+) -> _Encoding:
     """Return the tokenizer of texts. Raises UserError.
 
-    tokenizer_file: the existing one. store: the checkpoint to resume from, whose tokenizer must
-    stay.
+    tokenizer_file: the existing one. checkpoint: to resume from, whose tokenizer must stay.
     """
     if tokenizer_file:
         return _Encoding(tokenizer_file, None)
-    saved = read_tokenizer(store) if store else None
-    if store is None or saved is None:
+    saved = read_tokenizer(checkpoint) if checkpoint else None
+    if checkpoint is None or saved is None:
         return _Encoding(_trained_tokenizer(config), config.data.vocab_size)
 
     remedy = (
@@ -536,7 +547,7 @@ def _encoding(config: RunConfig, tokenizer_file: Path | None, store: Store | Non
     )
     if saved.suffix != ".model":
         raise UserError(
-            f"data.tokenizer is empty, but {store.path} was trained with a tokenizer: {remedy}"
+            f"data.tokenizer is empty, but {checkpoint.path} was trained with a tokenizer: {remedy}"
         )
     size = load_tokenizer(saved).vocab_size
     if size != config.data.vocab_size:
@@ -551,7 +562,7 @@ def _build_alone(
     config: RunConfig,
     sources: dict[_Part, Source],
     encoding: _Encoding,
-    store: Store | None,
+    checkpoint: Store | None,
     allowed: Collection[str],
 ) -> None:
     """Build the tokenizer and the data sets, while no other process does.
@@ -563,7 +574,7 @@ def _build_alone(
         part: source for part, source in sources.items() if not encoding.reusable(part, source)
     }
     problems = [
-        *_other_texts(missing, store, allowed),
+        *_other_texts(missing, checkpoint, allowed),
         *_cached_of_others(config, missing, encoding),
     ]
     if problems:
@@ -596,29 +607,33 @@ def _build_alone(
 
 
 def _other_texts(
-    texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]
+    texts: dict[_Part, Source], checkpoint: Store | None, allowed: Collection[str]
 ) -> Iterator[str]:
     """Yield a problem if the texts are not those that the checkpoint was trained on."""
-    if store is None or "data" in allowed:
+    if checkpoint is None or "data" in allowed:
         return
-    identity = read_identity(store)
+    identity = read_identity(checkpoint)
     saved_sets = identity.sets if identity else []
     by_content = any("sha256" in (saved.text or {}) for saved in saved_sets)
-    saved_names = [saved.source for saved in saved_sets]
     for part, source in texts.items():
         if any(_is_text(saved.text, source) for saved in saved_sets):
             continue
         if not part.index_file.exists() and not by_content:
             continue  # it is built, and its tokens are compared with those of the checkpoint
-        names = toml(part.name)
-        if part.name not in saved_names:
-            names = f"{', '.join(map(toml, saved_names))} -> {names}"
+        names = _describe_names(part.name, [saved.source for saved in saved_sets])
         reason = "its documents are others" if by_content else _reason_without_digest(part)
         yield (
-            f"{part.key}: {names}: not the text that {store.path} was trained on ({reason}): give "
-            "--allow data to go on with it anyway, or another "
+            f"{part.key}: {names}: not the text that {checkpoint.path} was trained on ({reason}): "
+            "give --allow data to go on with it anyway, or another "
             f"train.folder{_hint_at_existing_tokens(part)}"
         )
+
+
+def _describe_names(name: str, saved_names: Sequence[str]) -> str:
+    """Return the name of a text, after those of the checkpoint's if it is not one of them."""
+    if name in saved_names:
+        return toml(name)
+    return f"{', '.join(map(toml, saved_names))} -> {toml(name)}"
 
 
 def _is_text(saved: dict[str, Any] | None, source: Source) -> bool:

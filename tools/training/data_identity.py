@@ -68,13 +68,13 @@ class Difference:
     line: str
 
 
-def read_identity(store: Store) -> Identity | None:
+def read_identity(checkpoint: Store) -> Identity | None:
     """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises
     UserError."""
-    if "data" not in store.index:
+    if "data" not in checkpoint.index:
         return None
     try:
-        return Identity.model_validate(store.index["data"])
+        return Identity.model_validate(checkpoint.index["data"])
     except ValidationError as error:
         problems = error.errors(include_url=False)
         unknown_keys = [
@@ -84,9 +84,9 @@ def read_identity(store: Store) -> Identity | None:
         ]
         # Keys that are only unknown are those of a later version, no damage.
         if len(unknown_keys) == len(problems):
-            raise newer_version(store.path, f"says {', '.join(unknown_keys)}") from error
+            raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
         raise UserError(
-            f'{store.path} is damaged: "data" in its checkpoint.json is not as it was written'
+            f'{checkpoint.path} is damaged: "data" in its checkpoint.json is not as it was written'
         ) from error
 
 

@@ -1,6 +1,7 @@
 """The line by which a run says, before its first step, which checkpoints its saves will delete."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, made_here
@@ -20,9 +21,15 @@ def deletion_lines(config: RunConfig, done: int) -> Iterator[str]:
     if checkpoints:
         for line in damaged_beside(checkpoints[-1]):
             yield f"note       {line}"
-    if done >= config.train.steps:
-        return
+    if done < config.train.steps:
+        yield from _keeping_line(config, done, checkpoints)
 
+
+def _keeping_line(config: RunConfig, done: int, checkpoints: Sequence[Path]) -> Iterator[str]:
+    """Yield the line about deletions, none if the saves to come delete nothing.
+
+    checkpoints: those in the run's folder, whoever has made them.
+    """
     saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
     following = _saves_after(done, config)
     rule = config.checkpoint.kept
@@ -32,12 +39,12 @@ def deletion_lines(config: RunConfig, done: int) -> Iterator[str]:
 
     line = f"keeps      {_describe_rule(config.checkpoint)} that it saves; older ones are deleted"
     if expiring:
-        line += f", {_enumerate_names([f'step_{step:08d}' for step in expiring])} too"
+        names = [f"step_{step:08d}" for step in expiring]
+        line += f", {_enumerate_names(names)} too"
     copied = [path.name for path in checkpoints if step_of(path) not in saved_steps]
     if copied:
         verb, pronoun = ("stays", "it") if len(copied) == 1 else ("stay", "them")
-        names = _enumerate_names(copied)
-        line += f"; {names} {verb}, for no save into this folder made {pronoun}"
+        line += f"; {_enumerate_names(copied)} {verb}, for no save into this folder made {pronoun}"
     yield line
 
 

@@ -199,9 +199,9 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     for name, documents in sets.items():
         if repeated := documents & trained:
             yield (
-                f"data.validation: {len(repeated):,} of {len(documents):,} documents of {name} are "
-                "in the training data too, so its loss is no measure for new text: remove them "
-                "from one of the two"
+                f"data.validation: {len(repeated):,} of {len(documents):,} documents of {name} "
+                "are in the training data too, so its loss is no measure for new text: remove "
+                "them from one of the two"
             )
 
 
@@ -235,6 +235,7 @@ def _read_evenly(
     dataset: IndexedDataset, numbers: NDArray[np.int64], most: int
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of at most `most` of the documents, spread over all of them."""
-    chosen = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(np.int64)
+    count = min(most, len(numbers))
+    chosen = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
     for number in numbers[chosen]:
         yield dataset.document(int(number)).astype(np.int64)

@@ -91,8 +91,8 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
         raise UserError(*(f"{problem} ({reason})" for problem in problems(config, layouts[0])))
     if os.environ.get("RANK") == "0":
         print(
-            f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each of "
-            f"{ranks} ranks"
+            f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each "
+            f"of {ranks} ranks"
         )
     os.environ["WORLD_SIZE"] = str(parallel.data)
     return config.with_parallel(parallel, f"{counted(ranks, 'rank')} in the world")

@@ -191,7 +191,8 @@ def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
     for sample in samples:
         sizes += [len(sample.tokens), sample.first]
         ids += [sample.tokens, sample.targets]
-    lengths = torch.tensor([len(sizes), sum(map(len, ids))], device=relay.device)
+    num_ids = sum(map(len, ids))
+    lengths = torch.tensor([len(sizes), num_ids], device=relay.device)
     dist.broadcast(lengths, 0, group=world.group)
     num_sizes, num_ids = lengths.tolist()
     if not num_sizes:
@@ -313,5 +314,8 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
 def _continuation_sample(context: list[int], continuation: list[int], max_positions: int) -> Window:
     """Return the sample whose targets that count are the continuation, from as much of the context
     as fits."""
-    ids = np.array([*context, *continuation][-(max_positions + 1) :], np.int64)
-    return Window(ids[:-1], ids[1:], max(0, len(ids) - 1 - len(continuation)))
+    tokens = [*context, *continuation]
+    ids = np.array(tokens[-(max_positions + 1) :], np.int64)  # the last one is a target only
+    targets = ids[1:]
+    first = max(0, len(targets) - len(continuation))
+    return Window(ids[:-1], targets, first)

@@ -57,8 +57,8 @@ def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[str
     if least > available:
         yield (
             f"the run needs at least {least / 2**30:,.1f} GiB of memory here ({parameters:,} "
-            f"parameters with gradients and optimizer state, and logits of {train.micro_batch:,} x "
-            f"{train.seq_length:,} tokens), but there are {available / 2**30:,.1f} GiB: make "
+            f"parameters with gradients and optimizer state, and logits of {train.micro_batch:,} "
+            f"x {train.seq_length:,} tokens), but there are {available / 2**30:,.1f} GiB: make "
             "model.* or train.micro_batch smaller"
         )
 
@@ -75,9 +75,8 @@ def _state_bytes(config: RunConfig) -> int:
         sharded_copies = 1 if parallel.zero else copies
         return parameters * (held * copies + sharded * sharded_copies)
 
-    return bytes_of(model.num_parameters - experts, parallel.copies) + bytes_of(
-        experts, replicas(parallel)
-    )
+    shared_bytes = bytes_of(model.num_parameters - experts, parallel.copies)
+    return shared_bytes + bytes_of(experts, replicas(parallel))
 
 
 def _logit_bytes(config: RunConfig) -> int:

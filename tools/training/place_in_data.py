@@ -36,12 +36,12 @@ class _DataPosition:
     held_out: int = 0
 
 
-def other_length(store: Store, config: RunConfig) -> Iterator[Difference]:
+def other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
     """Yield a difference if samples of another length come in another order than those of the
     checkpoint."""
-    before = _saved_length(store, config)
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
-    if before == now or not read_progress(store).samples:
+    if before == now or not read_progress(checkpoint).samples:
         return
     if config.data.shuffle:
         reason = "its samples come in another order"
@@ -53,21 +53,21 @@ def other_length(store: Store, config: RunConfig) -> Iterator[Difference]:
     yield Difference("seq_length", f"{KEY}: {before} -> {now}: {reason}, {effect}")
 
 
-def resumed_progress(store: Store, config: RunConfig, corpus: Corpus) -> TrainState:
+def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:
     """Return the progress that a run goes on with: the checkpoint's, its position in the data kept
     in tokens."""
-    progress = read_progress(store)
-    return replace(progress, samples=_data_position(store, config, corpus).samples)
+    progress = read_progress(checkpoint)
+    return replace(progress, samples=_data_position(checkpoint, config, corpus).samples)
 
 
-def place_notes(store: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
+def place_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a note about the position in the data if the length of samples has changed."""
-    before = _saved_length(store, config)
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
     if before == now:
         return
-    position = _data_position(store, config, corpus)
-    tokens = read_progress(store).samples * before
+    position = _data_position(checkpoint, config, corpus)
+    tokens = read_progress(checkpoint).samples * before
     line = (
         f"{KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
         f"{position.samples:,} of {now} tokens is next"
@@ -80,10 +80,10 @@ def place_notes(store: Store, config: RunConfig, corpus: Corpus) -> Iterator[str
     yield line
 
 
-def _data_position(store: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
-    before = _saved_length(store, config)
+def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
-    samples = read_progress(store).samples
+    samples = read_progress(checkpoint).samples
     if before == now:
         return _DataPosition(samples)
     if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
@@ -105,10 +105,10 @@ def _data_position(store: Store, config: RunConfig, corpus: Corpus) -> _DataPosi
     return _DataPosition(epoch * new_epoch_samples + following, repeated, held_out)
 
 
-def _saved_length(store: Store, config: RunConfig) -> int:
+def _saved_length(checkpoint: Store, config: RunConfig) -> int:
     """Return the length of the samples of the checkpoint's run; if that is not known, it is taken
     for the run's own."""
-    saved = saved_keys(store).get(KEY)
+    saved = saved_keys(checkpoint).get(KEY)
     if saved is None:
         return config.train.seq_length
     try:

@@ -3,7 +3,7 @@ that it prints then.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,35 +53,35 @@ def check_resumable(
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
     accepted, of `ALLOW`.
     """
-    store = newest(config.checkpoint_folder)
-    if store is None:
+    checkpoint = newest(config.checkpoint_folder)
+    if checkpoint is None:
         return
     if not config.checkpoint.resume and not restarted():
         raise UserError(
-            f"checkpoint.resume = false, but {store.path} is there from an earlier run: set "
+            f"checkpoint.resume = false, but {checkpoint.path} is there from an earlier run: set "
             "another train.folder, or remove that checkpoint"
         )
-    step = read_progress(store).step
-    read_watch(store)  # raises UserError if it is damaged
+    step = read_progress(checkpoint).step
+    read_watch(checkpoint)  # raises UserError if it is damaged
     problems = [
-        *_other_model(store, corpus.model if corpus else config.model),
-        *_missing_state(store, config),
-        *_other_shards(store, config),
+        *_other_model(checkpoint, corpus.model if corpus else config.model),
+        *_missing_state(checkpoint, config),
+        *_other_shards(checkpoint, config),
     ]
     refused = [
         difference
-        for difference in differences(store, config, corpus)
+        for difference in differences(checkpoint, config, corpus)
         if difference.what not in allowed
     ]
     lines = [*problems, *(difference.line for difference in refused)]
     if problems:
         raise UserError(
-            *lines, f"this run cannot resume from {store.path}: set another train.folder"
+            *lines, f"this run cannot resume from {checkpoint.path}: set another train.folder"
         )
     expected_name = checkpoint_path(config.checkpoint_folder, step).name
-    if expected_name != store.path.name:
+    if expected_name != checkpoint.path.name:
         raise UserError(
-            f"{store.path} holds the state after step {step}: it was renamed; name it "
+            f"{checkpoint.path} holds the state after step {step}: it was renamed; name it "
             f"{expected_name} again"
         )
     if refused:
@@ -89,22 +89,24 @@ def check_resumable(
         flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
         raise UserError(
             *lines,
-            f"this run cannot resume from {store.path} with these changes: undo them, accept them "
-            f"with {flags}, or set another train.folder",
+            f"this run cannot resume from {checkpoint.path} with these changes: undo them, accept "
+            f"them with {flags}, or set another train.folder",
         )
 
 
-def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -> list[Difference]:
+def differences(
+    checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
+) -> list[Difference]:
     """Return the differences between the data of the run and of the checkpoint, as far as the
     checkpoint records its data.
     """
-    identity = read_identity(store)
+    identity = read_identity(checkpoint)
     changes = list[Difference]()
     if identity:
         changes += other_settings(identity, config.data, config.train)
-    changes += other_length(store, config)
+    changes += other_length(checkpoint, config)
     if corpus:
-        changes += _other_tokenizer(store, corpus)
+        changes += _other_tokenizer(checkpoint, corpus)
         if identity and corpus.identity:
             changes += other_sets(identity, corpus.identity)
     return changes
@@ -117,23 +119,23 @@ class _Remark(NamedTuple):
     text: str
 
 
-def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
+def resume_lines(config: RunConfig, corpus: Corpus, path: Path) -> Iterator[str]:
     """Yield the lines that a resumed run prints: changed keys, warnings and notes."""
-    for remark in _remarks(config, corpus, Store(checkpoint)):
+    for remark in _remarks(config, corpus, Store(path)):
         yield f"{remark.word:11}{remark.text}"
 
 
-def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
+def resume_event(config: RunConfig, corpus: Corpus, path: Path) -> dict[str, Any]:
     """Return the record of a resume for events.jsonl: the same remarks, and the learning rates
     around it."""
-    store = Store(checkpoint)
-    remarks = [*_remarks(config, corpus, store)]
-    progress = read_progress(store)
-    rate_before, rate_after = rates_around(store, config, progress)
+    checkpoint = Store(path)
+    remarks = [*_remarks(config, corpus, checkpoint)]
+    progress = read_progress(checkpoint)
+    rate_before, rate_after = rates_around(checkpoint, config, progress)
     return {
         "event": "resume",
         "step": progress.step,
-        "checkpoint": str(checkpoint),
+        "checkpoint": str(path),
         "ranks": config.world_size,
         "changed": [remark.text for remark in remarks if remark.word == "changed"],
         "notes": [remark.text for remark in remarks if remark.word == "note"],
@@ -142,46 +144,48 @@ def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[st
     }
 
 
-def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[_Remark]:
+def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_Remark]:
     """Yield the remarks on a resume; none if no step is left."""
-    progress = read_progress(store)
+    progress = read_progress(checkpoint)
     if progress.step >= config.train.steps:
         return
-    for note in _missing_records(store):
-        yield _Remark("note", note)
+    yield from _notes(_missing_records(checkpoint))
 
-    data_lines = [difference.line for difference in differences(store, config, corpus)]
+    # A change of the data has a line that says more than the one of its key.
+    data_lines = [difference.line for difference in differences(checkpoint, config, corpus)]
     data_keys = {_key_of(line) for line in data_lines}
-    all_key_lines = changed_keys(store, config, progress)
+    all_key_lines = changed_keys(checkpoint, config, progress)
     key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
     for line in data_lines:
         yield _Remark("changed", f"{line}{MARK}")
     for line in key_lines:
         yield _Remark("changed", line)
-    for line in moved(store):
+    for line in moved(checkpoint):
         yield _Remark("changed", f"{line}{MARK}")
 
     if any(line.startswith("train.init_from: ") for line in key_lines):
-        weights = f"the run goes on with the weights of {store.path}"
+        weights = f"the run goes on with the weights of {checkpoint.path}"
         yield _Remark("note", f"train.init_from: not used, for {weights}")
-    for note in place_notes(store, config, corpus):
-        yield _Remark("note", note)
-    for note in lr_jump(store, config, progress):
-        yield _Remark("note", note)
+    yield from _notes(place_notes(checkpoint, config, corpus))
+    yield from _notes(lr_jump(checkpoint, config, progress))
 
 
-def _missing_records(store: Store) -> Iterator[str]:
+def _notes(texts: Iterable[str]) -> Iterator[_Remark]:
+    return (_Remark("note", text) for text in texts)
+
+
+def _missing_records(checkpoint: Store) -> Iterator[str]:
     """Yield a note if an earlier version saved the checkpoint, which lacks what later ones have."""
-    missing = [name for name, key in RECORDS.items() if key not in store.index]
+    missing = [name for name, key in RECORDS.items() if key not in checkpoint.index]
     if missing:
         yield (
-            f"{store.path} keeps no record of {' and '.join(missing)} that it was trained with, so "
-            "what has changed is not known"
+            f"{checkpoint.path} keeps no record of {' and '.join(missing)} that it was trained "
+            "with, so what has changed is not known"
         )
-    if not store.digests:
+    if not checkpoint.digests:
         yield (
-            f"{store.path} has no digests (an earlier version saved it), so nothing tells whether "
-            "its files are what was saved"
+            f"{checkpoint.path} has no digests (an earlier version saved it), so nothing tells "
+            "whether its files are what was saved"
         )
 
 
@@ -190,11 +194,11 @@ def _key_of(line: str) -> str:
     return line.partition(":")[0]
 
 
-def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
+def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for each key of [model] that differs from the checkpoint. Keys that are new
     since have their default in it.
     """
-    saved = json.loads(read_model(store).model_dump_json())
+    saved = json.loads(read_model(checkpoint).model_dump_json())
     current = json.loads(model.model_dump_json())
     free_keys = set(TRAINING)
     if model.positions == "rope":
@@ -204,15 +208,15 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     for key, value in current.items():
         if key not in free_keys and saved.get(key) != value:
             yield (
-                f"model.{key} = {json.dumps(value)}, but it is {json.dumps(saved.get(key))} in the "
-                "checkpoint"
+                f"model.{key} = {json.dumps(value)}, but it is {json.dumps(saved.get(key))} in "
+                "the checkpoint"
             )
 
 
-def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
+def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
     others."""
-    before = saved_keys(store)
+    before = saved_keys(checkpoint)
     now = keys_of(config)
     canonical = toml("canonical")
     if not before.get("train.numerics") == now["train.numerics"] == canonical:
@@ -225,19 +229,19 @@ def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _missing_state(store: Store, config: RunConfig) -> Iterator[str]:
+def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of
     Hugging Face."""
     rule = make_rule(config.optimizer)
-    numbers = store.index.get("optimizer")
-    missing = [name for name in rule.names if not store.shapes(name)]
+    numbers = checkpoint.index.get("optimizer")
+    missing = [name for name in rule.names if not checkpoint.shapes(name)]
     # Numbers of a rule of torch begin with the first applied step.
-    if isinstance(rule, Torch) and read_progress(store).applied and isinstance(numbers, dict):
+    if isinstance(rule, Torch) and read_progress(checkpoint).applied and isinstance(numbers, dict):
         missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
     if missing:
         yield (
-            f"{store.path} holds no {' and no '.join(missing)}, which the optimizer goes on with: "
-            f'a run begins with weights alone by train.init_from = "{store.path}"'
+            f"{checkpoint.path} holds no {' and no '.join(missing)}, which the optimizer goes on "
+            f'with: a run begins with weights alone by train.init_from = "{checkpoint.path}"'
         )
 
 
@@ -283,10 +287,10 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             )
 
 
-def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
+def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
     """Yield a difference if the tokenizer is another one: equal token ids then mean different
     tokens."""
-    saved = read_tokenizer(store)
+    saved = read_tokenizer(checkpoint)
     tokenizer = corpus.tokenizer
     if saved and (tokenizer is None or not same_tokens(saved, tokenizer.path)):
         subject = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"

@@ -82,7 +82,8 @@ class Checks:
         else:
             last_clean = "no check of this run was clean"
         message = (
-            f"stopped in step {done + 1}, which was taken back: {silent_fault}; newest checkpoint: "
-            f"{checkpoint}; {last_clean}; start again without host {' or '.join(hosts)}"
+            f"stopped in step {done + 1}, which was taken back: {silent_fault}; newest "
+            f"checkpoint: {checkpoint}; {last_clean}; start again without host "
+            f"{' or '.join(hosts)}"
         )
         return event, FaultyHardware(message, hosts)

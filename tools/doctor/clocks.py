@@ -27,8 +27,11 @@ def wall() -> float:
 
 
 def readings(context: Place) -> Answer:
-    """Return how far this host's clock is from rank 0's, from that of its installed files, and from
-    steady time."""
+    """Return how far this host's clock is from rank 0's, from its files' and from steady time.
+
+    In seconds: "offset" with its "error", "behind_files" of the time of installed files, "jumped"
+    while this function waited.
+    """
     return {
         "rank": context.rank,
         "host": context.host,
@@ -46,8 +49,10 @@ def _measure_jump() -> float:
 
 
 def _lead_over_steady_time() -> float:
-    """Return how far the wall clock is ahead of steady time: of several looks at both the quickest
-    one counts."""
+    """Return how far the wall clock is ahead of steady time.
+
+    Of several looks at both clocks the quickest one counts.
+    """
     looks = list[tuple[float, float]]()
     for _ in range(READINGS):
         start = time.monotonic()
@@ -59,8 +64,11 @@ def _lead_over_steady_time() -> float:
 
 
 def _compare_with_first(context: Place) -> dict[str, float]:
-    """Return {"offset": seconds ahead of rank 0's clock, "error": ...} on the first rank of each
-    other host."""
+    """Return the offset of this host's clock from rank 0's, on the first rank of each other host.
+
+    {"offset": seconds ahead of rank 0's clock, "error": ...}; nothing on other ranks. Collective
+    over the world.
+    """
     other_hosts = context.first_ranks()[1:]
     if context.rank == 0:
         for rank in other_hosts:

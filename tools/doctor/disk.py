@@ -33,7 +33,7 @@ POSIX_REMEDY = "use a POSIX filesystem, not an object store's mount"
 
 
 class Problem(NamedTuple):
-    """What is wrong with a filesystem, and what to do. A list of two strings in JSON."""
+    """A fault of a filesystem and its remedy. A list of two strings in JSON."""
 
     message: str
     remedy: str
@@ -61,8 +61,9 @@ def probe(context: Place) -> Answer:
 
 
 def try_filesystem(folder: Path, needed: int, disk: Disk | None = None) -> Answer:
-    """Return the problems of the folder's filesystem and its numbers. Creates a hidden folder, and
-    removes it.
+    """Return the problems of the folder's filesystem and its numbers.
+
+    Creates a hidden folder, and removes it.
 
     needed: bytes that the run will write.
     """
@@ -172,8 +173,10 @@ def _folder_rename_fault(folder: Path, disk: Disk) -> str:
 
 
 def _sync_seconds(folder: Path, disk: Disk) -> tuple[float, str]:
-    """Return the median seconds of a small file's fsync, and why the flush of a file or a folder
-    failed."""
+    """Return the median seconds of a small file's fsync, and why one failed.
+
+    The reason is "" if none did, of a file or of the folder.
+    """
     seconds = list[float]()
     try:
         for number in range(SYNCS):
@@ -207,8 +210,7 @@ def _lock_fault(folder: Path, disk: Disk) -> str:
 
 
 def _file_time(folder: Path) -> float:
-    """Return the seconds from this host's clock to the time that the filesystem gives a new
-    file."""
+    """Return the seconds from this host's clock to the time that a new file is given."""
     file = folder / "now"
     before = time.time()
     file.write_bytes(b"a")
@@ -219,8 +221,10 @@ def _file_time(folder: Path) -> float:
 
 
 def filesystem_of(folder: Path) -> str:
-    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs; "" where the system does not
-    list mounts."""
+    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs.
+
+    "" where the system does not list mounts.
+    """
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -77,8 +77,10 @@ class Pair:
 
 
 def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
-    """Return the axes of more than one rank. On CUDA with groups of NCCL. Collective over the
-    world."""
+    """Return the axes of more than one rank.
+
+    On CUDA with groups of NCCL. Collective over the world.
+    """
     axes = [Axis.of(mesh, name) for name in AXES]
     shared_axes = [axis for axis in axes if axis.size > 1]
     if device == "cuda":
@@ -95,8 +97,10 @@ def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
 
 
 def measure(context: Place) -> list[Record]:
-    """Return the record of each link of this rank that begins here, and of the collectives of each
-    axis."""
+    """Return the records of this rank's links, and of the collectives of each axis.
+
+    A link is recorded by the one of its two ranks at which it begins. Collective over the world.
+    """
     records = list[Record]()
     for axis in axes_of(make_mesh(*context.layout), context.device):
         for turn in (0, 1):
@@ -106,8 +110,7 @@ def measure(context: Place) -> list[Record]:
 
 
 def _measure_pair(context: Place, axis: Axis, turn: int) -> Iterator[Record]:
-    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of ranks 1 and 2, 3 and 4,
-    ..."""
+    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
     first = axis.rank % 2 == turn
     peer = axis.rank + (1 if first else -1)
     if not 0 <= peer < axis.size:  # the end of the axis has no neighbour in this turn
@@ -134,8 +137,10 @@ def _run_guarded(part: Callable[[], Record]) -> Record:
 
 
 def order(pair: Pair) -> str:
-    """Send numbered messages one way, then back; return what is wrong with their order, "" if
-    nothing."""
+    """Send numbered messages one way, then back; return what is wrong with their order.
+
+    "" if nothing is.
+    """
     first_problem = ""
     for sends in (pair.first, not pair.first):
         for number in range(NUMBERED_MESSAGES):
@@ -152,8 +157,7 @@ def order(pair: Pair) -> str:
 
 
 def speeds(pair: Pair) -> dict[str, float]:
-    """Return the seconds of a small message and the bytes a second of a large one, both at their
-    best."""
+    """Return the best seconds of a small message and bytes a second of a large one."""
     small = torch.zeros(2, device=pair.device)
     medium = torch.zeros(MEDIUM_MESSAGE, device=pair.device)
     pair.there_and_back(small)  # the first message also sets up the connection
@@ -261,8 +265,10 @@ def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
 
 
 def slow(link: Record, similar: Sequence[Record]) -> str:
-    """Return why a link is too slow, by itself or beside at least two others of its kind; "" if it
-    is not."""
+    """Return why a link is too slow, by itself or beside at least two others of its kind.
+
+    "" if it is not. similar: the links of its kind, itself among them.
+    """
     bandwidth = link["bytes_per_s"]
     latency = link["latency_s"]
     least_bandwidth = LEAST_BANDWIDTH[link["device"]]

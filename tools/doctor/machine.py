@@ -124,8 +124,10 @@ def _summarize_versions(answers: Sequence[Answer]) -> Finding:
 
 
 def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Yield a line about each package of a version that megaprec is not tested with. It may
-    work."""
+    """Yield a line about each package of a version that megaprec is not tested with.
+
+    It may work.
+    """
     answers_by_message: dict[str, list[Answer]] = {}
     for answer in answers:
         for message in answer.get("untested", ()):

@@ -53,8 +53,10 @@ class Place:
         return json.loads(self.store.get(store_key))
 
     def first_ranks(self) -> list[int]:
-        """Return the first rank of each host, in order of ranks. All ranks must have answered
-        before."""
+        """Return the first rank of each host, in order of ranks.
+
+        All ranks must have answered before.
+        """
         hosts: list[str] = self.told("hosts", HOSTS_SECONDS)
         return [hosts.index(host) for host in dict.fromkeys(hosts)]
 

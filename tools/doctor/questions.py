@@ -46,8 +46,10 @@ class _Judgement(NamedTuple):
 
 
 def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], bool]:
-    """Carry out the checks on this rank. Return the findings (on rank 0; none elsewhere) and if all
-    ranks answered."""
+    """Carry out the checks on this rank.
+
+    Return the findings (on rank 0; none elsewhere) and if all ranks answered.
+    """
     findings = list[Finding]()
     lost = ""
     for number, check in enumerate(checks):
@@ -70,8 +72,10 @@ def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], boo
 
 
 def _agree_to_begin(context: Place, number: int, lost: str) -> str:
-    """Agree with rank 0 on beginning a check; return why ranks must not wait for each other, "" if
-    they may."""
+    """Agree with rank 0 on beginning a check.
+
+    Return why ranks must not wait for each other, "" if they may. lost: rank 0's reason.
+    """
     if context.rank == 0:
         context.tell(f"{number}/begin", lost)
         return lost
@@ -79,8 +83,10 @@ def _agree_to_begin(context: Place, number: int, lost: str) -> str:
 
 
 def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
-    """Return {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not
-    done in time."""
+    """Run the part for at most `seconds`; return its result as a record.
+
+    {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not done in time.
+    """
     answer: Answer = {}
 
     def run_part() -> None:
@@ -142,8 +148,10 @@ def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int,
 
 
 def _host_of_silent(context: Place, rank: int) -> str:
-    """Return the host of a rank that is silent, "" if it has not joined the world; see
-    `parallel.joining`."""
+    """Return the host of a rank that is silent, "" if it has not joined the world.
+
+    `parallel.joining` puts the hosts into the store.
+    """
     key = f"host of rank {rank}"
     if not context.store.check([key]):  # `get` would wait for it
         return ""

@@ -43,8 +43,9 @@ class Asked:
 
 
 def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
-    """Join the world and carry out all checks. Return the context of this rank, and what `conduct`
-    returns.
+    """Join the world and carry out all checks.
+
+    Return the context of this rank, and what `conduct` returns.
 
     Raises UserError if not all ranks join.
     """
@@ -86,8 +87,10 @@ def _judge_presence(hosts: Sequence[Any]) -> Iterator[Finding]:
 
 
 def _form_world(context: Place) -> bool:
-    """Form the world of all ranks, over gloo: the checks steer over CPUs, whatever the links
-    are."""
+    """Form the world of all ranks, over gloo.
+
+    The checks steer over CPUs, whatever the links are.
+    """
     with waiting_their_turn():
         dist.init_process_group(
             "gloo",

@@ -70,8 +70,10 @@ def _await_readers(context: Place, step: str, readers: Sequence[int]) -> None:
 
 
 def _read(context: Place) -> Answer:
-    """Look for what rank 0 writes; return the seconds until each change is seen, None if it is
-    not."""
+    """Look for what rank 0 writes, after each of its steps.
+
+    Return the seconds until each change is seen, None if it is not.
+    """
     file = Path(context.told("shared/one", 10.0)) / "file"
     written_s = _seconds_until(file, b"one")
     context.tell(f"shared/one/{context.rank}", 1)

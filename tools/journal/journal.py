@@ -33,8 +33,9 @@ PACE_STEPS = 20  # number of newest steps whose mean time the ETA is estimated f
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writer of a record per step. After a resume from `start`, records of later steps are removed:
-    they are taken again.
+    """Writer of a record per step.
+
+    After a resume from `start`, records of later steps are removed: they are taken again.
 
     With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as
     metrics.jsonl.old.
@@ -87,16 +88,19 @@ class Journal(AbstractContextManager["Journal"]):
         self._show(record, left * sum(self._step_seconds) / len(self._step_seconds))
 
     def write_event(self, event: dict[str, Any]) -> None:
-        """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is
-        one of the state."""
+        """Write an event of the step event["step"] to events.jsonl.
+
+        One of the state goes to digests.jsonl.
+        """
         if event["event"] == DIGEST:
             self._digests.write(to_json(event))
         else:
             self._events.write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
-        """Print the lines of the steps that have one; on a terminal above a bar, which shows the
-        newest step.
+        """Print the line of a step, if it has one.
+
+        On a terminal above a bar, which shows the newest step.
 
         eta: seconds until the end of the run.
         """
@@ -116,8 +120,10 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 class _LazyLines:
-    """A file of lines that is created with its first line; one that is there loses the records of
-    later steps."""
+    """A file of lines that is created with its first line.
+
+    One that is there loses the records of later steps.
+    """
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
@@ -152,8 +158,9 @@ def _print_note(note: str) -> None:
 
 
 def _put_aside(*paths: Path) -> None:
-    """Rename files with records of steps, and those beside them, to the first free name of *.old,
-    *.old2, ... and say so.
+    """Rename files with records of steps, and those beside them, to *.old, and say so.
+
+    Or to *.old2, ..., the first name that is free.
 
     Events of step 0 alone belong to the run that starts now: it was restarted before its first
     checkpoint.
@@ -181,8 +188,10 @@ def _free_old_path(path: Path) -> Path:
 
 
 def _reopen(path: Path, start: int) -> Lines:
-    """Open a file of records for appending, without the records of steps after `start`, which are
-    taken again."""
+    """Open a file of records for appending, without the records of steps after `start`.
+
+    These steps are taken again.
+    """
     lines = read_lines(path)
     if path.is_symlink():  # which `write_whole` replaces
         target = os.path.realpath(path)
@@ -198,8 +207,10 @@ def _reopen(path: Path, start: int) -> Lines:
 
 
 def _repeated_steps(path: Path, start: int) -> str:
-    """Return a line about the records that go, for their steps are taken again; empty if there are
-    none."""
+    """Return a line about the records that go, for their steps are taken again.
+
+    Empty if there are none.
+    """
     steps = [
         line.record["step"]
         for line in read_lines(path)

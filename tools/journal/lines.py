@@ -50,8 +50,7 @@ class Lines:
             raise LinesLost(f"{file_error(error)}; the last {lost} lines of it are lost")
 
     def _write_waiting(self) -> OSError | None:
-        """Write the lines that wait; return the error that stopped this, None if all are
-        written."""
+        """Write the lines that wait; return the error that stopped this, if one did."""
         try:
             while self._unwritten:
                 with named(self._path):  # on a full disk a part of a line may be written

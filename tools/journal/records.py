@@ -70,8 +70,10 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield the lines of steps. Those that are late have no record: numbers of a step count
-    once."""
+    """Yield the lines of steps.
+
+    Those that are late have no record: numbers of a step count once.
+    """
     newest = 0
     for line in lines:
         if line.record is None:
@@ -104,8 +106,10 @@ def _records_of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def odd_lines(path: Path) -> str:
-    """Return a note that names the lines that are not records, or not of a later step; empty if
-    there are none."""
+    """Return a note that names the lines that are not records, or not of a later step.
+
+    Empty if there are none.
+    """
     unused = [line for line in read_lines(path) if line.record is None]
     damaged = [line.number for line in unused if not line.late]
     late = [line.number for line in unused if line.late]
@@ -121,8 +125,10 @@ def odd_lines(path: Path) -> str:
 
 
 def lost_steps(path: Path, last: int = 0) -> str:
-    """Return a note that names the steps without a record up to `last`, 0 for the newest; empty if
-    there are none."""
+    """Return a note that names the steps without a record; empty if there are none.
+
+    last: the step up to which they are looked for; 0: the newest.
+    """
     recorded = {line.record["step"] for line in read_lines(path) if line.record is not None}
     if last:
         up_to_last = sorted(step for step in recorded if 0 < step <= last)

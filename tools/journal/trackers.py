@@ -28,8 +28,10 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of
-    the training."""
+    """Receiver of a run's numbers.
+
+    All three methods are called in one thread, which is not that of the training.
+    """
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin, before any numbers.
@@ -40,12 +42,16 @@ class Tracker(Protocol):
         """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Receive the numbers of a step, by the field's name in metrics.jsonl. They may be inf or
-        NaN."""
+        """Receive the numbers of a step, by the field's name in metrics.jsonl.
+
+        They may be inf or NaN.
+        """
 
     def finish(self, complete: bool) -> None:
-        """End. complete: all steps of the run are taken; False if it stopped before, and may
-        resume."""
+        """End.
+
+        complete: all steps of the run are taken; False if it stopped before, and may resume.
+        """
 
 
 Factory = Callable[[Path], Tracker]
@@ -53,8 +59,7 @@ BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise UserError, with a line each, for names of `log.to` that name no tracker or one that is
-    not installed."""
+    """Raise UserError for names of `log.to` that name no installed tracker, with a line each."""
     problems = [
         f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1
     ]

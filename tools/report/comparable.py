@@ -46,8 +46,7 @@ class _Compared:
 
 
 def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a line for each reason why numbers of the runs, beside each other, say something else
-    than they seem to."""
+    """Yield a line for each reason why numbers of the runs cannot simply be compared."""
     compared = list[_Compared]()
     for name, run in zip(names, runs, strict=True):
         if isinstance(run.config, RunConfig):
@@ -90,8 +89,10 @@ def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
 def _older_evaluations(
     names: Sequence[str], runs: Sequence[Run], newest_steps: Mapping[str, int]
 ) -> Iterator[str]:
-    """Yield a line if held-out losses are not those of the newest steps, which the other losses are
-    means up to."""
+    """Yield a line if held-out losses are older than the newest steps.
+
+    The other losses are means up to the newest steps.
+    """
     older = list[str]()
     for name, run in zip(names, runs, strict=True):
         step = Curve(name, run.records).held_out_step

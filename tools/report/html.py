@@ -35,8 +35,10 @@ def facts(rows: Sequence[tuple[str, Text]]) -> Html:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Text]], most: int = 200) -> Html:
-    """Return a table of at most `most` rows, the last ones. On a narrow screen each cell is a line
-    with its heading."""
+    """Return a table of at most `most` rows, the last ones.
+
+    On a narrow screen each cell is a line with its heading.
+    """
     head_cells = "".join(f"<th>{html(name)}</th>" for name in head)
     body = "".join(_table_row(head, row) for row in rows[-most:])
     left_out = ""

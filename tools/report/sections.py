@@ -222,8 +222,7 @@ def memory(run: Run) -> Html | None:
 
 
 def schedule(run: Run) -> Html | None:
-    """Return the pipeline schedule: its predicted timeline, and the measured one if the run has
-    recorded one."""
+    """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
     config = run.config
     if not isinstance(config, RunConfig):
         return paragraph(f"Not known: {config}.")
@@ -255,8 +254,10 @@ def schedule(run: Run) -> Html | None:
 
 
 def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
-    """Return the measured timeline of the run; none if it recorded none, or one of another
-    schedule. Raises UserError."""
+    """Return the measured timeline of the run, in seconds.
+
+    None if it recorded none, or one of another schedule. Raises UserError.
+    """
     path = run.folder / TIMELINE
     if not path.is_file():
         return []
@@ -302,8 +303,10 @@ def fp8(run: Run) -> Html | None:
 
 
 def evidence(run: Run) -> Html:
-    """Return what proves that the run computed what it should: certificates and checks. Later kinds
-    are added here."""
+    """Return what proves that the run computed what it should: certificates and checks.
+
+    Later kinds are added here.
+    """
     parts = [_parity(run), _proof(run)]
     checks = [record["sentinel"] for record in run.records if "sentinel" in record]
     if checks:
@@ -356,8 +359,10 @@ def _proof_row(row: Any) -> tuple[str, str, str, str]:
 
 
 def _note_on_other_keys(run: Run, certificate: Any) -> Html:
-    """Return a note if a certificate is not of the run as run.toml describes it; nothing if it
-    is."""
+    """Return a note if a certificate is not of the run as run.toml describes it.
+
+    Nothing if it is.
+    """
     certified = certificate.get("configuration")
     digest = certified.get("sha256") if isinstance(certified, dict) else None
     if not isinstance(run.config, RunConfig):

@@ -18,8 +18,10 @@ _HEAP_BLOCK_BYTES = 1 << 25  # largest block that comes from the heap: the most 
 
 
 def keep_freed_memory() -> None:
-    """Set this process's glibc to keep freed memory, unless the environment configures the
-    allocator."""
+    """Set this process's glibc to keep freed memory.
+
+    Nothing is set if the environment configures the allocator.
+    """
     configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if sys.platform != "linux" or configured:
         return

@@ -18,8 +18,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the GPU, if this process uses one; otherwise torch's instruction set and the
-    instructions for bf16."""
+    """Return the GPU, if this process uses one; otherwise the CPU's instruction set for torch."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
     instructions = [torch.backends.cpu.get_cpu_capability()]
@@ -31,8 +30,10 @@ def processor() -> str:
 
 
 def moved(checkpoint: Store) -> Iterator[str]:
-    """Yield a line for each of these that differs from the checkpoint. Those that it does not
-    record are omitted."""
+    """Yield a line for each of these that differs from the checkpoint.
+
+    Those that it does not record are omitted.
+    """
     for name, now in arithmetic().items():
         before = checkpoint.index.get(name, now)
         if before != now:

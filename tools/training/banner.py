@@ -125,8 +125,10 @@ def _describe_remaining(done: int, steps: int) -> str:
 
 
 def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
-    """Return the number of samples; of a blend a line per data set with its share and its
-    epochs."""
+    """Return the number of samples of an epoch.
+
+    Of a blend a line per data set with its share and its epochs.
+    """
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
@@ -145,8 +147,9 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """Print what Muon updates, and the memory of weights, gradients and optimizer state, by formula
-    and on rank 0.
+    """Print what Muon updates, and the memory of weights, gradients and optimizer state.
+
+    The memory is told by formula, and in bytes on rank 0.
 
     The formula leaves out routers' corrections, a number for each expert.
     """
@@ -166,7 +169,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 
 
 class _BufferKind(NamedTuple):
-    """What the bytes of a buffer's parameters depend on.
+    """The properties of a buffer that the bytes of its parameters depend on.
 
     moments: tensors of optimizer state. ranks: over which the state is cut.
     """
@@ -181,8 +184,10 @@ class _BufferKind(NamedTuple):
         return cls(buffer.in_codes, len(buffer.state), buffer.of_experts, buffer.shards.size)
 
     def sort_key(self) -> tuple[bool, int, bool, int]:
-        """Return the key of a descending order: FP8 first, then few moments, then those that are
-        not of experts, then many ranks."""
+        """Return the key of a descending order.
+
+        FP8 is first, then few moments, then what is not of experts, then many ranks.
+        """
         return (self.in_fp8, -self.moments, not self.of_experts, self.ranks)
 
 
@@ -200,8 +205,7 @@ def _list_names(names: Sequence[str], most: int) -> str:
 
 
 def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
-    """Return the bytes of a parameter of this kind: those of every rank, and those of the optimizer
-    state."""
+    """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
     held, sharded = optimizer.plan.bytes_per_parameter(kind.moments, kind.in_fp8)
     divisor = f"/{kind.ranks}" if kind.ranks > 1 else ""
     total = held + sharded / kind.ranks
@@ -216,8 +220,7 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
 
 
 def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
-    """Yield a line about the tensors of this rank that Muon updates, and those that AdamW updates
-    in its stead."""
+    """Yield a line about the tensors of this rank that Muon updates, and those that AdamW does."""
     rule = optimizer.rule
     if not isinstance(rule, Muon):
         return
@@ -253,8 +256,7 @@ def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:
-    """Print how many steps were skipped, the tokens that were not learned, and where the learning
-    rate ended.
+    """Print how many steps were skipped, the tokens not learned, and the last learning rate.
 
     The rate follows applied steps, so skips cut its schedule short.
     """
@@ -297,8 +299,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
 
 
 def _generate_sample(folder: Path, prompt: str) -> str:
-    """Return a text that begins with the prompt, or the reason why the prompt cannot be
-    continued."""
+    """Return a text that begins with the prompt, or the reason why it cannot be continued."""
     try:
         model = load_model(folder, CachedStage)
         text = "".join(Generation(model, prompt, SAMPLE_TOKENS, Sampling()))

@@ -32,8 +32,7 @@ class Batches:
         self._prefetch = Prefetch(lambda first: self._read(samples, first, dp.rank))
 
     def take(self, first: int) -> Share:
-        """Return this rank's share of the training batch that begins at `first`, and begin to read
-        the next step's."""
+        """Return this rank's share of the training batch at `first`, and begin to read the next."""
         self._position.at("reading of samples")
         following = first + self._batch
         return self._prefetch.take(first, following if following < self._end else None)
@@ -45,8 +44,7 @@ class Batches:
         replica: int | None = None,
         end: int | None = None,
     ) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch that begins at
-        `first`.
+        """Return a data-parallel rank's consecutive part of the global batch at `first`.
 
         replica: the data-parallel rank; None: this one. end: the position from which on samples
         only fill the batch, and do not count in its loss; None: all count.
@@ -70,6 +68,8 @@ class Batches:
 
 
 def evaluated_samples(train: Train, available: int) -> int:
-    """Return the number of samples of an evaluation: train.eval_batches global batches, or all that
-    are available."""
+    """Return the number of samples of an evaluation.
+
+    That of train.eval_batches global batches, or all that are available.
+    """
     return min(available, train.eval_batches * train.global_batch)

@@ -89,8 +89,10 @@ class Rates:
         return self.schedule.at(self._count(progress) + steps * self.each)
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps, as `at` counts them, before and after each end of a formula of the
-        schedule."""
+        """Yield the steps before and after each end of a formula of the schedule.
+
+        Counted as by `at`: 0 is the next step.
+        """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
             step = (count - self._count(progress)) // self.each
@@ -102,8 +104,9 @@ class Rates:
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it
-    stores separately.
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar.
+
+    All but those of tables that it stores separately.
     """
     keys = dict[str, str]()
     for table, values in config:
@@ -113,8 +116,10 @@ def keys_of(config: RunConfig) -> dict[str, str]:
 
 
 def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> list[str]:
-    """Return a line for each key that differs from the checkpoint. Keys that it does not know are
-    omitted."""
+    """Return a line for each key that differs from the checkpoint.
+
+    Keys that it does not know are omitted.
+    """
     before = saved_keys(checkpoint)
     now = _all_keys(config)
     unmarked_patterns = FREELY
@@ -178,8 +183,9 @@ def _is_jump(first_rate: float, second_rate: float) -> bool:
 def rates_around(
     checkpoint: Store, config: RunConfig, progress: TrainState
 ) -> tuple[float | None, float]:
-    """Return the learning rates of the last step before a resume, None if it is not known, and of
-    the next one.
+    """Return the learning rates of the last step before a resume and of the next one.
+
+    The first is None if it is not known.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
@@ -221,8 +227,10 @@ def _training_keys(model: Table) -> Table:
 
 
 def saved_keys(checkpoint: Store) -> dict[str, str]:
-    """Return the keys that the checkpoint stores of its run. Raises UserError if they are
-    damaged."""
+    """Return the keys that the checkpoint stores of its run.
+
+    Raises UserError if they are damaged.
+    """
     run = checkpoint.index.get("run", {})
     tables = {
         "parallel": checkpoint.index.get("layout", {}),
@@ -260,8 +268,9 @@ def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
 
 
 def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
-    """Return True if both have the same rates for all steps after `progress`, compared at up to a
-    thousand of them and around the ends of warm-up, stable phase and schedule.
+    """Return True if both have the same rates for all steps after `progress`.
+
+    Compared at up to a thousand of them and around the ends of warm-up, stable phase and schedule.
     """
     ends = {*before.ends(progress), *after.ends(progress)}
     last = max(0, *ends)

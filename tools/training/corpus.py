@@ -75,14 +75,12 @@ class Corpus:
 
     @property
     def ids(self) -> int:
-        """Return the number of ids that data may have: that of the tokenizer, or of the model if
-        there is none."""
+        """Return the number of ids that data may have: the tokenizer's, or else the model's."""
         return self.tokenizer.vocab_size if self.tokenizer else self.model.vocab
 
     @property
     def evaluated(self) -> dict[str, Samples | Blend]:
-        """Return the samples of each evaluation, by the field of metrics.jsonl that its loss
-        has."""
+        """Return the samples of each evaluation, by the field of metrics.jsonl with its loss."""
         evaluated: dict[str, Samples | Blend] = {}
         if self.held_out is not None:
             evaluated["eval_loss"] = self.held_out
@@ -116,7 +114,9 @@ class _Part:
 
 def check_sources(config: RunConfig) -> None:
     """Raise UserError for parts of [data] that do not exist, cannot be read or do not fit together.
-    Builds nothing."""
+
+    Builds nothing.
+    """
     check_all(
         config,
         _check_parts,
@@ -159,8 +159,10 @@ def _notes_of_begin(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
-    """Return the corpus with its identity, after checking its files. Raises UserError for damaged
-    data."""
+    """Return the corpus with its identity, after checking its files.
+
+    Raises UserError for damaged data.
+    """
     sets = list[DataSet]()
     notes = list[str]()
     records = dict[Path, dict[str, Any] | None]()
@@ -191,8 +193,10 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
 
 
 def _check_contents(part: _Part, dataset: IndexedDataset) -> Contents:
-    """Return the digests and sizes of a data set. Raises UserError, with the remedy, if it is
-    damaged."""
+    """Return the digests and sizes of a data set.
+
+    Raises UserError, with the remedy, if it is damaged.
+    """
     if part.tokenized:
         return contents_of(dataset)
     return contents_of(dataset, f"remove {part.index_file} and the same command makes it anew")
@@ -213,8 +217,10 @@ def _identify(part: _Part, contents: Contents, record: dict[str, Any] | None) ->
 
 
 def _text_identity(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the identity of the text of a data set, and the digest and length of its content if
-    they are known."""
+    """Return the identity of the text of a data set.
+
+    With the digest and length of its content if they are known.
+    """
     source = record.get("source")
     if not isinstance(source, dict) or "text_sha256" not in record:
         return source
@@ -222,8 +228,10 @@ def _text_identity(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
-    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at
-    once."""
+    """Open existing data sets and an existing tokenizer file.
+
+    Any number of processes may do so at once.
+    """
     tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocabulary_size(config, tokenizer))
     begin = begin_asked_for(config)
@@ -268,8 +276,10 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
 def _split(
     config: RunConfig, part: _Part, stream: IndexedDataset
 ) -> tuple[Samples, Samples | None]:
-    """Return the training and the held-out samples of a part. Raises UserError if it is too
-    short."""
+    """Return the training and the held-out samples of a part.
+
+    Raises UserError if it is too short.
+    """
     data = config.data
     train = config.train
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
@@ -285,8 +295,9 @@ def _split(
 
 
 def begin_asked_for(config: RunConfig) -> int | None:
-    """Return the id of the token before each document that data.begin asks for, None if it asks for
-    none.
+    """Return the id of the token before each document that data.begin asks for.
+
+    None if it asks for none.
 
     Where the user leaves it open, a resume takes what the checkpoint was trained with: it does not
     use the weights of train.init_from. Otherwise the run file has the id of these weights.
@@ -347,8 +358,7 @@ def open_kept(config: RunConfig) -> Corpus:
 
 @contextmanager
 def _naming(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
-    """Prefix the problems raised inside the context with the part of the data and the keys that
-    they concern."""
+    """Prefix the problems raised inside the context with what they concern."""
     try:
         yield
     except UserError as error:
@@ -419,8 +429,9 @@ def _check_tokenizer(config: RunConfig) -> None:
 
 
 def _existing_tokenizer(config: RunConfig) -> Path | None:
-    """Return the tokenizer file: data.tokenizer, or the one that `megaprec data build` left beside
-    its data sets.
+    """Return the tokenizer file: data.tokenizer, or the one beside the data sets.
+
+    `megaprec data build` leaves it there.
 
     Raises UserError if the data sets of a blend have different tokenizers.
     """
@@ -472,8 +483,9 @@ class _Encoding:
     saved: Path | None = None
 
     def reusable(self, part: _Part, source: Source, by_content: bool = False) -> BuildResult | None:
-        """Return the existing data set of a text if it is the one that would be built, otherwise
-        None.
+        """Return the existing data set of a text if it is the one that would be built.
+
+        Otherwise None.
 
         by_content: a text with another name or time is read.
         """
@@ -637,8 +649,10 @@ def _describe_names(name: str, saved_names: Sequence[str]) -> str:
 
 
 def _is_text(saved: dict[str, Any] | None, source: Source) -> bool:
-    """Return True if a source is the text that a checkpoint was trained on, by names, sizes and
-    times or by content."""
+    """Return True if a source is the text that a checkpoint was trained on.
+
+    By names, sizes and times, or by content.
+    """
     if saved is None:
         return False
     identity = {key: value for key, value in saved.items() if key not in ("sha256", "chars")}
@@ -652,8 +666,7 @@ def _is_text(saved: dict[str, Any] | None, source: Source) -> bool:
 
 
 def _reason_without_digest(part: _Part) -> str:
-    """Return the reason why a text is taken for another one where no digest of the text is
-    known."""
+    """Return why a text is taken for another one where no digest of it is known."""
     return (
         "its files have another name, size or time, or text_field or max_chars is another; if the "
         f"text is the same, remove {part.index_file} and the same command makes its tokens anew "
@@ -670,8 +683,10 @@ def _hint_at_existing_tokens(part: _Part) -> str:
 def _cached_of_others(
     config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding
 ) -> Iterator[str]:
-    """Yield problems if data.cache holds data sets of other texts or tokenizers, which other runs
-    may use."""
+    """Yield problems if data.cache holds data sets of other texts or tokenizers.
+
+    Other runs may use them.
+    """
     if not config.data.cache:
         return
     files = [part.index_file for part in texts]
@@ -686,8 +701,10 @@ def _cached_of_others(
 
 
 def _vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
-    """Return the vocabulary size of the model: model.vocab, or the tokenizer's. Raises
-    UserError."""
+    """Return the vocabulary size of the model: model.vocab, or the tokenizer's.
+
+    Raises UserError.
+    """
     size = config.model.vocab
     if tokenizer is None:
         if size == 0:

@@ -69,8 +69,10 @@ class Difference:
 
 
 def read_identity(checkpoint: Store) -> Identity | None:
-    """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises
-    UserError."""
+    """Return the data that a checkpoint was trained on; None if an earlier version saved it.
+
+    Raises UserError.
+    """
     if "data" not in checkpoint.index:
         return None
     try:
@@ -139,8 +141,9 @@ def _describe_begin(begin: int | None) -> str:
 
 
 def _is_same(saved_set: DataSet, current_set: DataSet) -> bool:
-    """Return True unless the digests differ; digests of different sets of blocks cannot be compared
-    and count as equal.
+    """Return True unless the digests differ.
+
+    Digests of different sets of blocks cannot be compared and count as equal.
     """
     if saved_set.tokens != current_set.tokens or saved_set.documents != current_set.documents:
         return False

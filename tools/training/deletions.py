@@ -49,8 +49,10 @@ def _keeping_line(config: RunConfig, done: int, checkpoints: Sequence[Path]) -> 
 
 
 def _saves_after(done: int, config: RunConfig) -> Sequence[int]:
-    """Return the steps after which the run will save, beginning after `done`; many, but not
-    stored."""
+    """Return the steps after which the run will save, beginning after `done`.
+
+    They may be many, and are not stored.
+    """
     steps = config.train.steps
     every = config.checkpoint.every
     if not every:

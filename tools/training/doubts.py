@@ -117,8 +117,10 @@ def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _tf32_overruled(config: RunConfig) -> Iterator[str]:
-    """Yield a line if the environment decides on TF32 inside NVIDIA's libraries otherwise than the
-    run does."""
+    """Yield a line if the environment decides on TF32 otherwise than the run does.
+
+    NVIDIA's libraries follow the environment.
+    """
     override = os.environ.get("NVIDIA_TF32_OVERRIDE", "")
     wanted = config.plan.tf32
     if override in ("0", "1") and wanted != (override == "1"):
@@ -139,8 +141,7 @@ def _groups_without_effect(config: RunConfig) -> Iterator[str]:
 
 
 def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a line for each key of texts that has no effect on data sets that are tokens
-    already."""
+    """Yield a line for each key of texts without effect, for the data sets are tokens already."""
     data = config.data
     defaults = Data()
     evaluated = [source.source for source in data.validation]
@@ -206,15 +207,19 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _sampled_contents(dataset: IndexedDataset, border: int) -> set[bytes]:
-    """Return the content of at most COMPARED documents that begin at the token `border` or
-    later."""
+    """Return the content of at most COMPARED documents that begin at or after `border`.
+
+    border: a token of the data set.
+    """
     numbers = _held_out_documents(dataset, border)
     return {document.tobytes() for document in _read_evenly(dataset, numbers, COMPARED)}
 
 
 def _held_out_documents(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
-    """Return the numbers of the documents that begin at the token `border` or later, short ones
-    left out."""
+    """Return the numbers of the documents that begin at or after the token `border`.
+
+    Short documents are left out.
+    """
     lengths = dataset.document_lengths()
     begins = np.cumsum(lengths) - lengths
     return np.flatnonzero((begins >= border) & (lengths >= SHORTEST_DOCUMENT))
@@ -223,8 +228,10 @@ def _held_out_documents(dataset: IndexedDataset, border: int) -> NDArray[np.int6
 def _training_documents(
     dataset: IndexedDataset, border: int, wanted: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents of the wanted lengths of which at least half is before the token
-    `border`."""
+    """Yield the documents of the wanted lengths of which at least half is before `border`.
+
+    border: a token of the data set.
+    """
     lengths = dataset.document_lengths()
     middles = np.cumsum(lengths) - lengths // 2
     numbers = np.flatnonzero((middles <= border) & np.isin(lengths, wanted))

@@ -39,8 +39,10 @@ POLL_SECONDS = 0.5  # between two looks of a spare
 
 
 def require_fresh_store(config: RunConfig) -> None:
-    """Raise UserError if torchrun would restart the ranks over a store with the keys of the ranks
-    before them."""
+    """Raise UserError if torchrun would restart the ranks over the store of those before.
+
+    Its keys name the addresses of ranks that are gone.
+    """
     restarts = config.parallel.elastic or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and under_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError(
@@ -51,8 +53,9 @@ def require_fresh_store(config: RunConfig) -> None:
 
 
 def in_this_world(config: RunConfig) -> RunConfig:
-    """Return the run in the layout that this world trains. WORLD_SIZE becomes the number of ranks
-    that train.
+    """Return the run in the layout that this world trains.
+
+    WORLD_SIZE becomes the number of ranks that train.
 
     A run file that names no axis of the layout has a replica on each rank. Raises UserError if the
     world has another size than the layout and parallel.elastic is false, or if none fits.
@@ -99,8 +102,10 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _describe_change(config: RunConfig, fitting: Fitting, ranks: int) -> str:
-    """Return the given and the fitting layout in words, with the keys that do not fit and the
-    number of spares."""
+    """Return the given and the fitting layout in words.
+
+    With the keys that do not fit and the number of spares.
+    """
     before = in_words(config.parallel)
     now = in_words(fitting.parallel)
     parts = [now if now == before else f"{before} -> {now}"]
@@ -117,8 +122,10 @@ def is_spare(config: RunConfig) -> bool:
 
 
 def stand_by() -> None:
-    """Wait as a spare until rank 0 says that the run is over. Raises torch's errors if its store is
-    lost."""
+    """Wait as a spare until rank 0 says that the run is over.
+
+    Raises torch's errors if its store is lost.
+    """
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -141,15 +148,19 @@ def release_spares(store: dist.Store, spares: Iterable[int]) -> None:
 
 
 def tell_ended(store: dist.Store) -> None:
-    """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them, if they
-    did."""
+    """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them.
+
+    "" if they did not.
+    """
     if under_torchrun():
         store.set(f"{ENDED_KEY} {dist.get_rank()}", reason_to_end())
 
 
 def require_wanted(store: dist.Store) -> None:
-    """Raise UserError if ranks of any host ended on purpose before torchrun restarted them. For
-    rank 0."""
+    """Raise UserError if ranks of any host ended on purpose before torchrun restarted them.
+
+    For rank 0.
+    """
     if not under_torchrun():
         return
     for rank in range(dist.get_world_size()):
@@ -162,8 +173,10 @@ def require_wanted(store: dist.Store) -> None:
 
 
 def record_restart(config: RunConfig) -> None:
-    """Print and record that torchrun has started the ranks again, or in another layout. For rank 0,
-    which resumes."""
+    """Print and record that torchrun has started the ranks again, or in another layout.
+
+    For rank 0, which resumes.
+    """
     if not under_torchrun():
         return
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -187,8 +200,10 @@ def record_restart(config: RunConfig) -> None:
 
 
 def _saved_layout(config: RunConfig) -> str:
-    """Return the axes of the newest checkpoint in words; empty if there is none, or it does not
-    say."""
+    """Return the axes of the newest checkpoint in words.
+
+    Empty if there is none, or it does not say.
+    """
     store = newest(config.checkpoint_folder)
     layout = store.index.get("layout") if store else None
     if not layout:

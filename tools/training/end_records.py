@@ -48,8 +48,10 @@ class EndRecord(BaseModel):
 
 
 def write_record(folder: Path, record: EndRecord) -> None:
-    """Write a record into the run folder, unless that fails or takes long: the cause must be told
-    in any case."""
+    """Write a record into the run folder, unless that fails or takes long.
+
+    The cause must be told in any case.
+    """
 
     file = folder / FOLDER / f"rank-{record.rank.rank:05d}.json"
 
@@ -69,8 +71,10 @@ def forget_records(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> Sequence[EndRecord]:
-    """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one
-    is damaged."""
+    """Return the records of the run in `folder`, by rank.
+
+    Raises UserError if there is none, or one is damaged.
+    """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {problem}: give the run's folder")

@@ -18,8 +18,9 @@ ON_PURPOSE = (*CODES, Stopped)
 
 
 def reported(error: Exception) -> Exception:
-    """Return the exception that the user is told: UserError for a file that cannot be read or
-    written.
+    """Return the exception that the user is told.
+
+    UserError for a file that cannot be read or written.
 
     Its type is one of ON_PURPOSE, or another that is a crash.
     """

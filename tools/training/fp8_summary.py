@@ -42,8 +42,7 @@ DIALECT_KEYS = {
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raise UserError if FP8 settings cannot be carried out: not computed, no such weights, or no
-    backend."""
+    """Raise UserError if FP8 settings are not computed, name no weight, or have no backend."""
     recipe = config.plan.fp8
     if recipe is None:
         return
@@ -62,8 +61,10 @@ def check_fp8(config: RunConfig) -> None:
 
 
 def _key_of_origin(field: str, origin: str) -> str:
-    """Return the key to change for a field of the recipe: that of the dialect it comes from, or
-    that of [fp8]."""
+    """Return the key to change for a field of the recipe.
+
+    That of the dialect it comes from, or that of [fp8].
+    """
     for dialect, keys in DIALECT_KEYS.items():
         if origin.startswith(f"precision.{dialect}."):
             return f"precision.{dialect}.{keys[field]}"
@@ -99,8 +100,9 @@ def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are
-    not in FP8, by reason.
+    """Yield lines on the recipe, on the kernels of a device, and on weights left out.
+
+    Weights whose products are not in FP8 are grouped by reason.
     """
     recipe = config.plan.fp8
     if recipe is None:
@@ -121,14 +123,12 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
 
 
 def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
-    """Return the eligibility of each weight of the layers, as the tensor-parallel ranks of the run
-    hold it."""
+    """Return the eligibility of each weight of the layers, as the run's tensor ranks hold it."""
     return _stage_of_rank(config, model, recipe).context.fp8.reached
 
 
 def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
-    """Return the whole model as one tensor-parallel rank of the run holds it, on the meta
-    device."""
+    """Return the whole model as one tensor-parallel rank holds it, on the meta device."""
     plan = replace(config.plan, fp8=recipe)
     tp = Axis("tp", 0, config.parallel.tensor)
     experts = lone_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
@@ -168,8 +168,10 @@ def _describe_kernels(plan: PrecisionPlan, device: str) -> str:
 
 
 def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
-    """Yield the names of the weights, those of all layers and experts together:
-    "layers.0-3.mlp.down.weight"."""
+    """Yield the names of the weights, those of all layers and experts together.
+
+    For example "layers.0-3.mlp.down.weight".
+    """
     layers_by_name = defaultdict[str, dict[int, int]](dict)
     for weight in weights:
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)

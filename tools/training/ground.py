@@ -17,8 +17,9 @@ FILES_PER_RANK = 2
 
 
 def require_ground(ranks: int) -> None:
-    """Raise UserError if local ranks cannot meet on this machine. A soft limit of open files that
-    is too low is raised as far as the hard limit allows.
+    """Raise UserError if local ranks cannot meet on this machine.
+
+    A soft limit of open files that is too low is raised as far as the hard limit allows.
     """
     _require_files(FILES + FILES_PER_RANK * ranks)
     _require_loopback()

@@ -32,8 +32,7 @@ LEFT = "left, because of that"
 def watching(
     folder: Path, store: dist.Store, position: Position, timeout: float, peers: int
 ) -> Iterator[Watchdog]:
-    """Within the context this rank is watched by a watchdog, which ends the process if the run
-    hangs.
+    """Within the context a watchdog watches this rank, and ends the process if the run hangs.
 
     folder: of the run. store: the ranks' store. timeout: `parallel.timeout`. peers: ranks of a
     stage. If this rank fails, its record is written; if it failed because it lost its connection to
@@ -98,8 +97,10 @@ def tell_waiting(watchdog: Watchdog, seconds: float) -> None:
 
 
 def straggler_events(watchdog: Watchdog) -> list[dict[str, Any]]:
-    """Return the lines of events.jsonl about ranks that have become slow, or are so no longer,
-    since the last call."""
+    """Return the lines of events.jsonl about ranks that have become slow, or no longer are.
+
+    Those since the last call.
+    """
     events = list[dict[str, Any]]()
     for straggler, line in watchdog.noticed():
         event: dict[str, Any] = {
@@ -121,8 +122,7 @@ def _speaks_for_machine(rank: int) -> bool:
 
 
 def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
-    """Leave a record, kill the ranks on this machine that are stopped, tell the cause, and end this
-    process."""
+    """Leave a record, kill the stopped ranks of this machine, tell the cause, and end here."""
     try:
         record = EndRecord(
             rank=me,
@@ -148,8 +148,10 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
 
 
 def _speaker(verdict: Verdict, me: Beat) -> int:
-    """Return the rank that prints the cause: the lowest that does not hang, of those that can be
-    reached."""
+    """Return the rank that prints the cause.
+
+    The lowest that does not hang, of those that can be reached.
+    """
     if len(verdict.beats) == 1:  # about the store; each rank has found it out alone
         return me.rank if _speaks_for_machine(me.rank) else -1
     hanging = {*verdict.silent, *verdict.culprits}

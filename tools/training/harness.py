@@ -40,9 +40,10 @@ Ask = Callable[[Sequence[Window]], list[Likelihood]]
 
 
 def require_harness(config: RunConfig) -> None:
-    """Raise UserError if the harness is not installed, or a task of data.lm_eval is not there or
-    needs other answers than probabilities. Loads the tasks, and their data if the harness has to
-    download them.
+    """Raise UserError if a task of data.lm_eval cannot be evaluated during training.
+
+    The harness is not installed, the task is not there, or it needs other answers than
+    probabilities. Loads the tasks, and their data if the harness has to download them.
     """
     data = config.data
     if not data.lm_eval:
@@ -133,8 +134,10 @@ class Harness:
         return _language_model(self._ask, self._tokenizer, self._begin, self._max_positions)
 
     def results(self) -> dict[str, float]:
-        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC. A harness that fails
-        is a warning."""
+        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC.
+
+        A harness that fails is a warning.
+        """
         if not self._data.lm_eval:
             return {}
         self._engine.optimizer.wait()
@@ -219,8 +222,10 @@ def _unpack_samples(message: Ids, num_sizes: int) -> list[Window]:
 
 
 def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of each task by the name of their field, without those of a filter's name
-    "none"."""
+    """Return the metrics of each task by the name of their field.
+
+    A filter's name "none" is left out.
+    """
     fields = dict[str, float]()
     for task, metrics in results.items():
         for metric_and_filter, value in metrics.items():
@@ -236,8 +241,10 @@ def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Keep the harness's bars off the log, and its warnings, which `require_harness` has shown
-    before the run."""
+    """Keep the harness's bars and warnings off the log.
+
+    `require_harness` has shown the warnings before the run.
+    """
     task_module: Any = import_module("lm_eval.api.task")
     logger = logging.getLogger("lm_eval")
     progress_bar = task_module.tqdm
@@ -256,8 +263,10 @@ def _manager(data: Data) -> Any:
 
 
 def _load_tasks(manager: Any, names: Sequence[str]) -> Any:
-    """Return tasks as the harness's evaluation takes them. Examples before a question are the same
-    at every step."""
+    """Return tasks as the harness's evaluation takes them.
+
+    Examples before a question are the same at every step.
+    """
     loaded = manager.load([*names])
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
@@ -312,8 +321,10 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
 
 
 def _continuation_sample(context: list[int], continuation: list[int], max_positions: int) -> Window:
-    """Return the sample whose targets that count are the continuation, from as much of the context
-    as fits."""
+    """Return the sample whose targets that count are the continuation.
+
+    With as much of the context as fits.
+    """
     tokens = [*context, *continuation]
     ids = np.array(tokens[-(max_positions + 1) :], np.int64)  # the last one is a target only
     targets = ids[1:]

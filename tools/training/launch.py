@@ -86,8 +86,10 @@ def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again
 
 
 def own_program(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs `megaprec <argv>` and is killed if this
-    process ends."""
+    """Return the command line of a process that runs `megaprec <argv>`.
+
+    The process is killed if this one ends.
+    """
     root = Path(__file__).resolve().parents[2]  # the folder of all packages
     return [sys.executable, "-P", "-c", PROGRAM, str(root), *argv]
 
@@ -148,8 +150,9 @@ def _print_stopped(number: signal.Signals) -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which starts all ranks, or none if a signal came before; one that comes
-    meanwhile is passed on.
+    """torch's agent, which starts all ranks, or none if a signal came before.
+
+    A signal that comes meanwhile is passed on.
 
     The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's
     own start (`PROGRAM`).
@@ -176,8 +179,10 @@ class _Agent(LocalElasticAgent):
 
 
 class _Ranks:
-    """Processes of `command` under torch's agent, which stores the reasons of failures in
-    `folder`."""
+    """Processes of `command` under torch's agent.
+
+    folder: where the agent stores the reasons of failures.
+    """
 
     def __init__(self, command: Sequence[str], folder: str) -> None:
         # the agent would substitute $name
@@ -219,16 +224,20 @@ class _Ranks:
             rendezvous.shutdown()
 
     def pass_on(self, number: signal.Signals) -> None:
-        """Send each rank the signal that this process received; if there is none yet, none will be
-        started."""
+        """Send each rank the signal that this process received.
+
+        If there is none yet, none will be started.
+        """
         self.received = number
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self, number: signal.Signals) -> None:
-        """Kill each rank and its child processes; the agent then finds them failed. Without ranks,
-        end here."""
+        """Kill each rank and its child processes; the agent then finds them failed.
+
+        Without ranks, end here.
+        """
         if not self.pids:
             end(number)
         for pid in self.pids:
@@ -237,8 +246,10 @@ class _Ranks:
 
 
 def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
-    at least 1."""
+    """Return the CPU threads per local rank.
+
+    OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1.
+    """
     # a list has a number for each level of nested parallel regions: the outermost counts
     threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
     threads = threads.strip()
@@ -248,8 +259,7 @@ def share_of_cores(ranks: int) -> int:
 
 
 def note_failure(error: Exception) -> None:
-    """Store the reason of this rank's failure for the launcher to print; call it while handling
-    `error`.
+    """Store the reason of this rank's failure for the launcher, while handling `error`.
 
     The first reason stands, for what follows is a consequence. It is noted before the world is
     left, which takes long if other ranks wait, and during which the launcher may stop this rank.
@@ -260,14 +270,14 @@ def note_failure(error: Exception) -> None:
 
 
 def under_torchrun() -> bool:
-    """Return True if torchrun, or another launcher on torch's elastic agent, has started this
-    process as a rank."""
+    """Return True if a launcher on torch's elastic agent, as torchrun, has started this rank."""
     return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
 
 
 def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be
-    their own.
+    """Return True if this rank's launcher has started the ranks before.
+
+    A checkpoint may then be their own.
 
     Variables that a shell has left in the environment of a process that no launcher has started do
     not count.
@@ -279,8 +289,10 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def must_tell() -> bool:
-    """Return True if this process prints its own failure, False if a launcher prints it after all
-    ranks have ended."""
+    """Return True if this process prints its own failure.
+
+    False if a launcher prints it after all ranks have ended.
+    """
     if started_here():
         return False
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
@@ -292,8 +304,9 @@ def started_here() -> bool:
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if Slurm shows this task one CUDA device of its own (--gpus-per-task), not all
-    devices of the node.
+    """Return True if Slurm shows this task one CUDA device of its own, not all of the node.
+
+    As with --gpus-per-task.
     """
     if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
         return False
@@ -345,19 +358,22 @@ def _distance_from_cause(reason: str, exitcode: int, received: signal.Signals | 
 
 
 class RankHangs(Exception):
-    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
-    noticed it."""
+    """A rank hangs, and all leave.
+
+    The message names the rank that hangs, not the one that has noticed it.
+    """
 
 
 def lost_connection(message: str) -> bool:
-    """Return True if an error with this text follows from the end of another rank, or of the link
-    to it."""
+    """Return True if an error with this text follows from the loss of another rank or the link."""
     return LOST_CONNECTION.search(message) is not None
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if an error of torch's communication follows from the end of another rank, which
-    has its reason."""
+    """Return True if an error of torch's communication follows from the end of another rank.
+
+    That rank has the reason.
+    """
     return isinstance(error, RuntimeError) and lost_connection(str(error))
 
 
@@ -373,8 +389,10 @@ def _code_of_failure(failure: ProcessFailure) -> int:
 
 
 def _last_lines(rank: int, failure: ProcessFailure) -> str:
-    """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that
-    stopped itself (3).
+    """Return the lines that say how a rank ended and why.
+
+    One line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped
+    itself (3).
     """
     code = _code_of_failure(failure)
     reason = _noted_reason(failure)
@@ -397,8 +415,7 @@ def _shell_code(exitcode: int) -> int:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Set the thread count that ranks inherit and silence the agent's log; restore both
-    afterwards."""
+    """Set the thread count that ranks inherit and silence the agent's log, within the context."""
     environment = dict(os.environ)
     handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left

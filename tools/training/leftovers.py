@@ -22,8 +22,10 @@ YOUNG = 60.0  # seconds in which a folder may not be locked yet
 
 @contextmanager
 def own_folder() -> Iterator[str]:
-    """Make a temporary folder for this launcher and remove it afterwards; first remove those
-    without an owner."""
+    """Make a temporary folder for this launcher and remove it afterwards.
+
+    Those without an owner are removed before.
+    """
     remove_leftovers(Path(tempfile.gettempdir()))
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX) as folder,
@@ -37,8 +39,10 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders of this user's launchers that have ended. Others, and what cannot be
-    removed, are left."""
+    """Remove the folders of this user's launchers that have ended.
+
+    Others, and what cannot be removed, are left.
+    """
     for leftover in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if _is_abandoned(leftover):
@@ -46,8 +50,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return True if a launcher of this user made the folder and has ended. Raises OSError without
-    an owner file."""
+    """Return True if a launcher of this user made the folder and has ended.
+
+    Raises OSError without an owner file.
+    """
     status = folder.lstat()
     # Whoever shares the folder for temporary files might put a link there.
     if folder.is_symlink() or status.st_uid != os.getuid():

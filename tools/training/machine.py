@@ -21,8 +21,10 @@ from tools.console.units import counted
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
-    """Raise UserError if this machine cannot run `ranks` of the run's ranks. device: cpu or
-    cuda."""
+    """Raise UserError if this machine cannot run `ranks` of the run's ranks.
+
+    device: cpu or cuda.
+    """
     problems = [
         *_process_problems(config, ranks),
         *_memory_problems(config, ranks, device),
@@ -46,8 +48,10 @@ def _process_problems(config: RunConfig, ranks: int) -> Iterator[str]:
 
 
 def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[str]:
-    """Yield a problem if the least memory of the run's state is more than there is. Custom models
-    are not estimated."""
+    """Yield a problem if the least memory of the run's state is more than there is.
+
+    Custom models are not estimated.
+    """
     if config.model.factory:
         return
     parameters = config.sized_model.num_parameters
@@ -87,8 +91,10 @@ def _logit_bytes(config: RunConfig) -> int:
 
 
 def _available_bytes(device: str, ranks: int) -> int:
-    """Return the memory of the devices of `ranks` ranks, or of this machine (of its container, if
-    that has less)."""
+    """Return the memory of the devices of `ranks` ranks, or of this machine.
+
+    That of its container, if that has less.
+    """
     if device == "cuda":
         devices = range(min(ranks, torch.cuda.device_count()))
         return sum(torch.cuda.get_device_properties(number).total_memory for number in devices)

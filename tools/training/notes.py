@@ -30,8 +30,9 @@ def tell_notes(notes: Iterable[str], strict: bool) -> None:
 
 
 def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
-    """Yield a note if the run that saved `file` beside its checkpoints was moved or copied, and
-    this is another place.
+    """Yield a note if the run that saved `file` was moved or copied, and this is another place.
+
+    file: the run file that lies beside the run's checkpoints.
 
     A folder that the command line names is meant.
     """

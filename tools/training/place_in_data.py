@@ -37,8 +37,7 @@ class _DataPosition:
 
 
 def other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
-    """Yield a difference if samples of another length come in another order than those of the
-    checkpoint."""
+    """Yield a difference if another length of samples than the checkpoint's changes their order."""
     before = _saved_length(checkpoint, config)
     now = config.train.seq_length
     if before == now or not read_progress(checkpoint).samples:
@@ -54,8 +53,10 @@ def other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
 
 
 def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:
-    """Return the progress that a run goes on with: the checkpoint's, its position in the data kept
-    in tokens."""
+    """Return the progress that a run goes on with.
+
+    The checkpoint's, its position in the data kept in tokens.
+    """
     progress = read_progress(checkpoint)
     return replace(progress, samples=_data_position(checkpoint, config, corpus).samples)
 
@@ -106,8 +107,10 @@ def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _Dat
 
 
 def _saved_length(checkpoint: Store, config: RunConfig) -> int:
-    """Return the length of the samples of the checkpoint's run; if that is not known, it is taken
-    for the run's own."""
+    """Return the length of the samples of the checkpoint's run.
+
+    The run's own if that is not known.
+    """
     saved = saved_keys(checkpoint).get(KEY)
     if saved is None:
         return config.train.seq_length

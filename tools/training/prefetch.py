@@ -24,8 +24,10 @@ class Prefetch(Generic[Read]):
         self._ahead: _Ahead[Read] | None = None
 
     def take(self, position: int, following: int | None = None) -> Read:
-        """Return what is read at `position`, and begin to read at `following`. Raises what `read`
-        raises there."""
+        """Return what is read at `position`, and begin to read at `following`.
+
+        Raises what `read` raises there.
+        """
         ahead = self._ahead
         self._ahead = None
         if ahead is not None and ahead.position == position:

@@ -68,8 +68,9 @@ def recorded(
 def _naming_the_checkpoint(
     config: RunConfig, progress: Callable[[], TrainState], first_step: int
 ) -> Iterator[None]:
-    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one
-    while it ends.
+    """Add the newest whole checkpoint to the error of a file.
+
+    An error that is raised while a run ends gets the reason of that end, too.
 
     first_step: the step after which this process began.
     """

@@ -39,8 +39,9 @@ STOP_SIGNALS = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 
 class Restarts:
-    """Decides after each failure on how many local ranks a run goes on; `again` is for
-    `launch_local`.
+    """Decides after each failure on how many local ranks a run goes on.
+
+    Its method `again` is the argument of `launch_local`.
 
     alone: returns a lock on the run folder.
     """
@@ -56,8 +57,7 @@ class Restarts:
         self._remember_start()
 
     def again(self, loss: Loss) -> int:
-        """Return the number of ranks to start after `loss`, 0 if the run ends; print the
-        decision."""
+        """Print and return how many ranks are started after `loss`; 0 if the run ends."""
         if not self.config.train.restarts or ended_by_choice(loss.exitcode):
             return 0
         try:
@@ -123,23 +123,29 @@ class Restarts:
 
 
 def ended_by_choice(exitcode: int) -> bool:
-    """Return True if a rank ended on purpose: wrong input, a run that stopped itself, a signal that
-    asked it to."""
+    """Return True if a rank ended on purpose.
+
+    By wrong input, a run that stopped itself, or a signal that asked it to.
+    """
     by_signal = {-number for number in STOP_SIGNALS}
     after_signal = {128 + number for number in STOP_SIGNALS}
     return exitcode in CODES.values() or exitcode in by_signal | after_signal
 
 
 def newest_step(config: RunConfig) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged
-    one."""
+    """Return the step of the newest checkpoint, 0 if there is none.
+
+    Raises UserError for a damaged one.
+    """
     newest = latest(config.checkpoint_folder)
     return step_of(newest) if newest else 0
 
 
 def restart_event(step: int, ranks: int, reason: str, left: int | None) -> dict[str, Any]:
-    """Return the event of a restart after `step`. left: restarts that are left, None if another
-    program counts."""
+    """Return the event of a restart after `step`.
+
+    left: restarts that are left, None if another program counts.
+    """
     return {"event": "restart", "step": step, "ranks": ranks, "why": reason, "left": left}
 
 
@@ -150,8 +156,9 @@ def _refuse_restart(reason: str) -> int:
 
 
 def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the reason why ranks of this host ended on purpose before torchrun restarted them;
-    empty if they crashed.
+    """Return why ranks of this host ended on purpose before torchrun restarted them.
+
+    Empty if they crashed.
 
     torchrun gives the attempts of a host folders side by side, and each rank a file for its reason.
     A new attempt with the same number, after a host has joined, replaces its folder.

@@ -97,8 +97,9 @@ def check_resumable(
 def differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
 ) -> list[Difference]:
-    """Return the differences between the data of the run and of the checkpoint, as far as the
-    checkpoint records its data.
+    """Return the differences between the data of the run and of the checkpoint.
+
+    As far as the checkpoint records its data.
     """
     identity = read_identity(checkpoint)
     changes = list[Difference]()
@@ -126,8 +127,10 @@ def resume_lines(config: RunConfig, corpus: Corpus, path: Path) -> Iterator[str]
 
 
 def resume_event(config: RunConfig, corpus: Corpus, path: Path) -> dict[str, Any]:
-    """Return the record of a resume for events.jsonl: the same remarks, and the learning rates
-    around it."""
+    """Return the record of a resume for events.jsonl.
+
+    The same remarks, and the learning rates around it.
+    """
     checkpoint = Store(path)
     remarks = [*_remarks(config, corpus, checkpoint)]
     progress = read_progress(checkpoint)
@@ -195,8 +198,9 @@ def _key_of(line: str) -> str:
 
 
 def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key of [model] that differs from the checkpoint. Keys that are new
-    since have their default in it.
+    """Yield a problem for each key of [model] that differs from the checkpoint.
+
+    Keys that are new since have their default in it.
     """
     saved = json.loads(read_model(checkpoint).model_dump_json())
     current = json.loads(model.model_dump_json())
@@ -214,8 +218,10 @@ def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
 
 
 def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
-    others."""
+    """Yield a problem if a canonical run would go on in another number of pieces.
+
+    Its bits would be others.
+    """
     before = saved_keys(checkpoint)
     now = keys_of(config)
     canonical = toml("canonical")
@@ -230,8 +236,10 @@ def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of
-    Hugging Face."""
+    """Yield a problem if the checkpoint lacks state of the optimizer.
+
+    One of another rule or of Hugging Face does.
+    """
     rule = make_rule(config.optimizer)
     numbers = checkpoint.index.get("optimizer")
     missing = [name for name in rule.names if not checkpoint.shapes(name)]
@@ -246,8 +254,7 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
 
 
 def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = ()) -> None:
-    """Raise UserError if the ids of weights or of a data set mean other tokens than the run's
-    tokenizer has.
+    """Raise UserError if ids of weights or of a data set mean other tokens than the tokenizer's.
 
     allowed: differences that are accepted, of `ALLOW`.
     """
@@ -258,8 +265,10 @@ def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = (
 
 
 def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a problem for the weights of train.init_from and each data set that has another
-    tokenizer than the run."""
+    """Yield a problem for weights and data sets that have another tokenizer than the run.
+
+    These are the weights of train.init_from and each data set.
+    """
     if corpus.tokenizer is None:
         return
     tokenizer = corpus.tokenizer.path
@@ -288,8 +297,10 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
 
 
 def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
-    """Yield a difference if the tokenizer is another one: equal token ids then mean different
-    tokens."""
+    """Yield a difference if the tokenizer is another one.
+
+    Equal token ids then mean different tokens.
+    """
     saved = read_tokenizer(checkpoint)
     tokenizer = corpus.tokenizer
     if saved and (tokenizer is None or not same_tokens(saved, tokenizer.path)):

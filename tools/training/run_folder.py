@@ -21,8 +21,10 @@ Identity = tuple[int, int] | None  # device and inode; None if there is nothing
 
 
 class RunFolder:
-    """The run's folder and its lock file, if there is one, as they are now. Only rank 0 looks at
-    them."""
+    """The run's folder and its lock file, if there is one, as they are now.
+
+    Only rank 0 looks at them.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -33,14 +35,15 @@ class RunFolder:
                 self._identities[path] = identity
 
     def is_gone(self) -> bool:
-        """Return True if the folder or its lock file was removed or replaced since the run
-        began."""
+        """Return True if the folder or its lock file was removed or replaced meanwhile."""
         # A filesystem that does not answer for a while is no reason to stop.
         return any(_identity(path, before) != before for path, before in self._identities.items())
 
     def require_there(self, step: int, optimizer: ParallelAMPOptimizer) -> None:
-        """Raise UserError on every rank if rank 0 finds that the folder is gone. Collective over
-        the world."""
+        """Raise UserError on every rank if rank 0 finds that the folder is gone.
+
+        Collective over the world.
+        """
         gone = torch.tensor(float(self.is_gone()), device=optimizer.device)
         if optimizer.world.max_(gone).item():
             raise UserError(
@@ -50,8 +53,10 @@ class RunFolder:
 
 
 def _identity(path: Path, unknown: Identity = None) -> Identity:
-    """Return device and inode, None if there is nothing. unknown: returned if the filesystem does
-    not say."""
+    """Return device and inode, None if there is nothing.
+
+    unknown: returned if the filesystem does not say.
+    """
     try:
         status = os.stat(path)
     except OSError as error:

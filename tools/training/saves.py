@@ -45,8 +45,10 @@ class Saves:
         return self._saving is not None
 
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
-        """Save the state after `step`. Waits for the save before, if that is not finished. extra,
-        files: see `save`."""
+        """Save the state after `step`.
+
+        Waits for the save before, if that is not finished. extra, files: see `save`.
+        """
         self._wait()
         settings = self._config.checkpoint
         self._saving = Saving(
@@ -63,8 +65,7 @@ class Saves:
             self._wait()
 
     def require_whole(self) -> None:
-        """Raise UserError on every rank if the model has state that training changes and that no
-        checkpoint can hold.
+        """Raise UserError on every rank if no checkpoint can hold all state that training changes.
 
         Looks once, after the first step, which is the first moment at which it shows.
         """
@@ -143,8 +144,10 @@ def beside_the_state(
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:
-    """Return the tokenizer's file, and the settings beside it, which name the token that ends a
-    document."""
+    """Return the tokenizer's file and the settings beside it.
+
+    They name the token that ends a document.
+    """
     if not corpus.tokenizer:
         return []
     path = corpus.tokenizer.path
@@ -152,8 +155,7 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
 
 
 def goes_on(folder: Path, step: int) -> str:
-    """Return the checkpoint from which the same command goes on, and the steps that are lost, in
-    words.
+    """Return where the same command goes on from, and the steps that are lost, in words.
 
     step: the last one taken.
     """

@@ -44,8 +44,9 @@ def end(number: signal.Signals) -> None:
 
 @contextmanager
 def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
-    """Within the context the first of SIGNALS calls `first` and later ones call `again`, except
-    repetitions of the first.
+    """Within the context the first of SIGNALS calls `first` and later ones call `again`.
+
+    Repetitions of the first within ECHO seconds call nothing.
 
     The old handlers are restored afterwards. An ignored SIGHUP (nohup) stays ignored. Must be used
     in the main thread.

@@ -12,8 +12,9 @@ from tools.config.run_file import RunConfig
 
 
 class FaultyHardware(Exception):
-    """Training stopped itself because a rank holds or computes wrong numbers. The command exits
-    with code 3.
+    """Training stopped itself because a rank holds or computes wrong numbers.
+
+    The command exits with code 3.
 
     hosts: names of the machines to leave out of the next start, each once.
     """
@@ -24,8 +25,10 @@ class FaultyHardware(Exception):
 
 
 class Checks:
-    """The steps of a run that the sentinel checks, and their outcome. Without train.sentinel no
-    step is checked."""
+    """The steps of a run that the sentinel checks, and their outcome.
+
+    Without train.sentinel no step is checked.
+    """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
         exact = engine.device.type == "cpu" and not config.model.factory
@@ -50,8 +53,10 @@ class Checks:
         return self._sentinel.checking(number, share_of)
 
     def fields(self, step: int) -> dict[str, str]:
-        """Return the field of metrics.jsonl of a step, counted from 1, that was taken; empty if it
-        was not checked."""
+        """Return the field of metrics.jsonl of a step that was taken; empty if it was not checked.
+
+        step: counted from 1.
+        """
         if self._sentinel is None or not self.due(step):
             return {}
         self._last_clean = step

@@ -18,13 +18,17 @@ NOTHING_COUNTS = (
 
 
 class TrainingDiverged(Exception):
-    """Training stopped itself because steps keep overflowing or must not overflow. The command
-    exits with code 3."""
+    """Training stopped itself because steps keep overflowing or must not overflow.
+
+    The command exits with code 3.
+    """
 
 
 def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
-    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was
-    applied."""
+    """Raise TrainingDiverged if a run has ended and not one of its steps was applied.
+
+    Its state is saved.
+    """
     if not progress.step or progress.applied:
         return
     if watch.scaling.kind == "dynamic" and not watch.hopeless:
@@ -64,8 +68,9 @@ def overflow_event(
 
 
 def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
-    """Return the record for events.jsonl of a step that was skipped because no token of its batch
-    counts in the loss.
+    """Return the record for events.jsonl of a step of which no token counts in the loss.
+
+    The step was skipped.
 
     samples: positions of the global batch in the run's order.
     """
@@ -80,8 +85,9 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
 
 
 def _offender_fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
-    """Return the fields of an offender, with its samples as positions in the run's order and as
-    numbers in the data set.
+    """Return the fields of an offender.
+
+    With its samples as positions in the run's order and as numbers in the data set.
     """
     fields = asdict(offender)
     if offender.samples is not None:

@@ -20,8 +20,10 @@ OF_STEP = ("outcome", "loss", "grad_norm", "loss_scale")
 
 
 class Digests:
-    """The digests of a run. Without log.digests none are computed. Methods that return events are
-    collective."""
+    """The digests of a run.
+
+    Without log.digests none are computed. Methods that return events are collective.
+    """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
         self._every = config.log.digests
@@ -40,8 +42,10 @@ class Digests:
         return [self._event(progress, step_fields)]
 
     def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
-        """Return the event of a state that was loaded, if there is one. resumed: the checkpoint, or
-        None."""
+        """Return the event of a state that was loaded, if there is one.
+
+        resumed: the checkpoint, or None.
+        """
         if self._every and resumed:
             return [self._event(progress, {"loaded": str(resumed)})]
         return []

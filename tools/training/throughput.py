@@ -47,8 +47,10 @@ class Throughput:
 
 
 def peak_of(config: RunConfig, device: torch.device) -> float:
-    """Return the peak TFLOP/s of a device: log.peak_tflops, or that of its data sheet; 0 if neither
-    is known."""
+    """Return the peak TFLOP/s of a device: log.peak_tflops, or that of its data sheet.
+
+    0 if neither is known.
+    """
     if config.log.peak_tflops or device.type != "cuda":
         return config.log.peak_tflops
     gpu = gpu_named(torch.cuda.get_device_name(device))

@@ -48,8 +48,10 @@ def tokenizer_notes(
 
 
 def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
-    """Yield a note if data sets (prefix: record) were built with different tokenizers; without a
-    record they may be."""
+    """Yield a note if data sets were built with different tokenizers.
+
+    records: by prefix; without a record they may be.
+    """
     built = [
         (prefix, record.get("tokenizer_sha256")) for prefix, record in records.items() if record
     ]

@@ -39,8 +39,10 @@ ESTABLISHED = 1  # the state of a connection that is open
 
 
 class Connection:
-    """The connections of this process to the store at `address`, (host, port), of torchrun's
-    agents."""
+    """The connections of this process to the store of torchrun's agents.
+
+    address: (host, port) of the store.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -85,8 +87,10 @@ class Connection:
 
 
 def _living_children() -> Iterator[int]:
-    """Yield the processes that this one has started and that have not ended; torchrun may be too
-    busy to bury them."""
+    """Yield the processes that this one has started and that have not ended.
+
+    One that has ended is listed until torchrun waits for it.
+    """
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (task / "children").read_text().split():
@@ -145,8 +149,10 @@ def _describe_failure(error: RendezvousError) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with these options; return the exit code. Failures of ranks are raised, as
-    torchrun does."""
+    """Run torchrun with these options; return the exit code.
+
+    Failures of ranks are raised, as torchrun does.
+    """
     endpoint = run.parse_args(list(argv)).rdzv_endpoint
     connection = Connection(parse_rendezvous_endpoint(endpoint, DEFAULT_PORT))
     if sys.platform == "linux":

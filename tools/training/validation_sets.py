@@ -66,8 +66,9 @@ def check_validation(config: RunConfig, cache: Path) -> None:
 def build_validation(
     config: RunConfig, tokenizer: Tokenizer | None, vocab: int, cache: Path
 ) -> Iterator[str]:
-    """Build the data sets that are missing, and check all. One process at a time does so. Yields
-    notes for the user.
+    """Build the data sets that are missing, and check all.
+
+    One process at a time does so. Yields notes for the user.
 
     Raises UserError.
     """
@@ -86,8 +87,9 @@ def build_validation(
 
 
 def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mapping[str, Samples]:
-    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for
-    too short ones.
+    """Open the existing data sets by name; none if the run never evaluates.
+
+    Raises UserError for too short ones.
 
     begin: id of the token before each document, as in the training data; None: no token is put
         there.
@@ -117,8 +119,9 @@ def _sets(data: Data, cache: Path) -> Iterator[_ValidationSet]:
 
 
 def open_text(source: str, data: Data, max_chars: int | None = None) -> Source:
-    """Open a text of [data]. Raises UserError, also for a file of a data set in place of its
-    prefix.
+    """Open a text of [data].
+
+    Raises UserError, also for a file of a data set in place of its prefix.
 
     max_chars: characters of the text that are used; None: all.
     """

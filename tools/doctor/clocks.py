@@ -93,6 +93,7 @@ def _measure_offset() -> dict[str, float]:
         start = time.monotonic()
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
         dist.recv(answer, 0)
+        # Rank 0 has read its clock half of the way, give or take the other half.
         one_way = (time.monotonic() - start) / 2
         measured.append((one_way, before + one_way - float(answer)))
     error, offset = min(measured)
@@ -113,7 +114,7 @@ def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
     for answer in answers:
         offset = answer.get("offset", 0.0)
         error = answer.get("error", 0.0)
-        if abs(offset) - error > TOLERANCE:
+        if abs(offset) - error > TOLERANCE:  # more than the measurement can explain
             direction = "ahead of" if offset > 0 else "behind"
             message = (
                 f"the clock of {answer['host']} is {abs(offset):.1f} s {direction} that of "

@@ -75,6 +75,7 @@ def try_filesystem(folder: Path, needed: int, disk: Disk | None = None) -> Answe
     except OSError as error:
         return {"problems": [Problem(file_error(error), OTHER_FOLDER)]}
     finally:
+        # On a faulty filesystem the removal may fail, too, and is not what was asked.
         shutil.rmtree(hidden, ignore_errors=True)
 
 

@@ -100,6 +100,7 @@ def _judge_versions(answers: Sequence[Answer]) -> Iterator[Finding]:
 def _different_versions(name: str, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about each version of `name` that is not the most frequent one."""
     counts = Counter(answer.get(name, "") for answer in answers)
+    # Of equally frequent ones the first, that of rank 0's host.
     usual = counts.most_common(1)[0][0]
     for unusual in counts:
         if unusual == usual:
@@ -167,7 +168,7 @@ def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     affected = [answer for answer in answers if answer["gpu_tool"] and answer["device"] == "cpu"]
     if not affected:
         return
-    blind = _hosts_by_rank(affected)
+    blind = _hosts_by_rank(affected)  # they have a driver, and train on the CPU
     if answers[min(blind)]["cuda"]:
         reason = "sees no GPU, or fewer than ranks"
     else:
@@ -190,6 +191,7 @@ def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     for answer in answers:
+        # A display or a monitor may take a little: only a noticeable share is named.
         used = answer.get("used_by_others", 0)
         if used > BUSY_SHARE * answer.get("memory", 1):
             rank = format_ranks(_hosts_by_rank([answer]))

@@ -54,6 +54,7 @@ def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     gpus = torch.cuda.device_count()
+    # GPUs only if there is one for each rank of this host.
     device = "cuda" if request.device != "cpu" and 0 < local_size <= gpus else "cpu"
     if device == "cuda":
         # A launcher may show each rank its own GPU only, which is then number 0.

@@ -79,6 +79,7 @@ def _read(context: Place) -> Answer:
     context.tell(f"shared/one/{context.rank}", 1)
 
     context.told("shared/two", VISIBLE_SECONDS + 4)
+    # A file that was not seen cannot be seen replaced: looking for it would take its full time.
     replaced_s = None if written_s is None else _seconds_until(file, b"two")
     context.tell(f"shared/two/{context.rank}", 1)
 

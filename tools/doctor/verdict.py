@@ -29,6 +29,7 @@ def _json_entry(finding: Finding) -> dict[str, Any]:
         "verdict": finding.verdict,
         "said": finding.message,
     }
+    # Only where it means something: a reader need not know which fields are void.
     if finding.verdict == WRONG:
         entry["remedy"] = finding.remedy
     if finding.verdict == NOT_TRIED:

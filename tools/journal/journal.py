@@ -51,7 +51,7 @@ class Journal(AbstractContextManager["Journal"]):
         trackers: Sequence[Feed] = (),
     ) -> None:
         metrics_path = folder / METRICS
-        if start == 0:
+        if start == 0:  # records that are there belong to another run
             _put_aside(metrics_path, folder / EVENTS, folder / DIGESTS)
         _print_note(_repeated_steps(metrics_path, start))
         self._metrics = _reopen(metrics_path, start)
@@ -109,6 +109,7 @@ class Journal(AbstractContextManager["Journal"]):
         events = _format_events(record)
         columns = [f"step {step}/{self._total}", *_format_numbers(record), remaining, *events]
         line = "  ".join(columns)
+        # A step with an event has a line, whatever `log.every` is.
         due = step % self._every == 0 or step == self._total or events
         if self._bar:
             bar = [_format_loss(record), _format_speed(record), *_format_mfu(record), remaining]
@@ -193,6 +194,7 @@ def _reopen(path: Path, start: int) -> Lines:
     These steps are taken again.
     """
     lines = read_lines(path)
+    # A link, as in a copied run, leads to a file that may belong to another run.
     if path.is_symlink():  # which `write_whole` replaces
         target = os.path.realpath(path)
         print(

@@ -79,9 +79,9 @@ def _require_tracker(name: str) -> None:
         if name == "wandb":
             require_account()
     elif ":" not in name:
-        known = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
+        choices = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
         hint = did_you_mean(name, BUILT_IN)
-        raise UserError(f'log.to = "{name}": no such tracker; there are {known}{hint}')
+        raise UserError(f'log.to = "{name}": no such tracker; there are {choices}{hint}')
     else:
         find_function("log.to", name)
 

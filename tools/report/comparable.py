@@ -111,7 +111,7 @@ def _read_identity(run: Run) -> Identity | None:
     try:
         newest = latest(run.folder / "checkpoints")
         return read_identity(Store(newest)) if newest else None
-    except UserError:
+    except UserError:  # damaged: what it was trained on is not known
         return None
 
 
@@ -137,6 +137,7 @@ def _held_out_facts(run: _Compared) -> Facts:
     train = run.config.train
     facts = dict(_key_facts(run, HELD_OUT_KEYS))
     requested = train.eval_batches * train.global_batch
+    # Of a blend the held-out parts of all sets are mixed: their number alone says nothing.
     if run.identity is None or len(run.identity.sets) > 1:
         facts[EVALUATED] = f"{requested:,} samples at most"
         return facts

@@ -34,16 +34,16 @@ def facts(rows: Sequence[tuple[str, Text]]) -> Html:
     return Html(f"<dl>{''.join(items)}</dl>")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Text]], most: int = 200) -> Html:
-    """Return a table of at most `most` rows, the last ones.
+def table(head: Sequence[str], rows: Sequence[Sequence[Text]], max_rows: int = 200) -> Html:
+    """Return a table of at most `max_rows` rows, the last ones.
 
     On a narrow screen each cell is a line with its heading.
     """
     head_cells = "".join(f"<th>{html(name)}</th>" for name in head)
-    body = "".join(_table_row(head, row) for row in rows[-most:])
+    body = "".join(_table_row(head, row) for row in rows[-max_rows:])
     left_out = ""
-    if len(rows) > most:
-        left_out = f"<p>{len(rows) - most:,} earlier ones are left out.</p>"
+    if len(rows) > max_rows:
+        left_out = f"<p>{len(rows) - max_rows:,} earlier ones are left out.</p>"
     return Html(f'{left_out}<div class="scroll"><table><tr>{head_cells}</tr>{body}</table></div>')
 
 

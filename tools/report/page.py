@@ -97,6 +97,7 @@ summary { cursor: pointer; color: var(--main) }
 
 def page(run: Run) -> str:
     """Return the page of a run."""
+    # Numbered by what is there, so that the anchors have no gaps.
     links = list[str]()
     sections = list[str]()
     for title, make_section in SECTIONS:

@@ -83,7 +83,7 @@ class Run:
             return "there is no run.toml that the run has written"
         try:
             return load_run(self.run_file)
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError) as error:  # the report goes on without it
             return str(error)
 
     def json(self, name: str) -> Any:
@@ -103,6 +103,7 @@ def _read_keys(text: str) -> Iterator[Key]:
     """Yield the keys of a run file as a run saves it: a line each, with the origin as a comment."""
     table = ""
     for line in text.splitlines():
+        # A simple reader will do: the file begins with the mark of files that a run has written.
         if line.startswith("[") and line.endswith("]"):
             table = line[1:-1]
         elif " = " in line and not line.startswith("#"):

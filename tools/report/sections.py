@@ -205,14 +205,16 @@ def speed(run: Run) -> Html:
 
 def memory(run: Run) -> Html | None:
     """Return the memory of rank 0."""
-    ends = [event for event in run.of_kind("end") if isinstance(event["peak_memory"], int | float)]
+    ends = run.of_kind("end")
+    ends = [event for event in ends if isinstance(event["peak_memory"], int | float)]
     if not ends:
         return None
+    # A run has an end for each start; a later one may have evaluated less.
     largest = max(ends, key=lambda event: event["peak_memory"])
     rows = list[Fact]()
     if isinstance(largest.get("held_memory"), int | float):
-        held = _format_bytes(largest["held_memory"])
-        rows.append(("weights, gradients, optimizer state", held))
+        state_memory = _format_bytes(largest["held_memory"])
+        rows.append(("weights, gradients, optimizer state", state_memory))
     if largest.get("memory_of") == "device":
         owner = "of the device"
     else:
@@ -295,6 +297,7 @@ def fp8(run: Run) -> Html | None:
         rows = [(event["step"], _list_items(event["alarms"])) for event in alarmed]
         parts.append(table(("step", "alarms"), rows))
     path = run.folder / PICTURE
+    # A file of that name may be anything: only a picture of reasonable size is put into the page.
     if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
         content = read_whole(path)
         if content.startswith(PNG_SIGNATURE):
@@ -355,7 +358,8 @@ def _proof(run: Run) -> Html:
 
 def _proof_row(row: Any) -> tuple[str, str, str, str]:
     steps = f"{row['steps'][0]} to {row['steps'][1]}"
-    return str(row["row"]), steps, str(row["verdict"]), str(row.get("why", ""))
+    reason = str(row.get("why", ""))
+    return str(row["row"]), steps, str(row["verdict"]), reason
 
 
 def _note_on_other_keys(run: Run, certificate: Any) -> Html:
@@ -462,9 +466,8 @@ def _list_items(items: Any) -> Html:
 
 def _finite_values(run: Run, key: str) -> list[float]:
     values = (record.get(key) for record in run.records)
-    return [
-        float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)
-    ]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return [number for number in numbers if math.isfinite(number)]
 
 
 def _format_number(value: Any) -> str:

@@ -154,6 +154,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     The formula leaves out routers' corrections, a number for each expert.
     """
     buffers = optimizer.all_buffers()
+    # Buffers of routers' corrections are left out: they would be a formula for a few numbers.
     kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.balances}
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
@@ -198,18 +199,20 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
         say(f"marked     {listed}: held and computed in FP32 (set_fp32_attr_to_module)")
 
 
-def _list_names(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names, and the number of the others."""
-    listed = ", ".join(names[:most])
-    return f"{listed} and {len(names) - most} more" if len(names) > most else listed
+def _list_names(names: Sequence[str], max_names: int) -> str:
+    """Return the first `max_names` names, and the number of the others."""
+    listed = ", ".join(names[:max_names])
+    if len(names) > max_names:
+        return f"{listed} and {len(names) - max_names} more"
+    return listed
 
 
 def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
     """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
-    held, sharded = optimizer.plan.bytes_per_parameter(kind.moments, kind.in_fp8)
+    on_every_rank, sharded = optimizer.plan.bytes_per_parameter(kind.moments, kind.in_fp8)
     divisor = f"/{kind.ranks}" if kind.ranks > 1 else ""
-    total = held + sharded / kind.ranks
-    formula = f"{held} + {sharded}{divisor} = {total:g} bytes a parameter"
+    total = on_every_rank + sharded / kind.ranks
+    formula = f"{on_every_rank} + {sharded}{divisor} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
         formula += f" updated by {'Muon' if kind.moments == 1 else 'AdamW'}"
     if kind.in_fp8:
@@ -244,7 +247,7 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
 
 def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
     """Return the layers and the share of the FLOPs of each stage, and the predicted bubble."""
-    schedule = config.schedule
+    schedule = config.schedule  # a stage is a part of the layers; a rank may hold several
     costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
     stages = list[str]()

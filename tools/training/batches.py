@@ -26,6 +26,7 @@ class Batches:
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
         self._batch = config.train.global_batch
+        # the samples of the run, beyond which nothing is read ahead
         self._end = config.train.global_batch * config.train.steps
         self._dp = dp
         self._position = position
@@ -57,7 +58,7 @@ class Batches:
         begin = first + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
         mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
-        return replace(share, mask=mask * counts[:, None])
+        return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
     def _read(self, samples: Samples | Blend, first: int, replica: int) -> Share:
         share_size = self._batch // self._dp.size

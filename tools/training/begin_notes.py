@@ -26,6 +26,7 @@ def begin_notes(
     if begin is not None:
         yield from _begin_token_notes(config, streams, begin)
     elif config.data.begin == "none" and config.train.init_from:
+        # The user has decided against the token of the weights, and may not know its effect.
         initial = initial_model(Path(config.train.init_from))
         if initial.begin not in (None, documents.begin):
             yield (

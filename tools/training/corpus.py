@@ -142,12 +142,13 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     corpus = open_made(config, [part.prefix for part in parts], tokenizer_file)
     corpus = looked_at(config, corpus)
 
+    # The validation sets need the tokenizer, and so come after the training data.
     cache = cache_of(config)
     validation_notes = build_validation(config, corpus.tokenizer, corpus.ids, cache)
     notes = [*corpus.notes, *_notes_of_begin(config, corpus), *validation_notes]
     return replace(
         corpus,
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(notes)),  # each once, in this order
         validation=open_validation(config, cache, corpus.begin),
     )
 
@@ -443,6 +444,7 @@ def _existing_tokenizer(config: RunConfig) -> Path | None:
     if not existing:
         return None
     first, *others = existing
+    # Compared by content: the same tokenizer may be copied beside each data set.
     if any(read_whole(file) != read_whole(first) for file in others):
         raise UserError(
             f"data.blend: {', '.join(map(str, existing))} are different tokenizers, so equal "
@@ -606,6 +608,7 @@ def _build_alone(
                 data.vocab_size,
                 in_run_folder,
             )
+    # `prepare` leaves a data set as it is if it is the one that would be built.
     for part, source in sources.items():
         with _naming(config, part), building(source) as report:
             prepare(
@@ -626,7 +629,7 @@ def _other_texts(
         return
     identity = read_identity(checkpoint)
     saved_sets = identity.sets if identity else []
-    by_content = any("sha256" in (saved.text or {}) for saved in saved_sets)
+    by_content = any(_has_digest(saved) for saved in saved_sets)
     for part, source in texts.items():
         if any(_is_text(saved.text, source) for saved in saved_sets):
             continue
@@ -639,6 +642,10 @@ def _other_texts(
             "give --allow data to go on with it anyway, or another "
             f"train.folder{_hint_at_existing_tokens(part)}"
         )
+
+
+def _has_digest(saved_set: DataSet) -> bool:
+    return saved_set.text is not None and "sha256" in saved_set.text
 
 
 def _describe_names(name: str, saved_names: Sequence[str]) -> str:

@@ -108,7 +108,7 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Differ
 
 
 def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
-    weights = [source.weight for source in data.blend] or [1.0]
+    weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
     if len(saved.sets) != len(weights):
         change = f"{_count_sets(len(saved.sets))} -> {_count_sets(len(weights))}"
         yield Difference("data", f"data.blend: {change}")
@@ -127,7 +127,7 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
     if saved.begin != now.begin:
         change = f"{_describe_begin(saved.begin)}{between}{_describe_begin(now.begin)}"
         yield Difference("data", f"data.begin: {change}: the tokens before documents are others")
-    if len(saved.sets) != len(now.sets):
+    if len(saved.sets) != len(now.sets):  # `other_settings` names it
         return
     for i, (saved_set, current_set) in enumerate(zip(saved.sets, now.sets, strict=True)):
         if not _is_same(saved_set, current_set):

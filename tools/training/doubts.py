@@ -239,10 +239,10 @@ def _training_documents(
 
 
 def _read_evenly(
-    dataset: IndexedDataset, numbers: NDArray[np.int64], most: int
+    dataset: IndexedDataset, numbers: NDArray[np.int64], max_documents: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the token ids of at most `most` of the documents, spread over all of them."""
-    count = min(most, len(numbers))
+    """Yield the token ids of at most `max_documents` of the documents, spread over all of them."""
+    count = min(max_documents, len(numbers))
     chosen = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
     for number in numbers[chosen]:
         yield dataset.document(int(number)).astype(np.int64)

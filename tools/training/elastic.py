@@ -76,6 +76,7 @@ def in_this_world(config: RunConfig) -> RunConfig:
         verb = "is" if ranks == 1 else "are"
         change = _describe_change(config, fitting, ranks)
         print(f"elastic    {counted(ranks, 'rank')} {verb} there: {change}")
+    # Spares do not join: what is initialized later has the size of the layout.
     os.environ["WORLD_SIZE"] = str(fitting.ranks)
     return config.with_parallel(fitting.parallel, f"parallel.elastic, {counted(ranks, 'rank')}")
 
@@ -91,7 +92,8 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     parallel = next((layout for layout in layouts if not problems(config, layout)), None)
     if parallel is None:
         reason = f"no layout is given, so each of the {ranks} ranks is a replica"
-        raise UserError(*(f"{problem} ({reason})" for problem in problems(config, layouts[0])))
+        reasons = [f"{problem} ({reason})" for problem in problems(config, layouts[0])]
+        raise UserError(*reasons)
     if os.environ.get("RANK") == "0":
         print(
             f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each "
@@ -180,12 +182,14 @@ def record_restart(config: RunConfig) -> None:
     if not under_torchrun():
         return
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     before = _saved_layout(config)
     now = in_words(config.parallel)
     reasons = list[str]()
     if count:
-        reasons.append(f"torchrun has started the ranks again, {count} of {most} restarts are used")
+        reasons.append(
+            f"torchrun has started the ranks again, {count} of {max_restarts} restarts are used"
+        )
     if config.parallel.elastic and before and before != now:
         reasons.append(f"{before} -> {now}")
     if not reasons:

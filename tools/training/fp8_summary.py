@@ -93,6 +93,7 @@ def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
         names += [part.name for part in layout_of(parameter).parts]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
+            # A name of a layer, for those are what fp8.wide is about.
             example = next(name for name in names if "layers." in name)
             yield (
                 f'fp8.wide has "{pattern}", but no weight has such a name; names are like {example}'
@@ -175,6 +176,7 @@ def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
     layers_by_name = defaultdict[str, dict[int, int]](dict)
     for weight in weights:
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
+        # Weights outside of the layers count as layer 0, whose number is not shown.
         in_layer = re.match(r"layers\.(\d+)\.", name)
         layer = int(in_layer[1]) if in_layer else 0
         layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", name)][layer] = 1

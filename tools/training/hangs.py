@@ -137,7 +137,7 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
             raise RankHangs(verdict.reason)
         except RankHangs as hang:
             note_failure(hang)
-        kill_silent(verdict)
+        kill_silent(verdict)  # their launcher would wait for them
         if not started_here() and me.rank == _speaker(verdict, me):
             print(verdict.reason, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):

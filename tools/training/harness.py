@@ -140,7 +140,7 @@ class Harness:
         """
         if not self._data.lm_eval:
             return {}
-        self._engine.optimizer.wait()
+        self._engine.optimizer.wait()  # gathers of updated weights may still be under way
         if self._relay.world.rank:
             # The other ranks compute what rank 0 sends, until it sends nothing.
             while samples := _broadcast_samples(self._relay, []):
@@ -167,7 +167,7 @@ class Harness:
             self._model,
             self._tasks,
             limit=self._data.lm_eval_limit or None,
-            bootstrap_iters=0,
+            bootstrap_iters=0,  # no standard errors, which take long
             log_samples=False,
         )
         return evaluation["results"]
@@ -303,6 +303,7 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             samples = list[Window]()
+            # The samples of all texts go at once, in batches that may span texts.
             counts = list[int]()  # of samples of each text
             for request in requests:
                 ids = np.array(tokenizer.encode(request.args[0]), np.int64)

@@ -34,16 +34,17 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
 
 
 def _process_problems(config: RunConfig, ranks: int) -> Iterator[str]:
-    most = most_processes()
-    limit = f"this machine has {counted(cores(), 'core')}, and takes {most} at most"
-    if ranks > most:
+    max_processes = most_processes()
+    machine_cores = counted(cores(), "core")
+    limit = f"this machine has {machine_cores}, and takes {max_processes} at most"
+    if ranks > max_processes:
         yield (
             f"{in_keys(config.parallel)}: {ranks:,} local ranks, but {limit}: make the layout "
             "smaller, or start the ranks on several machines"
         )
-    for key in ("train.threads", "data.workers"):
+    for key in ("train.threads", "data.workers"):  # each is a number of threads or processes
         number = config.get(key)
-        if number > most:
+        if number > max_processes:
             yield f"{key} = {number}, but {limit}: use 0, which takes the cores that there are"
 
 
@@ -56,6 +57,7 @@ def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[str
         return
     parameters = config.sized_model.num_parameters
     train = config.train
+    # This machine's part of the whole run, as if all ranks needed the same.
     least = (_state_bytes(config) + _logit_bytes(config)) * ranks // config.world_size
     available = _available_bytes(device, ranks)
     if least > available:
@@ -71,13 +73,14 @@ def _state_bytes(config: RunConfig) -> int:
     """Return the least bytes of weights, gradients and optimizer state on all ranks together."""
     model = config.sized_model
     parallel = config.parallel
-    held, sharded = config.plan.bytes_per_parameter(least_moments(make_rule(config.optimizer)))
+    moments = least_moments(make_rule(config.optimizer))
+    on_every_rank, sharded = config.plan.bytes_per_parameter(moments)
     experts = model.expert_parameters
 
     def bytes_of(parameters: int, copies: int) -> int:
         # ZeRO-1 shards the optimizer state over the copies: together they hold it once.
         sharded_copies = 1 if parallel.zero else copies
-        return parameters * (held * copies + sharded * sharded_copies)
+        return parameters * (on_every_rank * copies + sharded * sharded_copies)
 
     shared_bytes = bytes_of(model.num_parameters - experts, parallel.copies)
     return shared_bytes + bytes_of(experts, replicas(parallel))

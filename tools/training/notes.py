@@ -22,6 +22,7 @@ def add_strict(parser: Any) -> None:
 def tell_notes(notes: Iterable[str], strict: bool) -> None:
     """Print the notes on stderr, on one rank. Raises UserError instead if `strict`."""
     lines = [f"note: {note}" for note in notes]
+    # Refused with all notes at once, so that one attempt shows all that is to be changed.
     if strict and lines:
         raise UserError(*(f"{line} (--strict)" for line in lines))
     if must_tell():

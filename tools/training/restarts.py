@@ -88,11 +88,11 @@ class Restarts:
         lost = ""
         if ranks < self.ranks:
             lost = f", without rank {loss.rank}, which could not be started again"
-        self.left -= 1
+        self.left -= 1  # counted before the record, which names the restarts that are left
         self.ranks = ranks
         self.restarted = True
         event = restart_event(step, ranks, loss.message, self.left)
-        with self.alone():
+        with self.alone():  # raises UserError if another run has begun in the folder
             rewind(Path(self.config.train.folder), step, event)
         origin = f"from the checkpoint of step {step}" if step else "from the start"
         left = f"{counted(self.left, 'restart')} left"

@@ -56,6 +56,7 @@ def check_resumable(
     checkpoint = newest(config.checkpoint_folder)
     if checkpoint is None:
         return
+    # Ranks that a launcher has started again find the checkpoints of this very run.
     if not config.checkpoint.resume and not restarted():
         raise UserError(
             f"checkpoint.resume = false, but {checkpoint.path} is there from an earlier run: set "
@@ -73,6 +74,7 @@ def check_resumable(
         for difference in differences(checkpoint, config, corpus)
         if difference.what not in allowed
     ]
+    # All are told at once; problems cannot be accepted, and so decide the remedy.
     lines = [*problems, *(difference.line for difference in refused)]
     if problems:
         raise UserError(
@@ -285,7 +287,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     for dataset in corpus.datasets:
         built_with = beside(dataset.prefix, ".model")
         record = read_record(dataset.prefix)
-        if record is None or not built_with.is_file():
+        if record is None or not built_with.is_file():  # its tokenizer is not known
             continue
         is_its_own = record.get("tokenizer_sha256") == file_digest(built_with)
         if is_its_own and not same_tokens(built_with, tokenizer):

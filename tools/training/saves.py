@@ -49,7 +49,7 @@ class Saves:
 
         Waits for the save before, if that is not finished. extra, files: see `save`.
         """
-        self._wait()
+        self._wait()  # at most one save is under way
         settings = self._config.checkpoint
         self._saving = Saving(
             self._config.checkpoint_folder,

@@ -31,6 +31,7 @@ class Checks:
     """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
+        # On a CPU the project's own models compute the same bits each time; others may not.
         exact = engine.device.type == "cpu" and not config.model.factory
         self._every = config.train.sentinel
         self._sentinel = Sentinel(engine, exact) if self._every else None
@@ -80,7 +81,7 @@ class Checks:
             "last_clean": self._last_clean,
             "saved": saved,
         }
-        hosts = tuple(dict.fromkeys(fault.hosts))
+        hosts = tuple(dict.fromkeys(fault.hosts))  # several ranks may share a host
         checkpoint = f"step {saved}" if saved else "none"
         if self._last_clean:
             last_clean = f"the last clean check was of step {self._last_clean}"

@@ -31,6 +31,7 @@ def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
     """
     if not progress.step or progress.applied:
         return
+    # A dynamic scale begins high: a short run may end before it has fallen far enough.
     if watch.scaling.kind == "dynamic" and not watch.hopeless:
         advice = (
             "the loss scale was still falling: take more steps, or lower precision.initial_scale"
@@ -57,7 +58,7 @@ def overflow_event(
         "outcome": report.outcome,
         "loss": report.loss,
         "loss_scale": report.loss_scale,
-        "first_sample": samples.start,
+        "first_sample": samples.start,  # with the length enough: a batch is consecutive
         "num_samples": len(samples),
         "skipped_in_a_row": watch.in_a_row,
         "advice": watch.advice(),
@@ -91,7 +92,7 @@ def _offender_fields(offender: Offender, start: int, data: Samples | Blend) -> d
     """
     fields = asdict(offender)
     if offender.samples is not None:
-        first_in_batch, end_in_batch = offender.samples
+        first_in_batch, end_in_batch = offender.samples  # numbers within the global batch
         first = start + first_in_batch
         end = start + end_in_batch
         fields["samples"] = [first, end]

@@ -46,7 +46,7 @@ class Digests:
 
         resumed: the checkpoint, or None.
         """
-        if self._every and resumed:
+        if self._every and resumed:  # whatever the step: it shows that the load was exact
             return [self._event(progress, {"loaded": str(resumed)})]
         return []
 

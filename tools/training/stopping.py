@@ -15,13 +15,13 @@ from tools.training.launch import note_failure
 from tools.training.signals import Stopped
 
 
-def stop_together(asked: int, world: Axis, device: torch.device, step: int) -> NoReturn:
+def stop_together(received: int, world: Axis, device: torch.device, step: int) -> NoReturn:
     """Raise Stopped on all ranks after `step`. Collective over the world.
 
-    asked: the signal that this rank received, 0 for none.
+    received: the signal that this rank received, 0 for none.
     """
     # Ranks may have received different signals: all stop by the highest.
-    number = world.max_(torch.tensor(float(asked), device=device))
+    number = world.max_(torch.tensor(float(received), device=device))
     stopped = Stopped(int(number.item()))
     if world.rank == 0:
         print(

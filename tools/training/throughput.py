@@ -32,6 +32,7 @@ class Throughput:
         """Return the measure of a run. The FLOPs of a custom model are not known."""
         flops = 0.0
         if not model.factory:
+            # Tokens a second are those of all ranks together.
             flops = training_flops(model, config.train.seq_length) / config.world_size
         return Throughput(flops, peak_of(config, device))
 

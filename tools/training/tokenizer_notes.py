@@ -28,6 +28,7 @@ def tokenizer_notes(
     if tokenizer is None:
         return
     if record.get("tokenizer_sha256") != file_digest(tokenizer.path):
+        # The file beside a data set must be its tokenizer; another one may have the same tokens.
         if tokenizer.path == beside(prefix, ".model"):
             raise UserError(
                 f"{tokenizer.path} is not the one that the data set was built with: copy both "

@@ -103,6 +103,7 @@ def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mappin
     for validation_set in _sets(data, cache):
         with _naming(config, validation_set):
             dataset = with_begin(IndexedDataset(validation_set.prefix), begin)
+            # In the order of the file: an evaluation takes the first samples.
             samples = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
             samples.require_counted("evaluated samples")
             opened[validation_set.name] = samples
@@ -142,13 +143,14 @@ def _build(
     source = open_text(validation_set.source, data)
     if reusable(validation_set.prefix, source, tokenizer):
         return
+    # The lock is that of the training data: both are built in this folder.
     with alone(cache / ".lock", partial(say_busy, cache)), building(source) as report:
         prepare(
             source,
             validation_set.prefix,
             tokenizer=tokenizer.path,
             workers=data.workers or cores(),
-            overwrite=not data.cache,
+            overwrite=not data.cache,  # other runs may use what is in data.cache
             on_progress=report,
         )
 

@@ -29,7 +29,7 @@ def processor() -> str:
     return ", ".join(instructions)
 
 
-def moved(checkpoint: Store) -> Iterator[str]:
+def arithmetic_changes(checkpoint: Store) -> Iterator[str]:
     """Yield a line for each of these that differs from the checkpoint.
 
     Those that it does not record are omitted.

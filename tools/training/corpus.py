@@ -41,7 +41,7 @@ from tools.convert.initial import initial_model
 from tools.convert.train_state import newest, read_tokenizer
 from tools.training.begin_notes import begin_notes
 from tools.training.data_identity import DataSet, Identity, read_identity
-from tools.training.tokenizer_notes import tokenizer_notes, unlike_notes
+from tools.training.tokenizer_notes import different_tokenizer_notes, tokenizer_notes
 from tools.training.validation_sets import (
     build_validation,
     check_validation,
@@ -180,7 +180,7 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
             check_vocabulary(dataset, contents, corpus.ids)
         sets.append(_identify(part, contents, record))
     if corpus.tokenizer is None:
-        notes += unlike_notes(records)
+        notes += different_tokenizer_notes(records)
 
     identity = Identity(
         sets=sets,

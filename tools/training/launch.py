@@ -32,8 +32,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.resources import cores
 from tools.training.endings import code_of, ended_on_purpose, reported
-from tools.training.ground import HERE, require_ground
-from tools.training.leftovers import own_folder
+from tools.training.ground import LOOPBACK, require_local_meeting
+from tools.training.leftovers import launcher_folder
 from tools.training.signals import SIGNALS, Stopped, end, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
@@ -102,8 +102,8 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
     0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the
     launcher). Raises UserError if ranks cannot meet here.
     """
-    require_ground(ranks)
-    with own_folder() as folder, _launching(threads or share_of_cores(ranks)):
+    require_local_meeting(ranks)
+    with launcher_folder() as folder, _launching(threads or share_of_cores(ranks)):
         local_ranks = _Ranks(command, folder)
         try:
             with listening(local_ranks.pass_on, local_ranks.kill):
@@ -200,11 +200,11 @@ class _Ranks:
         rendezvous = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
-                endpoint=f"{HERE}:0",
+                endpoint=f"{LOOPBACK}:0",
                 run_id=OURS + uuid.uuid4().hex,
                 min_nodes=1,
                 max_nodes=1,
-                local_addr=HERE,
+                local_addr=LOOPBACK,
             )
         )
         spec = WorkerSpec(
@@ -214,7 +214,7 @@ class _Ranks:
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
             max_restarts=0,
-            local_addr=HERE,
+            local_addr=LOOPBACK,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.folder), self)
         try:
@@ -274,7 +274,7 @@ def under_torchrun() -> bool:
     return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
 
 
-def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this rank's launcher has started the ranks before.
 
     A checkpoint may then be their own.

@@ -21,7 +21,7 @@ YOUNG = 60.0  # seconds in which a folder may not be locked yet
 
 
 @contextmanager
-def own_folder() -> Iterator[str]:
+def launcher_folder() -> Iterator[str]:
     """Make a temporary folder for this launcher and remove it afterwards.
 
     Those without an owner are removed before.

@@ -61,7 +61,7 @@ def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Tr
     return replace(progress, samples=_data_position(checkpoint, config, corpus).samples)
 
 
-def place_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
+def position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a note about the position in the data if the length of samples has changed."""
     before = _saved_length(checkpoint, config)
     now = config.train.seq_length

@@ -22,7 +22,7 @@ from tools.journal.lines import LinesLost
 from tools.journal.trackers import Feed
 from tools.training.corpus import Corpus
 from tools.training.resume import resume_event
-from tools.training.saves import goes_on
+from tools.training.saves import resume_point
 
 
 @contextmanager
@@ -86,13 +86,15 @@ def _naming_the_checkpoint(
             raise UserError(*problems, *cause.problems) from error
         if cause is not None:
             raise
-        raise UserError(*problems, goes_on(config.checkpoint_folder, progress().step)) from error
+        raise UserError(
+            *problems, resume_point(config.checkpoint_folder, progress().step)
+        ) from error
     except OSError as error:
         step = progress().step
         if error.filename is None or step == first_step:  # no step is lost
             raise
         raise UserError(
-            f"{file_error(error)}; {goes_on(config.checkpoint_folder, step)}"
+            f"{file_error(error)}; {resume_point(config.checkpoint_folder, step)}"
         ) from error
 
 

@@ -22,7 +22,7 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
-from tools.training.arithmetic import moved
+from tools.training.arithmetic import arithmetic_changes
 from tools.training.changed_keys import (
     MARK,
     changed_keys,
@@ -39,8 +39,8 @@ from tools.training.data_identity import (
     other_settings,
     read_identity,
 )
-from tools.training.launch import restarted
-from tools.training.place_in_data import other_length, place_notes
+from tools.training.launch import was_restarted
+from tools.training.place_in_data import other_length, position_notes
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
@@ -57,7 +57,7 @@ def check_resumable(
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
-    if not config.checkpoint.resume and not restarted():
+    if not config.checkpoint.resume and not was_restarted():
         raise UserError(
             f"checkpoint.resume = false, but {checkpoint.path} is there from an earlier run: set "
             "another train.folder, or remove that checkpoint"
@@ -165,13 +165,13 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
         yield _Remark("changed", f"{line}{MARK}")
     for line in key_lines:
         yield _Remark("changed", line)
-    for line in moved(checkpoint):
+    for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{MARK}")
 
     if any(line.startswith("train.init_from: ") for line in key_lines):
         weights = f"the run goes on with the weights of {checkpoint.path}"
         yield _Remark("note", f"train.init_from: not used, for {weights}")
-    yield from _notes(place_notes(checkpoint, config, corpus))
+    yield from _notes(position_notes(checkpoint, config, corpus))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 

@@ -97,7 +97,7 @@ class Saves:
         self._wait()
         if self._problem:
             lines = [f"training stopped: {stopped}"] if stopped else []
-            lines.append(f"{self._problem}; {goes_on(self._config.checkpoint_folder, step)}")
+            lines.append(f"{self._problem}; {resume_point(self._config.checkpoint_folder, step)}")
             raise UserError(*lines)
 
     def _wait(self) -> None:
@@ -154,7 +154,7 @@ def tokenizer_files(corpus: Corpus) -> list[Path]:
     return [file for file in (path, *settings_of(path)) if file.is_file()]
 
 
-def goes_on(folder: Path, step: int) -> str:
+def resume_point(folder: Path, step: int) -> str:
     """Return where the same command goes on from, and the steps that are lost, in words.
 
     step: the last one taken.

@@ -48,7 +48,7 @@ def tokenizer_notes(
         )
 
 
-def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
+def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
     """Yield a note if data sets were built with different tokenizers.
 
     records: by prefix; without a record they may be.

@@ -74,7 +74,9 @@ def _compare_with_first(context: Place) -> dict[str, float]:
         for rank in other_hosts:
             _serve(rank)
         return {}
-    return _measure_offset() if context.rank in other_hosts else {}
+    if context.rank in other_hosts:
+        return _measure_offset()
+    return {}
 
 
 def _serve(rank: int) -> None:

@@ -88,7 +88,9 @@ def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
     kernel, reason = chosen(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     if kernel is not None:
         return Trial(HERE, "")
-    return Trial(FAULTY if "is wrong by" in reason else ABSENT, reason)
+    if "is wrong by" in reason:
+        return Trial(FAULTY, reason)
+    return Trial(ABSENT, reason)
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:

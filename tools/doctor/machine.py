@@ -135,9 +135,9 @@ def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
             answers_by_message.setdefault(message, []).append(answer)
 
     for message, affected in sorted(answers_by_message.items()):
-        everywhere = len(affected) == len(answers)
-        ranks = "" if everywhere else f" ({format_ranks(_hosts_by_rank(affected))})"
-        yield not_tried("versions", f"{message}{ranks}")
+        if len(affected) < len(answers):
+            message += f" ({format_ranks(_hosts_by_rank(affected))})"
+        yield not_tried("versions", message)
 
 
 def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:

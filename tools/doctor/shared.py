@@ -30,7 +30,9 @@ def probe(context: Place) -> Answer:
     first_ranks = context.first_ranks()
     if context.rank == 0:
         return _write(context, first_ranks[1:])
-    return _read(context) if context.rank in first_ranks else {}
+    if context.rank in first_ranks:
+        return _read(context)
+    return {}
 
 
 def _write(context: Place, readers: Sequence[int]) -> Answer:

@@ -59,7 +59,8 @@ def in_words(findings: Sequence[Finding]) -> str:
     """Return the verdict in a line."""
     count = Counter(finding.verdict for finding in findings)
     if count[WRONG]:
-        return f"{count[WRONG]} thing{'s are' if count[WRONG] > 1 else ' is'} wrong"
+        verb = "is" if count[WRONG] == 1 else "are"
+        return f"{counted(count[WRONG], 'thing')} {verb} wrong"
 
     if verdict(findings) == NOT_TRIED:
         # dict.fromkeys: each check once, in the order of the table

@@ -292,8 +292,10 @@ def _format_evaluations(record: dict[str, Any]) -> list[str]:
 def _format_scale(scale: float) -> str:
     """Return a short form of the loss scale, a power of two as 2^32."""
     mantissa, exponent = math.frexp(scale)
-    is_power_of_two = mantissa == 0.5  # frexp's mantissa is in [0.5, 1)
-    return f"2^{exponent - 1}" if is_power_of_two and scale > 8 else f"{scale:g}"
+    # frexp's mantissa is in [0.5, 1): a half for powers of two. Small ones read better as they are.
+    if mantissa == 0.5 and scale > 8:
+        return f"2^{exponent - 1}"
+    return f"{scale:g}"
 
 
 def _format_clock(duration: float) -> str:

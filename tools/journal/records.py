@@ -192,7 +192,8 @@ def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
     *first_ones, last = words
     if first_ones:
         return f"{noun}s {', '.join(first_ones)} and {last}"
-    return f"{noun} {last}" if _size(ranges[0]) == 1 else f"{noun}s {last}"
+    plural = "s" if _size(ranges[0]) > 1 else ""
+    return f"{noun}{plural} {last}"
 
 
 def _describe_range(numbers: range) -> str:

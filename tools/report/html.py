@@ -18,7 +18,9 @@ LONGEST = 4000  # characters of a text that a page shows
 
 def html(part: Text) -> str:
     """Return a part of a page as HTML."""
-    return part.text if isinstance(part, Html) else escape(_shorten(str(part)))
+    if isinstance(part, Html):
+        return part.text
+    return escape(_shorten(str(part)))
 
 
 def paragraph(*parts: Text) -> Html:

@@ -85,8 +85,10 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
     yield f"loss, mean of last {LAST} steps", final
     if not math.isnan(curve.held_out):
         step = curve.held_out_step
-        suffix = "" if step == last_step else f", after step {step:,}"
-        yield "held-out loss", f"{curve.held_out:.4f}{suffix}"
+        held_out = f"{curve.held_out:.4f}"
+        if step != last_step:
+            held_out += f", after step {step:,}"
+        yield "held-out loss", held_out
 
 
 def _model_facts(config: RunConfig) -> Iterator[Fact]:

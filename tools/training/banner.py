@@ -214,7 +214,7 @@ def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
     total = on_every_rank + sharded / kind.ranks
     formula = f"{on_every_rank} + {sharded}{divisor} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
-        formula += f" updated by {'Muon' if kind.moments == 1 else 'AdamW'}"
+        formula += " updated by Muon" if kind.moments == 1 else " updated by AdamW"
     if kind.in_fp8:
         formula += " kept in FP8"
     if kind.of_experts:

@@ -82,7 +82,8 @@ class Rates:
     def of(cls, lr: LR, train: Train) -> "Rates":
         """Return the rates of a run with these tables. Raises UserError."""
         samples = lr.unit == "samples"
-        return cls(lr_schedule(lr, train), train.global_batch if samples else 1, samples)
+        each = train.global_batch if samples else 1
+        return cls(lr_schedule(lr, train), each, samples)
 
     def at(self, progress: TrainState, steps: int = 0) -> float:
         """Return the rate of the next step, or of the one that is `steps` later."""

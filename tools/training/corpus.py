@@ -407,8 +407,10 @@ def _check_part(config: RunConfig, part: _Part) -> None:
 def _check_tokenizer(config: RunConfig) -> None:
     parts = _parts(config)
     if file := _existing_tokenizer(config):
+        # The problem is named with the data set that the file lies beside, or with its own key.
         origin = next((part for part in parts if beside(part.prefix, ".model") == file), None)
-        with _naming(config, origin, *([] if origin else ["data.tokenizer"])):
+        keys = [] if origin else ["data.tokenizer"]
+        with _naming(config, origin, *keys):
             _vocabulary_size(config, load_tokenizer(file))
             require_own_names([file])  # it is copied into checkpoints
         return
@@ -468,7 +470,8 @@ def cache_of(config: RunConfig) -> Path:
 
 def _trained_tokenizer(config: RunConfig) -> Path:
     """Return the path of the tokenizer that is trained on the texts."""
-    return beside(cache_of(config) / ("blend" if config.data.blend else "text"), ".model")
+    name = "blend" if config.data.blend else "text"
+    return beside(cache_of(config) / name, ".model")
 
 
 @dataclass(frozen=True)
@@ -519,7 +522,10 @@ def _build(
     """
     sources = {part: _open_part(config, part) for part in texts}
     checkpoint = newest(config.checkpoint_folder)
-    encoding = _encoding(config, tokenizer_file, checkpoint if "tokenizer" not in allowed else None)
+    if "tokenizer" in allowed:
+        encoding = _encoding(config, tokenizer_file, None)
+    else:
+        encoding = _encoding(config, tokenizer_file, checkpoint)
 
     def is_built(part: _Part, by_content: bool = False) -> bool:
         if not encoding.exists:

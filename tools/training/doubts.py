@@ -82,7 +82,9 @@ def _training_parts(corpus: Corpus) -> Sequence[Samples]:
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
     lr = config.lr
     train = config.train
-    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    total = train.steps
+    if lr.unit == "samples":
+        total *= train.global_batch
     if lr.warmup >= total:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "

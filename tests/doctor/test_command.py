@@ -145,7 +145,7 @@ def test_this_machine_and_a_run_file_are_found_well(tmp_path: Path) -> None:
 STOPPING = """
 import os, signal, sys
 from tools.doctor import disk
-disk.tried = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+disk.try_filesystem = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 from tools.cli import main
 sys.exit(main())
 """

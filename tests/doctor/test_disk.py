@@ -12,7 +12,7 @@ import pytest
 
 from tests.doctor.places import place
 from tools.doctor import disk
-from tools.doctor.disk import Disk, filesystem_of, judge, probe, tried
+from tools.doctor.disk import Disk, filesystem_of, judge, probe, try_filesystem
 from tools.doctor.finding import OK, WRONG
 
 
@@ -20,7 +20,7 @@ def test_a_good_folder_has_no_problems_and_is_left_as_it_was(tmp_path: Path) -> 
     found = probe(place(tmp_path))
     assert found["problems"] == [] and found["fsync_s"] > 0 and list(tmp_path.iterdir()) == []
     (finding,) = judge([found])
-    assert finding.verdict == OK and str(tmp_path) in finding.said
+    assert finding.verdict == OK and str(tmp_path) in finding.message
 
 
 def missing_for_a_moment(old: Path, new: Path) -> None:
@@ -86,19 +86,19 @@ def test_each_planted_fault_of_a_filesystem_is_named_and_only_it(
     fault: str, tmp_path: Path
 ) -> None:
     planted, said = FAULTS[fault]
-    ((problem, remedy),) = tried(tmp_path, 0, planted)["problems"]
+    ((problem, remedy),) = try_filesystem(tmp_path, 0, planted)["problems"]
     assert re.match(said, problem) and remedy
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_room_is_that_of_the_checkpoints_of_the_run(tmp_path: Path) -> None:
-    ((said, _),) = tried(tmp_path, 2**50)["problems"]
+    ((said, _),) = try_filesystem(tmp_path, 2**50)["problems"]
     assert "but the run's checkpoints take 1.00 PiB" in said
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    ((said, remedy),) = tried(tmp_path / "file", 0)["problems"]
+    ((said, remedy),) = try_filesystem(tmp_path / "file", 0)["problems"]
     assert "ENOTDIR" in said and "--folder" in remedy
 
 
@@ -112,7 +112,7 @@ def test_a_file_server_with_another_clock_is_named(
     (finding,) = judge([found])
     assert (
         finding.verdict == WRONG
-        and f"new files are {seconds:+.1f} s from this host's clock" in finding.said
+        and f"new files are {seconds:+.1f} s from this host's clock" in finding.message
     )
 
 

@@ -37,7 +37,7 @@ def read_clocks(mesh: DeviceMesh, folder: Path, ahead: float) -> dict[str, Any]:
 )
 def test_a_host_whose_clock_differs_is_named(ahead: float, said: str, tmp_path: Path) -> None:
     findings = list(clocks.judge(run_ranks(read_clocks, {"dp": 3}, folder=tmp_path, ahead=ahead)))
-    assert re.search(said, findings[0].said)
+    assert re.search(said, findings[0].message)
     assert [one.verdict for one in findings] == ([WRONG, WRONG] if ahead else [OK])
     for host, one in enumerate(findings, start=1) if ahead else ():
         assert abs(one.facts["offset_s"] - host * ahead) <= one.facts["error_s"] + 1e-3, (
@@ -49,7 +49,7 @@ def test_a_clock_that_is_behind_installed_files_or_is_set_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clocks, "wall", lambda: 10.0 * time.monotonic())
-    said = [one.said for one in clocks.judge([clocks.readings(place(tmp_path))])]
+    said = [one.message for one in clocks.judge([clocks.readings(place(tmp_path))])]
     assert "behind the time of installed files" in said[0] and "was set by" in said[1]
 
 
@@ -72,7 +72,7 @@ def look_elsewhere(here: Place, fault: str) -> dict[str, Any]:
     if fault == "stale":
         (other / "file").write_bytes(b"one")
     with (
-        patch.object(shared, "SEEN", 0.3),
+        patch.object(shared, "VISIBLE_SECONDS", 0.3),
         patch.object(
             Place,
             "told",
@@ -94,8 +94,8 @@ FAULTS = {
 def test_a_host_that_does_not_share_the_filesystem_is_named(fault: str, tmp_path: Path) -> None:
     answers = run_ranks(look, {"dp": 2}, folder=tmp_path, fault=fault)
     finding, *_ = shared.judge(answers)
-    assert FAULTS[fault] in finding.said and finding.verdict == (WRONG if fault else OK)
-    assert not fault or "beta" in finding.said
+    assert FAULTS[fault] in finding.message and finding.verdict == (WRONG if fault else OK)
+    assert not fault or "beta" in finding.message
 
 
 class Steady:
@@ -162,7 +162,7 @@ def test_a_link_that_is_slow_or_reorders_messages_is_named(fault: str, tmp_path:
     assert [one.check for one in findings] == ["links dp", "links tp"]
     assert {one.verdict for one in findings} == {WRONG if fault else OK}
     for finding, said in zip(findings, LINKS[fault], strict=False):
-        assert finding.said.startswith(said)
+        assert finding.message.startswith(said)
 
 
 def link(rate: float = 1e9, latency: float = 1e-4, **more: Any) -> dict[str, Any]:
@@ -178,10 +178,12 @@ def judged(*records: dict[str, Any]) -> list[Finding]:
 
 def test_a_link_is_slow_by_itself_or_beside_others_of_its_kind() -> None:
     assert judged(link())[0].verdict == OK
-    assert "less than 19.1 MiB/s is a broken link" in judged(link(1e7))[0].said
-    assert "more than 50.0 ms is too long" in judged(link(latency=0.1))[0].said
+    assert "less than 19.1 MiB/s is a broken link" in judged(link(1e7))[0].message
+    assert "more than 50.0 ms is too long" in judged(link(latency=0.1))[0].message
     one, *others = judged(link(), link(), link(1e8, ranks=[2, 3]))
-    assert "10 times slower than other links" in one.said and "rank 2" in one.said and not others
+    assert (
+        "10 times slower than other links" in one.message and "rank 2" in one.message and not others
+    )
     local = link(1e10, hosts=["alpha", "alpha"])
     assert judged(local, local, link(1e9))[0].verdict == OK, "links within a host are another kind"
 
@@ -190,7 +192,7 @@ def test_a_link_that_fails_and_a_sum_that_is_wrong_are_named() -> None:
     (one,) = judged(
         {"axis": "tp", "device": "cpu", "ranks": [0, 1], "hosts": ["a", "b"], "error": "timed out"}
     )
-    assert one.said == "rank 0 on a and rank 1 on b: timed out" and "ethtool" in one.remedy
+    assert one.message == "rank 0 on a and rank 1 on b: timed out" and "ethtool" in one.remedy
     sums = {
         "axis": "tp",
         "size": 2,
@@ -201,4 +203,4 @@ def test_a_link_that_fails_and_a_sum_that_is_wrong_are_named() -> None:
         "sum_s": 1.0,
     }
     (one,) = links.judge([[{**sums, "right": False}]])
-    assert one.said == "rank 1 on beta: a sum is wrong"
+    assert one.message == "rank 1 on beta: a sum is wrong"

@@ -51,7 +51,7 @@ def test_alike_hosts_have_no_problems() -> None:
 
 def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
     *_, found = machine.judge([answers(threads=1, local_ranks=2, cores=1)[2]])
-    assert (found.verdict, found.said) == (OK, "2 local ranks x 1 thread on 1 core, load 0.5")
+    assert (found.verdict, found.message) == (OK, "2 local ranks x 1 thread on 1 core, load 0.5")
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
 )
 def test_a_host_that_differs_is_named_with_a_remedy(differs: dict[str, Any], said: str) -> None:
     (finding,) = problems(**differs)
-    assert (finding.verdict, finding.said) == (WRONG, said) and finding.remedy
+    assert (finding.verdict, finding.message) == (WRONG, said) and finding.remedy
 
 
 def test_a_version_that_is_not_tested_is_named_with_its_ranks() -> None:
     said = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
     (one,) = problems(untested=[said])
-    assert (one.verdict, one.said, one.needed) == (NOT_TRIED, f"{said} (rank 2 on gamma)", False)
+    assert (one.verdict, one.message, one.needed) == (NOT_TRIED, f"{said} (rank 2 on gamma)", False)
     every = [answer | {"untested": [said]} for answer in answers()]
-    assert [one.said for one in machine.judge(every) if one.verdict == NOT_TRIED] == [said]
+    assert [one.message for one in machine.judge(every) if one.verdict == NOT_TRIED] == [said]
 
 
 def test_the_facts_of_this_machine_are_judged_well(tmp_path: Any) -> None:
@@ -104,7 +104,7 @@ def test_a_kernel_that_computes_wrongly_is_named(
 ) -> None:
     monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, offs: (a @ b[0]) * 1.1)
     (one,) = [f for f in kernels.judge([kernels.probe(place(tmp_path))]) if f.verdict == WRONG]
-    assert one.said.startswith("grouped products on alpha: wrong by ")
+    assert one.message.startswith("grouped products on alpha: wrong by ")
 
 
 def test_a_kernel_that_some_hosts_lack_is_named() -> None:
@@ -112,4 +112,4 @@ def test_a_kernel_that_some_hosts_lack_is_named() -> None:
     hosts = [{"host": host, "device": "cuda", "tried": tried} for host in HOSTS[:2]]
     hosts[1] = {**hosts[1], "tried": {**tried, "FP8 products": [kernels.ABSENT, "no kernel image"]}}
     (one,) = [f for f in kernels.judge(hosts) if f.verdict == WRONG]
-    assert one.said.startswith("FP8 products are not on beta, but on the others")
+    assert one.message.startswith("FP8 products are not on beta, but on the others")

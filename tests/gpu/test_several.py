@@ -63,4 +63,4 @@ def links(mesh: DeviceMesh, device: str, folder: Path) -> object:
 
 def test_links_of_all_axes_are_in_order(device: str, tmp_path: Path) -> None:
     (finding,) = judge(run_ranks(links, {"tp": 2}, device=device, folder=tmp_path))
-    assert finding.verdict == OK, finding.said
+    assert finding.verdict == OK, finding.message

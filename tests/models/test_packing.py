@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples
-from megaprec.precision.plan import PrecisionPlan, plan
+from megaprec.precision.plan import plan
 from models import attention_kernels, stages
 from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts

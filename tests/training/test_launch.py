@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tests.runs import write_run
-from tools.training.ground import require_ground
+from tools.training.ground import require_local_meeting
 from tools.training.launch import (
     PROGRAM,
     first_failure,
@@ -328,5 +328,5 @@ def test_a_soft_limit_of_open_files_is_raised_as_far_as_ranks_need(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: raised.append(both))
     for both in limits.values():
         monkeypatch.setattr(resource, "getrlimit", lambda kind, both=both: both)
-        require_ground(2)
+        require_local_meeting(2)
     assert raised == [(36, 4096), (36, resource.RLIM_INFINITY)]

@@ -17,7 +17,7 @@ from tests.runs import checkpoint, write_run
 from tests.training.test_hangs import ROOT, planted
 from tools import cli
 from tools.training.launch import exit_code, first_failure, loss_of, note_failure, start_ranks
-from tools.training.leftovers import OWNER, PREFIX, YOUNG, own_folder, remove_leftovers
+from tools.training.leftovers import OWNER, PREFIX, YOUNG, launcher_folder, remove_leftovers
 from tools.training.restarts import ended_by_choice
 from tools.training.signals import SIGNALS, Stopped
 from tools.training.silent_faults import FaultyHardware
@@ -160,7 +160,7 @@ def test_a_rank_that_was_stopped_while_it_left_has_the_exit_code_of_the_reason_i
     note_failure(RuntimeError("Connection closed by peer"))
     loss = loss_of({1: ProcessFailure(1, 1, -signal.SIGTERM, str(tmp_path / "error.json"))})
     assert (loss.rank, loss.exitcode) == (1, code)
-    assert loss.said.startswith(f"rank 1 failed with exit code {code}: ")
+    assert loss.message.startswith(f"rank 1 failed with exit code {code}: ")
     assert ended_by_choice(loss.exitcode) == (code != 1)
 
 
@@ -178,9 +178,9 @@ def test_folders_of_killed_launchers_are_removed_and_no_others(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / OWNER).touch()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "kept")
-    with own_folder() as first:
+    with launcher_folder() as first:
         os.utime(first, (old, old))
-        with own_folder() as second:
+        with launcher_folder() as second:
             left = {path.name for path in tmp_path.iterdir()}
     assert left == {
         f"{PREFIX}foreign",

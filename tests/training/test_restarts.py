@@ -26,7 +26,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.journal.journal import rewind
 from tools.journal.records import read_events
 from tools.training import restarts
-from tools.training.launch import OURS, RESTARTED, Loss, restarted, start_ranks
+from tools.training.launch import OURS, RESTARTED, Loss, start_ranks, was_restarted
 from tools.training.restarts import Restarts, ended_by_choice
 from tools.training.resume import check_resumable
 
@@ -253,7 +253,7 @@ def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_la
     assert lost == [KILLED]
     told = {path.name: path.read_text() for path in tmp_path.glob("*of*")}
     assert told == {f"{rank}of{ranks}": "True" for rank in range(ranks)}
-    assert not restarted()
+    assert not was_restarted()
     assert capfd.readouterr().err == ""
 
 

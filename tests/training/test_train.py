@@ -187,7 +187,7 @@ def test_of_two_processes_that_need_the_same_data_one_builds_it_and_the_other_wa
         return train_sentencepiece(*arguments)
 
     monkeypatch.setattr("tools.training.corpus.train_sentencepiece", learn)
-    monkeypatch.setattr("tools.training.corpus._say_busy", lambda _: waits.set())
+    monkeypatch.setattr("tools.training.corpus.say_busy", lambda _: waits.set())
     open_corpus(config)
     threads[0].join(300)
     assert len(built) == 1

@@ -8,17 +8,16 @@ records of failures and caches of data are compared by their times.
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Place
+from tools.doctor.place import Answer, Place
 
-MOST = 1.0  # seconds that clocks may differ
-ASKED = 8  # number of times that each host asks
-STEP = 0.2  # seconds between two looks at both clocks of this process
+TOLERANCE = 1.0  # seconds that clocks may differ
+READINGS = 8  # number of times that each host asks
+INTERVAL = 0.2  # seconds between two looks at both clocks of this process
 REMEDY = "run an NTP client there (chronyc tracking, timedatectl)"
 
 
@@ -27,101 +26,130 @@ def wall() -> float:
     return time.time()
 
 
-def readings(place: Place) -> dict[str, Any]:
-    """Return how far this host's clock is from rank 0's, from that of its installed files, and from
-    steady time."""
+def readings(context: Place) -> Answer:
+    """Return how far this host's clock is from rank 0's, from its files' and from steady time.
+
+    In seconds: "offset" with its "error", "behind_files" of the time of installed files, "jumped"
+    while this function waited.
+    """
     return {
-        "rank": place.rank,
-        "host": place.host,
+        "rank": context.rank,
+        "host": context.host,
         "behind_files": max(0.0, Path(torch.__file__).stat().st_mtime - wall()),
-        "jumped": _jumped(),
-        **_against_first(place),
+        "jumped": _measure_jump(),
+        **_compare_with_first(context),
     }
 
 
-def _jumped() -> float:
+def _measure_jump() -> float:
     """Return by how many seconds the clock was set while this function waited."""
-    before = _ahead()
-    time.sleep(STEP)
-    return _ahead() - before
+    before = _lead_over_steady_time()
+    time.sleep(INTERVAL)
+    return _lead_over_steady_time() - before
 
 
-def _ahead() -> float:
-    """Return how far the wall clock is ahead of steady time: of several looks at both the quickest
-    one counts."""
+def _lead_over_steady_time() -> float:
+    """Return how far the wall clock is ahead of steady time.
+
+    Of several looks at both clocks the quickest one counts.
+    """
     looks = list[tuple[float, float]]()
-    for _ in range(ASKED):
+    for _ in range(READINGS):
         start = time.monotonic()
-        now = wall()
+        wall_time = wall()
         end = time.monotonic()
-        looks.append((end - start, now - (start + end) / 2))
-    return min(looks)[1]
+        looks.append((end - start, wall_time - (start + end) / 2))
+    _, lead = min(looks)
+    return lead
 
 
-def _against_first(place: Place) -> dict[str, float]:
-    """Return {"offset": seconds ahead of rank 0's clock, "error": ...} on the first rank of each
-    other host."""
-    firsts = place.firsts()[1:]
-    if place.rank == 0:
-        for rank in firsts:
+def _compare_with_first(context: Place) -> dict[str, float]:
+    """Return the offset of this host's clock from rank 0's, on the first rank of each other host.
+
+    {"offset": seconds ahead of rank 0's clock, "error": ...}; nothing on other ranks. Collective
+    over the world.
+    """
+    other_hosts = context.first_ranks()[1:]
+    if context.rank == 0:
+        for rank in other_hosts:
             _serve(rank)
         return {}
-    return _ask() if place.rank in firsts else {}
+    if context.rank in other_hosts:
+        return _measure_offset()
+    return {}
 
 
 def _serve(rank: int) -> None:
     """Answer a rank's questions for the time."""
-    for _ in range(ASKED):
+    for _ in range(READINGS):
         dist.recv(torch.zeros(1, dtype=torch.float64), rank)
         dist.send(torch.tensor([wall()], dtype=torch.float64), rank)
 
 
-def _ask() -> dict[str, float]:
-    found = list[tuple[float, float]]()
-    for _ in range(ASKED):
+def _measure_offset() -> dict[str, float]:
+    """Ask rank 0 for the time; return the offset of the quickest answer and its error, seconds."""
+    measured = list[tuple[float, float]]()
+    for _ in range(READINGS):
         answer = torch.zeros(1, dtype=torch.float64)
         before = wall()
         start = time.monotonic()
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
         dist.recv(answer, 0)
-        way = time.monotonic() - start
-        found.append((way / 2, before + way / 2 - float(answer)))
-    error, offset = min(found)
+        # Rank 0 has read its clock half of the way, give or take the other half.
+        one_way = (time.monotonic() - start) / 2
+        measured.append((one_way, before + one_way - float(answer)))
+    error, offset = min(measured)
     return {"offset": offset, "error": error}
 
 
-def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about clocks."""
-    off = [one for one in answers if abs(one.get("offset", 0.0)) - one.get("error", 0.0) > MOST]
-    behind = {one["host"]: one for one in answers if one["behind_files"] > MOST}
-    jumped = {one["host"]: one for one in answers if abs(one["jumped"]) > MOST}
-    for one in off:
-        way = "ahead of" if one["offset"] > 0 else "behind"
-        said = (
-            f"the clock of {one['host']} is {abs(one['offset']):.1f} s {way} that of "
-            f"{answers[0]['host']}"
-        )
-        yield wrong("clocks", said, REMEDY, offset_s=one["offset"], error_s=one["error"])
-    for host, one in behind.items():
-        said = (
-            f"the clock of {host} is {one['behind_files']:.0f} s behind the time of installed files"
-        )
-        yield wrong("clocks", said, REMEDY)
-    for host, one in jumped.items():
-        yield wrong(
-            "clocks", f"the clock of {host} was set by {one['jumped']:+.1f} s meanwhile", REMEDY
-        )
-    if not (off or behind or jumped):
-        yield _well(answers)
+    problems = [
+        *_judge_offsets(answers),
+        *_judge_file_times(answers),
+        *_judge_jumps(answers),
+    ]
+    yield from problems or [_summarize(answers)]
 
 
-def _well(answers: Sequence[dict[str, Any]]) -> Finding:
-    asked = [one for one in answers if "offset" in one]
-    if not asked:
+def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
+        offset = answer.get("offset", 0.0)
+        error = answer.get("error", 0.0)
+        if abs(offset) - error > TOLERANCE:  # more than the measurement can explain
+            direction = "ahead of" if offset > 0 else "behind"
+            message = (
+                f"the clock of {answer['host']} is {abs(offset):.1f} s {direction} that of "
+                f"{answers[0]['host']}"
+            )
+            yield wrong("clocks", message, REMEDY, offset_s=offset, error_s=error)
+
+
+def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
+    behind = {
+        answer["host"]: answer["behind_files"]
+        for answer in answers
+        if answer["behind_files"] > TOLERANCE
+    }
+    for host, seconds in behind.items():
+        message = f"the clock of {host} is {seconds:.0f} s behind the time of installed files"
+        yield wrong("clocks", message, REMEDY)
+
+
+def _judge_jumps(answers: Sequence[Answer]) -> Iterator[Finding]:
+    jumps = {
+        answer["host"]: answer["jumped"] for answer in answers if abs(answer["jumped"]) > TOLERANCE
+    }
+    for host, seconds in jumps.items():
+        yield wrong("clocks", f"the clock of {host} was set by {seconds:+.1f} s meanwhile", REMEDY)
+
+
+def _summarize(answers: Sequence[Answer]) -> Finding:
+    """Return the finding of clocks without problems, with the largest offset."""
+    compared = [answer for answer in answers if "offset" in answer]
+    if not compared:
         return ok("clocks", "one host only: its clock runs steadily and is not behind its files")
-    worst = max(asked, key=lambda one: abs(one["offset"]))
-    said = (
-        f"{len(asked) + 1} hosts agree within "
-        f"{max(abs(worst['offset']), worst['error']) * 1e3:.1f} ms"
-    )
-    return ok("clocks", said, offset_s=worst["offset"], error_s=worst["error"])
+    worst = max(compared, key=lambda answer: abs(answer["offset"]))
+    milliseconds = max(abs(worst["offset"]), worst["error"]) * 1e3
+    message = f"{len(compared) + 1} hosts agree within {milliseconds:.1f} ms"
+    return ok("clocks", message, offset_s=worst["offset"], error_s=worst["error"])

@@ -9,24 +9,34 @@ name all the time, and must find one of both contents each time.
 import fcntl
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.durable import file_error, sync, write_file
 from tools.console.units import duration, size
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Place
+from tools.doctor.place import Answer, Place
 
 RENAMES = 200  # number of renames while a reader looks
-CONTENT = 4096  # bytes of a file that is written
+CONTENT_BYTES = 4096  # of a file that is written
 SYNCS = 5
-LEAST = 2**30  # bytes that must be free if no run says more
-LATE = 1.0  # seconds between the clock and the time of a new file
-MEMORY = ("tmpfs", "ramfs")  # filesystems that a power cut empties
+LEAST_FREE = 2**30  # bytes that must be free if no run needs more
+CLOCK_TOLERANCE = 1.0  # seconds between the clock and the time of a new file
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")  # that a power cut empties
+OTHER_FOLDER = "give another folder by --folder or train.folder"
+POSIX_REMEDY = "use a POSIX filesystem, not an object store's mount"
+
+
+class Problem(NamedTuple):
+    """A fault of a filesystem and its remedy. A list of two strings in JSON."""
+
+    message: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -39,98 +49,108 @@ class Disk:
     free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
 
 
-def probe(place: Place) -> dict[str, Any]:
+def probe(context: Place) -> Answer:
     """Try the folder's filesystem on the first rank of each host; the others return nothing."""
-    if place.local:
+    if context.local:
         return {}
     return {
-        "host": place.host,
-        "folder": str(place.folder),
-        **tried(place.folder, place.bytes_needed),
+        "host": context.host,
+        "folder": str(context.folder),
+        **try_filesystem(context.folder, context.bytes_needed),
     }
 
 
-def tried(folder: Path, needed: int, disk: Disk | None = None) -> dict[str, Any]:
-    """Return {"problems": [said, remedy] pairs, ...numbers}. Creates a hidden folder, and removes
-    it."""
+def try_filesystem(folder: Path, needed: int, disk: Disk | None = None) -> Answer:
+    """Return the problems of the folder's filesystem and its numbers.
+
+    Creates a hidden folder, and removes it.
+
+    needed: bytes that the run will write.
+    """
     disk = disk or Disk()
-    own = folder / f".megaprec_doctor_{os.uname().nodename}_{os.getpid()}"
+    hidden = folder / f".megaprec_doctor_{os.uname().nodename}_{os.getpid()}"
     try:
-        own.mkdir(parents=True)
+        hidden.mkdir(parents=True)
+        return _try_operations(hidden, needed, disk)
     except OSError as error:
-        return {
-            "problems": [[file_error(error), "give another folder by --folder or train.folder"]]
-        }
-    try:
-        found: dict[str, Any] = {"kind": filesystem_of(own), "free": disk.free(own)}
-        found["problems"] = [*_room(found["free"], needed), *_problems(own, disk, found)]
-        return found
-    except OSError as error:
-        return {
-            "problems": [[file_error(error), "give another folder by --folder or train.folder"]]
-        }
+        return {"problems": [Problem(file_error(error), OTHER_FOLDER)]}
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        # On a faulty filesystem the removal may fail, too, and is not what was asked.
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _room(free: int, needed: int) -> Iterator[list[str]]:
-    if free < max(needed, LEAST):
-        if needed > LEAST:
-            least = f"the run's checkpoints take {size(needed)}"
-        else:
-            least = f"at least {size(LEAST)} are needed"
-        yield [
-            f"{size(free)} free, but {least}",
-            "free some room, lower checkpoint.keep, or give another folder",
-        ]
+def _try_operations(folder: Path, needed: int, disk: Disk) -> Answer:
+    free = disk.free(folder)
+    problems = [
+        *_free_problems(free, needed),
+        *_rename_problems(folder, disk),
+    ]
+
+    fsync_s, reason = _sync_seconds(folder, disk)
+    if reason:
+        message = f"fsync fails ({reason}): checkpoints would not outlast a power cut"
+        problems.append(Problem(message, "mount it so that fsync works"))
+
+    if reason := _lock_fault(folder, disk):
+        remedy = "mount it with locks (NFS: no nolock; Lustre: flock)"
+        problems.append(Problem(f"locks do not hold: {reason}", remedy))
+
+    clock_s = _file_time(folder)
+    if abs(clock_s) > CLOCK_TOLERANCE:
+        message = f"new files are {clock_s:+.1f} s from this host's clock"
+        remedy = "run an NTP client on this host and on the file server"
+        problems.append(Problem(message, remedy))
+
+    return {
+        "kind": filesystem_of(folder),
+        "free": free,
+        "fsync_s": fsync_s,
+        "clock_s": clock_s,
+        "problems": problems,
+    }
 
 
-def _problems(own: Path, disk: Disk, found: dict[str, Any]) -> Iterator[list[str]]:
-    if seen := torn_renames(own, disk):
-        yield [
-            f"rename is not atomic: a reader found {seen}",
-            "use a POSIX filesystem, not an object store's mount",
-        ]
-    if why := _folder_rename(own, disk):
-        yield [
-            f"a folder cannot be renamed ({why})",
-            "use a POSIX filesystem, not an object store's mount",
-        ]
-    found["fsync_s"], why = _sync_seconds(own, disk)
-    if why:
-        yield [
-            f"fsync fails ({why}): checkpoints would not outlast a power cut",
-            "mount it so that fsync works",
-        ]
-    if why := _lock(own, disk):
-        yield [f"locks do not hold: {why}", "mount it with locks (NFS: no nolock; Lustre: flock)"]
-    found["clock_s"] = _file_time(own)
-    if abs(found["clock_s"]) > LATE:
-        said = f"new files are {found['clock_s']:+.1f} s from this host's clock"
-        yield [said, "run an NTP client on this host and on the file server"]
+def _free_problems(free: int, needed: int) -> Iterator[Problem]:
+    if free >= max(needed, LEAST_FREE):
+        return
+    if needed > LEAST_FREE:
+        least = f"the run's checkpoints take {size(needed)}"
+    else:
+        least = f"at least {size(LEAST_FREE)} are needed"
+    remedy = "free some room, lower checkpoint.keep, or give another folder"
+    yield Problem(f"{size(free)} free, but {least}", remedy)
 
 
-def torn_renames(own: Path, disk: Disk) -> str:
+def _rename_problems(folder: Path, disk: Disk) -> Iterator[Problem]:
+    if seen := torn_renames(folder, disk):
+        yield Problem(f"rename is not atomic: a reader found {seen}", POSIX_REMEDY)
+    if reason := _folder_rename_fault(folder, disk):
+        yield Problem(f"a folder cannot be renamed ({reason})", POSIX_REMEDY)
+
+
+def torn_renames(folder: Path, disk: Disk) -> str:
     """Return what a reader saw that was neither the old nor the new content, "" if nothing."""
-    target = own / "name"
+    target = folder / "name"
     over = Event()
     seen = list[str]()
-    contents = [bytes([letter]) * CONTENT for letter in b"ab"]
+    contents = [bytes([letter]) * CONTENT_BYTES for letter in b"ab"]
     target.write_bytes(contents[0])
 
-    def look() -> None:
+    def read_repeatedly() -> None:
         while not over.is_set() and not seen:
             try:
-                if (there := target.read_bytes()) not in contents:
-                    seen.append(f"{len(there)} of {CONTENT} bytes, or both contents mixed")
+                content = target.read_bytes()
             except FileNotFoundError:
                 seen.append("no file")
+                return
+            if content not in contents:
+                seen.append(f"{len(content)} of {CONTENT_BYTES} bytes, or both contents mixed")
 
-    reader = Thread(target=look, daemon=True)
+    reader = Thread(target=read_repeatedly, daemon=True)
     reader.start()
     for number in range(RENAMES):
-        (own / "new").write_bytes(contents[number % 2])
-        disk.rename(own / "new", target)
+        (folder / "new").write_bytes(contents[number % 2])
+        disk.rename(folder / "new", target)
         if seen:
             break
     over.set()
@@ -138,43 +158,50 @@ def torn_renames(own: Path, disk: Disk) -> str:
     return seen[0] if seen else ""
 
 
-def _folder_rename(own: Path, disk: Disk) -> str:
+def _folder_rename_fault(folder: Path, disk: Disk) -> str:
     """Return why a folder with a file in it cannot be given another name, "" if it can."""
-    (own / ".partial").mkdir()
-    (own / ".partial" / "file").write_bytes(b"a")
+    old = folder / ".partial"
+    new = folder / "whole"
+    old.mkdir()
+    (old / "file").write_bytes(b"a")
     try:
-        disk.rename(own / ".partial", own / "whole")
+        disk.rename(old, new)
     except OSError as error:
         return error.strerror or str(error)
-    if (own / "whole" / "file").is_file() and not (own / ".partial").exists():
+    if (new / "file").is_file() and not old.exists():
         return ""
     return "its files stay behind"
 
 
-def _sync_seconds(own: Path, disk: Disk) -> tuple[float, str]:
-    """Return the median seconds of a small file's fsync, and why the flush of a file or a folder
-    failed."""
-    seconds = []
+def _sync_seconds(folder: Path, disk: Disk) -> tuple[float, str]:
+    """Return the median seconds of a small file's fsync, and why one failed.
+
+    The reason is "" if none did, of a file or of the folder.
+    """
+    seconds = list[float]()
     try:
         for number in range(SYNCS):
+            file = folder / f"synced{number}"
             start = time.perf_counter()
-            write_file(own / f"synced{number}", b"a" * CONTENT)
-            disk.sync(own / f"synced{number}")
+            write_file(file, b"a" * CONTENT_BYTES)
+            disk.sync(file)
             seconds.append(time.perf_counter() - start)
-        disk.sync(own)
+        disk.sync(folder)
     except OSError as error:
         return 0.0, error.strerror or str(error)
-    return sorted(seconds)[len(seconds) // 2], ""
+    return statistics.median(seconds), ""
 
 
-def _lock(own: Path, disk: Disk) -> str:
+def _lock_fault(folder: Path, disk: Disk) -> str:
     """Return what is wrong with locks, "" if a second one is refused."""
-    with (own / "lock").open("wb") as first, (own / "lock").open("wb") as second:
+    path = folder / "lock"
+    with path.open("wb") as first, path.open("wb") as second:
         try:
             disk.lock(first.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return error.strerror or str(error)
         try:
+            # flock belongs to an opened file, so a second opening stands for another process.
             disk.lock(second.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return ""
@@ -183,48 +210,60 @@ def _lock(own: Path, disk: Disk) -> str:
     return "two processes can have the same one"
 
 
-def _file_time(own: Path) -> float:
-    """Return the seconds from this host's clock to the time that the filesystem gives a new
-    file."""
+def _file_time(folder: Path) -> float:
+    """Return the seconds from this host's clock to the time that a new file is given."""
+    file = folder / "now"
     before = time.time()
-    (own / "now").write_bytes(b"a")
-    made = (own / "now").stat().st_mtime
+    file.write_bytes(b"a")
+    modified = file.stat().st_mtime
     after = time.time()
-    return min(0.0, made - before) + max(0.0, made - after)
+    # 0 anywhere between both looks at the clock
+    return min(0.0, modified - before) + max(0.0, modified - after)
 
 
 def filesystem_of(folder: Path) -> str:
-    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs; "" where the system does not
-    list mounts."""
+    """Return the type of the filesystem, such as ext4, nfs4 or tmpfs.
+
+    "" where the system does not list mounts.
+    """
     try:
-        mounts = [
-            line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
-        ]
+        lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    here = str(folder.resolve())
-    above = [m for m in mounts if m[1] == "/" or here == m[1] or here.startswith(m[1] + "/")]
-    return max(above, key=lambda mount: len(mount[1]))[2] if above else ""
+    # Of the mounts above the folder the deepest holds it.
+    path = str(folder.resolve())
+    deepest = ""
+    kind = ""
+    for line in lines:
+        _, mount_point, mount_kind, *_ = line.split()
+        above = mount_point == "/" or path == mount_point or path.startswith(mount_point + "/")
+        if above and len(mount_point) > len(deepest):
+            deepest = mount_point
+            kind = mount_kind
+    return kind
 
 
-def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about the folder, by host."""
-    hosts = [one for one in answers if one]
-    for one in hosts:
-        for said, remedy in one["problems"]:
-            yield wrong("disk", f"{one['folder']} on {one['host']}: {said}", remedy)
-    if not any(one["problems"] for one in hosts):
-        one = max(hosts, key=lambda host: host["fsync_s"])
-        lost = "; it is in memory, and a power cut empties it" if one["kind"] in MEMORY else ""
-        said = (
-            f"{one['folder']} ({one['kind'] or 'type not known'}{lost}): rename, fsync and locks "
-            "hold, "
-        )
-        said += (
-            f"fsync {duration(one['fsync_s'])}, {size(min(host['free'] for host in hosts))} free"
-        )
-        yield ok(
-            "disk",
-            said,
-            **{key: one[key] for key in ("folder", "kind", "fsync_s", "free", "clock_s")},
-        )
+    hosts = [answer for answer in answers if answer]
+    for host in hosts:
+        for message, remedy in host["problems"]:
+            location = f"{host['folder']} on {host['host']}"
+            yield wrong("disk", f"{location}: {message}", remedy)
+    if not any(host["problems"] for host in hosts):
+        yield _summarize(hosts)
+
+
+def _summarize(hosts: Sequence[Answer]) -> Finding:
+    """Return the finding of a filesystem without problems, with the figures of the slowest host."""
+    slowest = max(hosts, key=lambda host: host["fsync_s"])
+    kind = slowest["kind"] or "type not known"
+    if slowest["kind"] in MEMORY_FILESYSTEMS:
+        kind += "; it is in memory, and a power cut empties it"
+    least_free = min(host["free"] for host in hosts)
+    message = (
+        f"{slowest['folder']} ({kind}): rename, fsync and locks hold, fsync "
+        f"{duration(slowest['fsync_s'])}, {size(least_free)} free"
+    )
+    numbers = {key: slowest[key] for key in ("folder", "kind", "fsync_s", "free", "clock_s")}
+    return ok("disk", message, **numbers)

@@ -6,7 +6,7 @@ that is not here is no fault where the code does without; it is one if the run a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,116 +15,143 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.fp8.matmul import chosen
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Place
+from tools.doctor.place import Answer, Place
 
+# what torch raises where a kernel is not built in or does not support the device
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 TOLERANCE = 0.02  # relative, of bf16 products
 HERE = "here"
 ABSENT = "absent"
 FAULTY = "faulty"
-Tried = tuple[str, str]  # HERE, ABSENT or FAULTY, and why
 
 
-def probe(place: Place) -> dict[str, Any]:
+class Trial(NamedTuple):
+    """The outcome of calling a kernel. state: HERE, ABSENT or FAULTY. reason: "" for HERE.
+
+    A tuple, and so a list of two strings in the JSON that ranks exchange.
+    """
+
+    state: str
+    reason: str
+
+
+def probe(context: Place) -> Answer:
     """Try all kernels on the first rank of each host; the others return nothing."""
-    if place.local:
+    if context.local:
         return {}
-    device = torch.device(place.device)
-    tried = {name: kernel(device) for name, kernel in KERNELS.items()}
-    return {"host": place.host, "device": place.device, "tried": tried}
+    device = torch.device(context.device)
+    trials = {name: try_kernel(device) for name, try_kernel in KERNELS.items()}
+    return {"host": context.host, "device": context.device, "tried": trials}
 
 
-def _flash(device: torch.device) -> Tried:
+def _try_flash_attention(device: torch.device) -> Trial:
     """Return if torch's flash attention computes what the plain formula does."""
-    q, k, v = (_numbers((2, 4, 128, 64), seed, device) for seed in range(3))
+    shape = (2, 4, 128, 64)  # batch, heads, tokens, head size
+    q = _random_bf16(shape, 0, device)
+    k = _random_bf16(shape, 1, device)
+    v = _random_bf16(shape, 2, device)
 
     def flash() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    scores = q.double() @ k.double().transpose(-1, -2) / 8.0
-    mask = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
-    return _compared(flash, scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.double())
+    products = q.double() @ k.double().transpose(-1, -2)
+    scores = products / 8.0  # the root of the head size
+    causal = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
+    probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    expected = probabilities @ v.double()
+    return _compare(flash, expected)
 
 
-def _grouped(device: torch.device) -> Tried:
+def _try_grouped_products(device: torch.device) -> Trial:
     """Return if torch's grouped products, one for each expert, are right."""
-    a = _numbers((64, 32), 0, device)
-    b = _numbers((2, 32, 48), 1, device)
-    ends = torch.tensor([16, 64], dtype=torch.int32, device=device)
-    right = torch.cat([a[:16].double() @ b[0].double(), a[16:].double() @ b[1].double()])
-    return _compared(lambda: torch._grouped_mm(a, b, offs=ends), right)
+    tokens = _random_bf16((64, 32), 0, device)
+    weights = _random_bf16((2, 32, 48), 1, device)
+    ends = torch.tensor([16, 64], dtype=torch.int32, device=device)  # of each expert's tokens
+    first = tokens[:16].double() @ weights[0].double()
+    second = tokens[16:].double() @ weights[1].double()
+    expected = torch.cat([first, second])
+    return _compare(lambda: torch._grouped_mm(tokens, weights, offs=ends), expected)
 
 
-def _fp8(device: torch.device) -> Tried:
+def _try_fp8_products(device: torch.device) -> Trial:
     """Return if products of FP8 codes with one scale each are here."""
-    return _chosen("current", device)
+    return _try_scaled_products("current", device)
 
 
-def _mx(device: torch.device) -> Tried:
+def _try_mx_products(device: torch.device) -> Trial:
     """Return if products of FP8 codes with MX scales are here."""
-    return _chosen("mx", device)
+    return _try_scaled_products("mx", device)
 
 
-def _chosen(kind: Any, device: torch.device) -> Tried:
-    kernel, why = chosen(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
+def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
+    kernel, reason = chosen(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     if kernel is not None:
-        return HERE, ""
-    return (FAULTY if "is wrong by" in why else ABSENT), why
+        return Trial(HERE, "")
+    if "is wrong by" in reason:
+        return Trial(FAULTY, reason)
+    return Trial(ABSENT, reason)
 
 
-def _numbers(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
-        device, torch.bfloat16
-    )
+def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+    # Drawn on the CPU: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
 
 
-def _compared(kernel: Callable[[], Tensor], right: Tensor) -> Tried:
+def _compare(kernel: Callable[[], Tensor], expected: Tensor) -> Trial:
+    """Call the kernel and return if its result is within the tolerance of `expected`, float64."""
     try:
-        made = kernel().double()
+        computed = kernel().double()
     except REFUSALS as error:
-        return ABSENT, str(error).splitlines()[0]
-    off = float((made - right).norm() / right.norm())
-    return (HERE, "") if off < TOLERANCE else (FAULTY, f"wrong by {off:.1%}")
+        return Trial(ABSENT, str(error).splitlines()[0])
+    error_norm = (computed - expected).norm()
+    relative_error = float(error_norm / expected.norm())
+    if relative_error < TOLERANCE:
+        return Trial(HERE, "")
+    return Trial(FAULTY, f"wrong by {relative_error:.1%}")
 
 
-KERNELS: dict[str, Callable[[torch.device], Tried]] = {
-    "flash attention": _flash,
-    "grouped products": _grouped,
-    "FP8 products": _fp8,
-    "MX products": _mx,
+KERNELS: dict[str, Callable[[torch.device], Trial]] = {
+    "flash attention": _try_flash_attention,
+    "grouped products": _try_grouped_products,
+    "FP8 products": _try_fp8_products,
+    "MX products": _try_mx_products,
 }
 
 
-def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the finding about each kernel."""
-    hosts = [one for one in answers if one]
+    hosts = [answer for answer in answers if answer]
     for name in KERNELS:
-        yield from _kernel(name, hosts)
+        yield from _judge_kernel(name, hosts)
 
 
-def _kernel(name: str, hosts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    states = {one["host"]: tuple(one["tried"][name]) for one in hosts}
-    faulty = [host for host, (state, _) in states.items() if state == FAULTY]
-    absent = [host for host, (state, _) in states.items() if state == ABSENT]
-    for host in faulty:
-        yield wrong(
-            "kernels",
-            f"{name} on {host}: {states[host][1]}",
-            "update torch and the driver; report it to torch",
-        )
+def _judge_kernel(name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
+    faulty = dict[str, str]()  # the reason by host
+    absent = dict[str, str]()
+    for answer in hosts:
+        trial = Trial(*answer["tried"][name])
+        if trial.state == FAULTY:
+            faulty[answer["host"]] = trial.reason
+        elif trial.state == ABSENT:
+            absent[answer["host"]] = trial.reason
+    for host, reason in faulty.items():
+        message = f"{name} on {host}: {reason}"
+        yield wrong("kernels", message, "update torch and the driver; report it to torch")
     if faulty:
         return
-    if absent and len(absent) < len(states):
-        said = (
+
+    if absent and len(absent) < len(hosts):
+        message = (
             f"{name} are not on {', '.join(absent)}, but on the others: ranks would compute "
             "differently"
         )
-        yield wrong("kernels", said, "install the same torch and driver, and use GPUs of one kind")
+        remedy = "install the same torch and driver, and use GPUs of one kind"
+        yield wrong("kernels", message, remedy)
     elif absent:
-        yield not_tried("kernels", f"{name}: not on this device: {states[absent[0]][1]}")
+        reason = next(iter(absent.values()))  # all hosts lack it, for the same one
+        yield not_tried("kernels", f"{name}: not on this device: {reason}")
     else:
-        yield ok(
-            "kernels",
-            f"{name}: here, and right on this {'GPU' if hosts[0]['device'] == 'cuda' else 'CPU'}",
-        )
+        device = "GPU" if hosts[0]["device"] == "cuda" else "CPU"
+        yield ok("kernels", f"{name}: here, and right on this {device}")

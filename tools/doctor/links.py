@@ -24,25 +24,30 @@ from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place
 
-NUMBERED = 32  # messages whose order is checked
+NUMBERED_MESSAGES = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back
 TRIES = 4  # measurements of the bandwidth of a link that seems broken
 # floats of a message for bandwidth: 1 MiB first, then 16 MiB if that takes no second
-SMALL = 2**18
-LARGE = 2**22
-LEAST = {"cpu": 20e6, "cuda": 1e9}  # bytes a second of a link that is not broken
-SLOWEST = {"cpu": 0.05, "cuda": 0.005}  # seconds of a small message on a link that is not broken
-FACTOR = 6.0  # by which a link may be slower than the median of the others of its kind
+MEDIUM_MESSAGE = 2**18
+LARGE_MESSAGE = 2**22
+FLOAT_BYTES = 4
+LEAST_BANDWIDTH = {"cpu": 20e6, "cuda": 1e9}  # bytes a second of a link that is not broken
+# seconds of a small message on a link that is not broken
+LONGEST_LATENCY = {"cpu": 0.05, "cuda": 0.005}
+SLOWDOWN = 6.0  # by which a link may be slower than the median of the others of its kind
 REMEDY = (
     "look at the cable, the network card and the switch port of both hosts (ethtool, ibstat, dmesg)"
 )
-LOCAL = "look at what else runs there (top), and at CPU limits of the container"
+Record = dict[str, Any]  # the figures of one link or of one axis: JSON values by name
+LOCAL_REMEDY = "look at what else runs there (top), and at CPU limits of the container"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two neighbours on an axis, seen from one of them. peer: the other's rank in the group. first:
-    it sends first."""
+    """Two neighbours on an axis, seen from one of them.
+
+    peer: the other's rank in the group. first: it sends first.
+    """
 
     axis: Axis
     peer: int
@@ -56,64 +61,75 @@ class Pair:
     def receive(self, tensor: Tensor) -> None:
         """Receive from the other rank into `tensor`."""
         dist.recv(tensor, group=self.axis.group, group_src=self.peer)
+        # NCCL's receive returns before the message is there.
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def there_and_back(self, tensor: Tensor) -> float:
         """Send `tensor` to the other rank and back; return the seconds for one way."""
         start = time.perf_counter()
-        for mine in (self.first, not self.first):
-            self.send(tensor) if mine else self.receive(tensor)
+        for sends in (self.first, not self.first):
+            if sends:
+                self.send(tensor)
+            else:
+                self.receive(tensor)
         return (time.perf_counter() - start) / 2
 
 
 def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
-    """Return the axes of more than one rank. On CUDA with groups of NCCL. Collective over the
-    world."""
-    axes = [axis for axis in (Axis.of(mesh, name) for name in AXES) if axis.size > 1]
+    """Return the axes of more than one rank.
+
+    On CUDA with groups of NCCL. Collective over the world.
+    """
+    axes = [Axis.of(mesh, name) for name in AXES]
+    shared_axes = [axis for axis in axes if axis.size > 1]
     if device == "cuda":
-        return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in axes]
-    return axes
+        return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in shared_axes]
+    return shared_axes
 
 
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """Return this rank's NCCL group of the axis. Collective over the world."""
     dim = (mesh.mesh_dim_names or ()).index(name)
-    return split(mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)), "nccl")
+    ranks = mesh.mesh.movedim(dim, -1)
+    ranks_by_group = ranks.reshape(-1, mesh.size(dim))
+    return split(ranks_by_group, "nccl")
 
 
-def measure(place: Place) -> list[dict[str, Any]]:
-    """Return the record of each link of this rank that begins here, and of the collectives of each
-    axis."""
-    found = []
-    for axis in axes_of(make_mesh(*place.layout), place.device):
+def measure(context: Place) -> list[Record]:
+    """Return the records of this rank's links, and of the collectives of each axis.
+
+    A link is recorded by the one of its two ranks at which it begins. Collective over the world.
+    """
+    records = list[Record]()
+    for axis in axes_of(make_mesh(*context.layout), context.device):
         for turn in (0, 1):
-            found += _pair(place, axis, turn)
-        found.append(_collectives(place, axis))
-    return found
+            records += _measure_pair(context, axis, turn)
+        records.append(_measure_collectives(context, axis))
+    return records
 
 
-def _pair(place: Place, axis: Axis, turn: int) -> Iterator[dict[str, Any]]:
-    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of ranks 1 and 2, 3 and 4,
-    ..."""
+def _measure_pair(context: Place, axis: Axis, turn: int) -> Iterator[Record]:
+    """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
     first = axis.rank % 2 == turn
     peer = axis.rank + (1 if first else -1)
-    if not 0 <= peer < axis.size:
+    if not 0 <= peer < axis.size:  # the end of the axis has no neighbour in this turn
         return
-    other = dist.get_global_rank(axis.group, peer) if axis.group else peer
-    pair = Pair(axis, peer, first, place.device)
-    found = _guarded(lambda: {"order": order(pair), **speeds(pair)})
+    global_peer = dist.get_global_rank(axis.group, peer) if axis.group else peer
+    pair = Pair(axis, peer, first, context.device)
+    measured = _run_guarded(lambda: {"order": order(pair), **speeds(pair)})
     if first:
-        hosts = [place.host, place.host_of(other)]
         yield {
             "axis": axis.name,
-            "device": place.device,
-            "ranks": [place.rank, other],
-            "hosts": hosts,
-            **found,
+            "device": context.device,
+            "ranks": [context.rank, global_peer],
+            "hosts": [context.host, context.host_of(global_peer)],
+            **measured,
         }
 
 
-def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _run_guarded(part: Callable[[], Record]) -> Record:
+    """Return what the part returns, or {"error": ...} if torch raises."""
     try:
         return part()
     except (RuntimeError, ValueError) as error:
@@ -121,168 +137,200 @@ def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def order(pair: Pair) -> str:
-    """Send numbered messages one way, then back; return what is wrong with their order, "" if
-    nothing."""
-    wrong_ones = ""
-    for mine in (pair.first, not pair.first):
-        for number in range(NUMBERED):
+    """Send numbered messages one way, then back; return what is wrong with their order.
+
+    "" if nothing is.
+    """
+    first_problem = ""
+    for sends in (pair.first, not pair.first):
+        for number in range(NUMBERED_MESSAGES):
             message = torch.full((2,), float(number), device=pair.device)
-            if mine:
+            if sends:
                 pair.send(message)
                 continue
             pair.receive(message.fill_(-1.0))
-            if message.tolist() != [number, number] and not wrong_ones:
-                wrong_ones = f"message {number} was number {message.tolist()[0]:g}"
-    return wrong_ones
+            received = message.tolist()
+            # Goes on after a problem: the other rank sends all messages.
+            if received != [number, number] and not first_problem:
+                first_problem = f"message {number} was number {received[0]:g}"
+    return first_problem
 
 
 def speeds(pair: Pair) -> dict[str, float]:
-    """Return the seconds of a small message and the bytes a second of a large one, both at their
-    best."""
-    small, medium = (torch.zeros(n, device=pair.device) for n in (2, SMALL))
-    pair.there_and_back(small)
+    """Return the best seconds of a small message and bytes a second of a large one."""
+    small = torch.zeros(2, device=pair.device)
+    medium = torch.zeros(MEDIUM_MESSAGE, device=pair.device)
+    pair.there_and_back(small)  # the first message also sets up the connection
     latency = min(pair.there_and_back(small) for _ in range(ROUNDS))
-    rate = agreed = 0.0
+
+    bandwidth = 0.0
+    agreed = 0.0
     for _ in range(TRIES):  # a busy host is no broken link
-        rate = max(rate, 4 * SMALL / min(pair.there_and_back(medium) for _ in range(2)))
-        if (agreed := _agreed(pair, rate)) >= LEAST[pair.device]:
+        seconds = min(pair.there_and_back(medium) for _ in range(2))
+        bandwidth = max(bandwidth, FLOAT_BYTES * MEDIUM_MESSAGE / seconds)
+        # Both ranks must leave the loop together.
+        agreed = _agree_on_bandwidth(pair, bandwidth)
+        if agreed >= LEAST_BANDWIDTH[pair.device]:
             break
-    if agreed * 1.0 > 4 * LARGE:
-        large = torch.zeros(LARGE, device=pair.device)
-        rate = 4 * LARGE / min(pair.there_and_back(large) for _ in range(3))
-    return {"latency_s": latency, "bytes_per_s": rate}
+
+    if agreed * 1.0 > FLOAT_BYTES * LARGE_MESSAGE:  # the large message takes less than 1.0 s
+        large = torch.zeros(LARGE_MESSAGE, device=pair.device)
+        seconds = min(pair.there_and_back(large) for _ in range(3))
+        bandwidth = FLOAT_BYTES * LARGE_MESSAGE / seconds
+    return {"latency_s": latency, "bytes_per_s": bandwidth}
 
 
-def _agreed(pair: Pair, rate: float) -> float:
-    """Return the rate that the first of both ranks has measured, on both."""
-    said = torch.tensor([rate], device=pair.device)
-    pair.send(said) if pair.first else pair.receive(said)
-    return float(said)
+def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
+    """Return the bandwidth that the first of both ranks has measured, on both."""
+    message = torch.tensor([bandwidth], device=pair.device)
+    if pair.first:
+        pair.send(message)
+    else:
+        pair.receive(message)
+    return float(message)
 
 
-def _collectives(place: Place, axis: Axis) -> dict[str, Any]:
+def _measure_collectives(context: Place, axis: Axis) -> Record:
     """Sum and gather on all ranks of the axis, both in flight at once, and time a large sum."""
 
-    def both() -> dict[str, Any]:
-        ones = torch.full((1000,), float(axis.rank + 1), device=place.device)
-        own = torch.full((3,), axis.rank, device=place.device, dtype=torch.int64)
-        sum_ = axis.start_sum_(ones)
-        gathered = axis.start_gather(own)
-        whole = gathered()
-        sum_()
-        right = bool((ones == axis.size * (axis.size + 1) / 2).all())
-        in_order = whole.tolist() == [rank for rank in range(axis.size) for _ in range(3)]
+    def sum_and_gather() -> Record:
+        summed = torch.full((1000,), float(axis.rank + 1), device=context.device)
+        local = torch.full((3,), axis.rank, device=context.device, dtype=torch.int64)
+        finish_sum = axis.start_sum_(summed)
+        finish_gather = axis.start_gather(local)
+        # Waits in the other order: no result may depend on which is awaited first.
+        gathered = finish_gather()
+        finish_sum()
+
+        expected_sum = axis.size * (axis.size + 1) / 2
+        expected_gathered = torch.arange(axis.size).repeat_interleave(3).tolist()
         return {
-            "right": right,
-            "in_order": in_order,
-            "sum_s": min(_summed(place, axis) for _ in range(2)),
+            "right": bool((summed == expected_sum).all()),
+            "in_order": gathered.tolist() == expected_gathered,
+            "sum_s": min(_time_sum(context, axis) for _ in range(2)),
         }
 
-    found = _guarded(both)
     return {
         "axis": axis.name,
         "size": axis.size,
         "collective": True,
-        "rank": place.rank,
-        "host": place.host,
-        **found,
+        "rank": context.rank,
+        "host": context.host,
+        **_run_guarded(sum_and_gather),
     }
 
 
-def _summed(place: Place, axis: Axis) -> float:
-    large = torch.zeros(SMALL, device=place.device)
+def _time_sum(context: Place, axis: Axis) -> float:
+    """Return the seconds of a sum of MEDIUM_MESSAGE floats over the axis."""
+    summed = torch.zeros(MEDIUM_MESSAGE, device=context.device)
     start = time.perf_counter()
-    axis.sum_(large)
-    if place.device == "cuda":
+    axis.sum_(summed)
+    if context.device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def judge(answers: Sequence[Sequence[dict[str, Any]]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
     """Yield the findings about each axis."""
-    records = [record for answer in answers for record in answer]
-    if not records:
+    records_by_axis: dict[str, list[Record]] = {}
+    for answer in answers:
+        for record in answer:
+            records_by_axis.setdefault(record["axis"], []).append(record)
+    if not records_by_axis:
         yield not_tried("links", "one rank only: it has no links")
-    for axis in dict.fromkeys(record["axis"] for record in records):
-        own = [record for record in records if record["axis"] == axis]
-        problems = [*_links(axis, [one for one in own if "collective" not in one])]
-        problems += _sums(axis, [one for one in own if "collective" in one])
-        yield from problems or [_well(axis, own)]
+
+    for axis, records in records_by_axis.items():
+        links = [record for record in records if "collective" not in record]
+        collectives = [record for record in records if "collective" in record]
+        problems = [*_judge_links(axis, links), *_judge_collectives(axis, collectives)]
+        yield from problems or [_summarize(axis, links, collectives)]
 
 
-def _links(axis: str, links: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    whole = [link for link in links if "error" not in link]
+def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
+    measured = [link for link in links if "error" not in link]
     for link in links:
-        between = _between(axis, link)
-        remedy = LOCAL if _local(link) else REMEDY
+        local = _is_local(link)
+        similar = [other for other in measured if _is_local(other) == local]
+        problem: str | None
         if "error" in link:
-            yield wrong(f"links {axis}", f"{between}: {link['error']}", remedy, **link)
+            problem = link["error"]
         elif link["order"]:
-            yield wrong(
-                f"links {axis}",
-                f"{between}: messages out of order: {link['order']}",
-                remedy,
-                **link,
-            )
-        elif why := slow(link, [one for one in whole if _local(one) == _local(link)]):
-            yield wrong(f"links {axis}", f"{between}: {why}", remedy, **link)
+            problem = f"messages out of order: {link['order']}"
+        else:
+            problem = slow(link, similar) or None
+        if problem is not None:
+            remedy = LOCAL_REMEDY if local else REMEDY
+            message = f"{_format_ends(link)}: {problem}"
+            yield wrong(f"links {axis}", message, remedy, **link)
 
 
-def slow(link: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
-    """Return why a link is too slow, by itself or beside at least two others of its kind; "" if it
-    is not."""
-    rate = link["bytes_per_s"]
+def slow(link: Record, similar: Sequence[Record]) -> str:
+    """Return why a link is too slow, by itself or beside at least two others of its kind.
+
+    "" if it is not. similar: the links of its kind, itself among them.
+    """
+    bandwidth = link["bytes_per_s"]
     latency = link["latency_s"]
-    if rate < LEAST[link["device"]]:
-        return f"{size(rate)}/s, and less than {size(LEAST[link['device']])}/s is a broken link"
-    if latency > SLOWEST[link["device"]]:
+    least_bandwidth = LEAST_BANDWIDTH[link["device"]]
+    longest_latency = LONGEST_LATENCY[link["device"]]
+    if bandwidth < least_bandwidth:
+        return f"{size(bandwidth)}/s, and less than {size(least_bandwidth)}/s is a broken link"
+    if latency > longest_latency:
         return (
             f"a small message takes {duration(latency)}, and more than "
-            f"{duration(SLOWEST[link['device']])} is too long"
+            f"{duration(longest_latency)} is too long"
         )
-    if len(alike) > 2:
-        usual = statistics.median(one["bytes_per_s"] for one in alike)
-        if rate * FACTOR < usual:
-            return f"{size(rate)}/s, {usual / rate:.0f} times slower than other links of this axis"
+    if len(similar) > 2:
+        usual = statistics.median(other["bytes_per_s"] for other in similar)
+        if bandwidth * SLOWDOWN < usual:
+            slowdown = f"{usual / bandwidth:.0f} times slower"
+            return f"{size(bandwidth)}/s, {slowdown} than other links of this axis"
     return ""
 
 
-def _local(link: dict[str, Any]) -> bool:
+def _is_local(link: Record) -> bool:
+    """Return True for a link within a host: those are of another kind than links between hosts."""
     return link["hosts"][0] == link["hosts"][1]
 
 
-def _between(axis: str, link: dict[str, Any]) -> str:
-    one, other = (
-        f"rank {rank} on {host}" for rank, host in zip(link["ranks"], link["hosts"], strict=True)
-    )
-    return f"{one} and {other}"
+def _format_ends(link: Record) -> str:
+    first_rank, second_rank = link["ranks"]
+    first_host, second_host = link["hosts"]
+    return f"rank {first_rank} on {first_host} and rank {second_rank} on {second_host}"
 
 
-def _sums(axis: str, sums: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    for one in sums:
-        who = f"rank {one['rank']} on {one['host']}"
-        if "error" in one:
-            yield wrong(f"links {axis}", f"{who}: sums of the axis fail: {one['error']}", REMEDY)
-        elif not one["right"] or not one["in_order"]:
-            if not one["right"]:
-                what = "a sum is wrong"
-            else:
-                what = "gathered parts are not in the order of ranks"
-            yield wrong(
-                f"links {axis}",
-                f"{who}: {what}",
-                "look at versions of NCCL and drivers on all hosts",
-            )
+def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Finding]:
+    check = f"links {axis}"
+    for record in collectives:
+        rank = f"rank {record['rank']} on {record['host']}"
+        if "error" in record:
+            yield wrong(check, f"{rank}: sums of the axis fail: {record['error']}", REMEDY)
+            continue
+
+        if not record["right"]:
+            problem = "a sum is wrong"
+        elif not record["in_order"]:
+            problem = "gathered parts are not in the order of ranks"
+        else:
+            continue
+        remedy = "look at versions of NCCL and drivers on all hosts"
+        yield wrong(check, f"{rank}: {problem}", remedy)
 
 
-def _well(axis: str, records: Sequence[dict[str, Any]]) -> Finding:
-    links = [one for one in records if "collective" not in one]
-    latency = max(one["latency_s"] for one in links)
-    rate = min(one["bytes_per_s"] for one in links)
-    seconds = max(one["sum_s"] for one in records if "collective" in one)
+def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]) -> Finding:
+    """Return the finding of an axis without problems, with its worst figures."""
+    latency = max(link["latency_s"] for link in links)
+    bandwidth = min(link["bytes_per_s"] for link in links)
+    seconds = max(record["sum_s"] for record in collectives)
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
-    said = f"{backend}, {counted(len(links), 'link')}: {duration(latency)} and {size(rate)}/s at "
-    said += f"worst, messages in order; a sum of {size(4 * SMALL)} takes {duration(seconds)}"
+    worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
+    sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"
+    message = f"{backend}, {counted(len(links), 'link')}: {worst}, messages in order; {sum_time}"
     return ok(
-        f"links {axis}", said, latency_s=latency, bytes_per_s=rate, sum_s=seconds, links=list(links)
+        f"links {axis}",
+        message,
+        latency_s=latency,
+        bytes_per_s=bandwidth,
+        sum_s=seconds,
+        links=list(links),
     )

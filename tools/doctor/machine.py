@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch.cuda import nccl
@@ -21,206 +20,222 @@ from megaprec.resources import cores
 from megaprec.tested_versions import untested
 from tools.console.units import counted
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Place, named
+from tools.doctor.place import Answer, Place, format_ranks
 from tools.training.launch import share_of_cores
 
-# the same on all ranks
-ALIKE = (
-    "megaprec",
-    "torch",
-    "python",
-    "cuda",
-    "nccl",
-    "driver",
-    "byteorder",
-)
-BUSY = 0.05  # of a GPU's memory, used by others
+# facts that must be the same on all ranks
+SAME_ON_ALL = ("megaprec", "torch", "python", "cuda", "nccl", "driver", "byteorder")
+SUMMARIZED = ("megaprec", "torch", "python", "cuda", "nccl")  # versions that the line names
+BUSY_SHARE = 0.05  # of a GPU's memory, used by others
 
 
-def facts(place: Place) -> dict[str, Any]:
+def facts(context: Place) -> Answer:
     """Return the versions, the device and the CPU threads of this rank."""
-    found = {
-        "megaprec": _version("megaprec"),
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machine: Answer = {
+        "megaprec": _installed_version("megaprec"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "byteorder": sys.byteorder,
         "cores": cores(),
-        "threads": share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "threads": share_of_cores(local_ranks),
+        "local_ranks": local_ranks,
         "load": round(os.getloadavg()[0], 2),
         "cuda": torch.version.cuda or "",
         "gpu_tool": shutil.which("nvidia-smi") or "",
-        "device": place.device,
-        "rank": place.rank,
-        "host": place.host,
+        "device": context.device,
+        "rank": context.rank,
+        "host": context.host,
         "untested": [*untested()],
     }
-    return found | (_gpu(place.local) if place.device == "cuda" else {})
+    if context.device == "cuda":
+        machine |= _gpu_facts(context.local)
+    return machine
 
 
-def _gpu(local: int) -> dict[str, Any]:
+def _gpu_facts(local_rank: int) -> Answer:
     """Return the GPU of this rank, its memory in bytes, and the versions of NCCL and the driver."""
-    number = local if torch.cuda.device_count() > 1 else 0
+    # A launcher may show each rank its own GPU only, which is then number 0.
+    number = local_rank if torch.cuda.device_count() > 1 else 0
     free, total = torch.cuda.mem_get_info(number)
     properties = torch.cuda.get_device_properties(number)
-    own = torch.cuda.memory_reserved(number)
+    reserved = torch.cuda.memory_reserved(number)
     return {
         "gpu": properties.name,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(number))),
         "memory": total,
-        "used_by_others": max(0, total - free - own),
+        "used_by_others": max(0, total - free - reserved),
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
         "uuid": str(getattr(properties, "uuid", "")),
     }
 
 
-def _version(name: str) -> str:
+def _installed_version(package: str) -> str:
     try:
-        return version(name)
+        return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about versions and devices."""
-    yield from _versions(answers)
-    yield from _untested(answers)
-    yield from _devices(answers)
-    yield from _threads(answers)
+    yield from _judge_versions(answers)
+    yield from _judge_untested(answers)
+    yield from _judge_devices(answers)
+    yield from _judge_threads(answers)
 
 
-def _versions(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    differ = False
-    for name in ALIKE:
-        counts = Counter(one.get(name, "") for one in answers)
-        usual = counts.most_common(1)[0][0]
-        for other in counts:
-            if other != usual:
-                differ = True
-                there = {one["rank"]: one["host"] for one in answers if one.get(name, "") == other}
-                said = (
-                    f"{name} {other or 'is not there'} on {named(there)}, "
-                    f"{usual or 'is not there'} on the others"
-                )
-                yield wrong("versions", said, f"install the same {name} on all hosts", differs=name)
-    if not differ:
-        one = answers[0]
-        hosts = len({a["host"] for a in answers})
-        where = f", the same on {len(answers)} ranks of {hosts} hosts" if hosts > 1 else ""
-        shown = ("megaprec", "torch", "python", "cuda", "nccl")
-        said = (
-            ", ".join(f"{n} {one[n]}" for n in shown if one.get(n)) + f" on {one['system']}{where}"
+def _hosts_by_rank(answers: Sequence[Answer]) -> dict[int, str]:
+    return {answer["rank"]: answer["host"] for answer in answers}
+
+
+def _judge_versions(answers: Sequence[Answer]) -> Iterator[Finding]:
+    problems = list[Finding]()
+    for name in SAME_ON_ALL:
+        problems.extend(_different_versions(name, answers))
+    yield from problems or [_summarize_versions(answers)]
+
+
+def _different_versions(name: str, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a line about each version of `name` that is not the most frequent one."""
+    counts = Counter(answer.get(name, "") for answer in answers)
+    # Of equally frequent ones the first, that of rank 0's host.
+    usual = counts.most_common(1)[0][0]
+    for unusual in counts:
+        if unusual == usual:
+            continue
+        affected = [answer for answer in answers if answer.get(name, "") == unusual]
+        ranks = format_ranks(_hosts_by_rank(affected))
+        message = (
+            f"{name} {unusual or 'is not there'} on {ranks}, {usual or 'is not there'} on the "
+            "others"
         )
-        yield ok("versions", said, **{n: one.get(n, "") for n in (*ALIKE, "system")})
+        yield wrong("versions", message, f"install the same {name} on all hosts", differs=name)
 
 
-def _untested(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield a line about each package of a version that megaprec is not tested with. It may
-    work."""
-    for said in sorted({said for one in answers for said in one.get("untested", ())}):
-        there = {one["rank"]: one["host"] for one in answers if said in one.get("untested", ())}
-        yield not_tried(
-            "versions", said if len(there) == len(answers) else f"{said} ({named(there)})"
-        )
+def _summarize_versions(answers: Sequence[Answer]) -> Finding:
+    first = answers[0]
+    hosts = len({answer["host"] for answer in answers})
+    extent = f", the same on {len(answers)} ranks of {hosts} hosts" if hosts > 1 else ""
+    installed = [name for name in SUMMARIZED if first.get(name)]
+    versions = ", ".join(f"{name} {first[name]}" for name in installed)
+    numbers = {name: first.get(name, "") for name in (*SAME_ON_ALL, "system")}
+    return ok("versions", f"{versions} on {first['system']}{extent}", **numbers)
 
 
-def _devices(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a line about each package of a version that megaprec is not tested with.
+
+    It may work.
+    """
+    answers_by_message: dict[str, list[Answer]] = {}
+    for answer in answers:
+        for message in answer.get("untested", ()):
+            answers_by_message.setdefault(message, []).append(answer)
+
+    for message, affected in sorted(answers_by_message.items()):
+        if len(affected) < len(answers):
+            message += f" ({format_ranks(_hosts_by_rank(affected))})"
+        yield not_tried("versions", message)
+
+
+def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
         *_unused_gpus(answers),
         *_shared_gpus(answers),
         *_busy_gpus(answers),
         *_different_gpus(answers),
     ]
-    yield from problems
-    if not problems:
-        kinds = Counter(
-            one.get("gpu") or f"CPU of {counted(one['cores'], 'core')}" for one in answers
-        )
-        said = ", ".join(f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items())
-        yield ok(
-            "devices",
-            said,
-            ranks=[{k: a.get(k) for k in ("rank", "host", "gpu", "memory")} for a in answers],
-        )
+    yield from problems or [_summarize_devices(answers)]
 
 
-def _unused_gpus(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _summarize_devices(answers: Sequence[Answer]) -> Finding:
+    kinds = Counter(
+        answer.get("gpu") or f"CPU of {counted(answer['cores'], 'core')}" for answer in answers
+    )
+    ranks_by_kind = [f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items()]
+    message = ", ".join(ranks_by_kind)
+    return ok("devices", message, ranks=[_device_facts(answer) for answer in answers])
+
+
+def _device_facts(answer: Answer) -> Answer:
+    return {name: answer.get(name) for name in ("rank", "host", "gpu", "memory")}
+
+
+def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line if a driver is there, but torch sees no GPU."""
-    blind = {
-        one["rank"]: one["host"] for one in answers if one["gpu_tool"] and one["device"] == "cpu"
-    }
-    if blind:
-        if not answers[min(blind)]["cuda"]:
-            built = "is built without CUDA"
-        else:
-            built = "sees no GPU, or fewer than ranks"
-        remedy = (
-            "install a build of torch with CUDA, or look at CUDA_VISIBLE_DEVICES and the driver"
-        )
-        yield wrong("devices", f"nvidia-smi is there, but torch {built}: {named(blind)}", remedy)
+    affected = [answer for answer in answers if answer["gpu_tool"] and answer["device"] == "cpu"]
+    if not affected:
+        return
+    blind = _hosts_by_rank(affected)  # they have a driver, and train on the CPU
+    if answers[min(blind)]["cuda"]:
+        reason = "sees no GPU, or fewer than ranks"
+    else:
+        reason = "is built without CUDA"
+    message = f"nvidia-smi is there, but torch {reason}: {format_ranks(blind)}"
+    remedy = "install a build of torch with CUDA, or look at CUDA_VISIBLE_DEVICES and the driver"
+    yield wrong("devices", message, remedy)
 
 
-def _shared_gpus(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    by_gpu: dict[str, dict[int, str]] = {}
-    for one in answers:
-        if one.get("uuid"):
-            by_gpu.setdefault(one["uuid"], {})[one["rank"]] = one["host"]
-    for uuid, ranks in by_gpu.items():
+def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    ranks_by_gpu: dict[str, dict[int, str]] = {}
+    for answer in answers:
+        if answer.get("uuid"):
+            ranks_by_gpu.setdefault(answer["uuid"], {})[answer["rank"]] = answer["host"]
+    for uuid, ranks in ranks_by_gpu.items():
         if len(ranks) > 1:
-            yield wrong(
-                "devices",
-                f"{named(ranks)} share GPU {uuid}",
-                "give each local rank a GPU of its own",
-            )
+            message = f"{format_ranks(ranks)} share GPU {uuid}"
+            yield wrong("devices", message, "give each local rank a GPU of its own")
 
 
-def _busy_gpus(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    for one in answers:
-        if one.get("used_by_others", 0) > BUSY * one.get("memory", 1):
-            used = one["used_by_others"] / 2**30
-            said = (
-                f"other processes use {used:.1f} GiB of the GPU of "
-                f"{named({one['rank']: one['host']})}"
-            )
-            yield wrong("devices", said, "end them: nvidia-smi lists them")
+def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
+        # A display or a monitor may take a little: only a noticeable share is named.
+        used = answer.get("used_by_others", 0)
+        if used > BUSY_SHARE * answer.get("memory", 1):
+            rank = format_ranks(_hosts_by_rank([answer]))
+            message = f"other processes use {used / 2**30:.1f} GiB of the GPU of {rank}"
+            yield wrong("devices", message, "end them: nvidia-smi lists them")
 
 
-def _different_gpus(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    kinds = Counter(one.get("gpu", "a CPU") for one in answers)
+def _different_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    kinds = Counter(answer.get("gpu", "a CPU") for answer in answers)
     usual = kinds.most_common(1)[0][0]
     for kind in kinds:
-        if kind != usual:
-            there = {one["rank"]: one["host"] for one in answers if one.get("gpu", "a CPU") == kind}
-            yield wrong(
-                "devices", f"{named(there)} has {kind}, the others {usual}", "use hosts of one kind"
-            )
+        if kind == usual:
+            continue
+        affected = [answer for answer in answers if answer.get("gpu", "a CPU") == kind]
+        ranks = format_ranks(_hosts_by_rank(affected))
+        message = f"{ranks} has {kind}, the others {usual}"
+        yield wrong("devices", message, "use hosts of one kind")
 
 
-def _threads(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about CPU threads: more than cores slow every rank of a host."""
-    many = [
-        one
-        for one in answers
-        if one["threads"] * one["local_ranks"] > one["cores"] and one["threads"] > 1
-    ]
-    for one in {one["host"]: one for one in many}.values():
-        said = f"{_shared(one)} of {one['host']}"
-        yield wrong(
-            "threads", said, f"set OMP_NUM_THREADS={max(1, one['cores'] // one['local_ranks'])}"
-        )
-    if not many:
-        one = answers[0]
-        said = f"{_shared(one)}, load {one['load']}"
-        yield ok(
-            "threads",
-            said,
-            **{name: one[name] for name in ("cores", "threads", "local_ranks", "load")},
-        )
+    # One thread a rank is the least: then there is nothing to mend.
+    crowded = {
+        answer["host"]: answer
+        for answer in answers
+        if answer["threads"] > 1 and _all_threads(answer) > answer["cores"]
+    }
+    for host, answer in crowded.items():
+        threads = max(1, answer["cores"] // answer["local_ranks"])
+        message = f"{_format_threads(answer)} of {host}"
+        yield wrong("threads", message, f"set OMP_NUM_THREADS={threads}")
+    if not crowded:
+        first = answers[0]
+        message = f"{_format_threads(first)}, load {first['load']}"
+        numbers = {name: first[name] for name in ("cores", "threads", "local_ranks", "load")}
+        yield ok("threads", message, **numbers)
 
 
-def _shared(one: dict[str, Any]) -> str:
+def _all_threads(answer: Answer) -> int:
+    return answer["threads"] * answer["local_ranks"]
+
+
+def _format_threads(answer: Answer) -> str:
     """Return the threads of a host's ranks and the cores that they share."""
-    ranks = counted(one["local_ranks"], "local rank")
-    threads = counted(one["threads"], "thread")
-    return f"{ranks} x {threads} on {counted(one['cores'], 'core')}"
+    ranks = counted(answer["local_ranks"], "local rank")
+    threads = counted(answer["threads"], "thread")
+    return f"{ranks} x {threads} on {counted(answer['cores'], 'core')}"

@@ -10,24 +10,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.doctor.finding import Finding, not_tried, wrong
-from tools.doctor.place import Place, named
+from tools.doctor.place import Answer, Place, format_ranks
 
-GRACE = 5.0  # seconds that an answer may be later than its rank's own limit
-PATIENCE = 60.0  # seconds that a rank waits for rank 0 to begin the next check
-LOST = "look at that host: the process was killed or stopped, or its network is down"
+GRACE_SECONDS = 5.0  # that an answer may be later than its rank's own limit
+BEGIN_SECONDS = 60.0  # that a rank waits for rank 0 to begin the next check
+LOST_REMEDY = "look at that host: the process was killed or stopped, or its network is down"
 Judge = Callable[[Sequence[Any]], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A question. part: what each rank does and answers, a JSON value. judge: findings from the
-    answers of all ranks.
+    """A question.
 
-    together: ranks wait for each other in it. seconds: time limit of the part. needed: it counts if
-        it is not tried.
+    part: what each rank does and answers, a JSON value. judge: findings from the answers of all
+    ranks. together: ranks wait for each other in it. seconds: time limit of the part. needed: it
+    counts if it is not tried.
     """
 
     name: str
@@ -38,88 +38,121 @@ class Check:
     needed: bool = True
 
 
-def conduct(checks: Sequence[Check], place: Place) -> tuple[list[Finding], bool]:
-    """Carry out the checks on this rank. Return the findings (on rank 0; none elsewhere) and if all
-    ranks answered."""
+class _Judgement(NamedTuple):
+    """Findings of a check. lost: why later checks must not wait for a rank, "" if they may."""
+
+    findings: list[Finding]
+    lost: str
+
+
+def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], bool]:
+    """Carry out the checks on this rank.
+
+    Return the findings (on rank 0; none elsewhere) and if all ranks answered.
+    """
     findings = list[Finding]()
     lost = ""
     for number, check in enumerate(checks):
-        lost = _begun(place, number, lost)
+        # Every rank must skip the same checks, or some would wait for each other in vain.
+        lost = _agree_to_begin(context, number, lost)
         if lost and check.together:
-            if place.rank == 0:
+            if context.rank == 0:
                 findings.append(not_tried(check.name, lost, check.needed))
             continue
-        place.tell(
-            f"{number}/{place.rank}",
-            {"host": place.host, **within(check.seconds, check.part, place)},
-        )
-        if place.rank == 0:
-            answers = _collected(place, number, check.seconds)
-            some, lost_now = _judged(check, place, answers)
-            findings = [*findings, *some]
-            lost = lost or lost_now
+
+        answer = within(check.seconds, check.part, context)
+        answer["host"] = context.host
+        context.tell(f"{number}/{context.rank}", answer)
+        if context.rank == 0:
+            answers = _collect_answers(context, number, check.seconds)
+            judgement = _judge(check, context, answers)
+            findings.extend(judgement.findings)
+            lost = lost or judgement.lost
     return findings, not lost
 
 
-def _begun(place: Place, number: int, lost: str) -> str:
-    """Agree with rank 0 on beginning a check; return why ranks must not wait for each other, "" if
-    they may."""
-    if place.rank == 0:
-        place.tell(f"{number}/begin", lost)
+def _agree_to_begin(context: Place, number: int, lost: str) -> str:
+    """Agree with rank 0 on beginning a check.
+
+    Return why ranks must not wait for each other, "" if they may. lost: rank 0's reason.
+    """
+    if context.rank == 0:
+        context.tell(f"{number}/begin", lost)
         return lost
-    return place.told(f"{number}/begin", PATIENCE)
+    return context.told(f"{number}/begin", BEGIN_SECONDS)
 
 
-def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not
-    done in time."""
-    answer: dict[str, Any] = {}
+def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
+    """Run the part for at most `seconds`; return its result as a record.
 
-    def answering() -> None:
+    {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not done in time.
+    """
+    answer: Answer = {}
+
+    def run_part() -> None:
         try:
             answer["value"] = part(*arguments)
         except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            description = f"{type(error).__name__}: {error}"
+            answer["error"] = description.splitlines()[0]
 
-    thread = Thread(target=answering, daemon=True)
+    # A daemon thread: one that hangs for good must not keep the process from ending.
+    thread = Thread(target=run_part, daemon=True)
     thread.start()
     thread.join(seconds)
     return answer or {"late": True}
 
 
-def _collected(place: Place, number: int, seconds: float) -> dict[int, dict[str, Any]]:
+def _collect_answers(context: Place, number: int, seconds: float) -> dict[int, Answer]:
     """Return the answers that come before the time limit, by rank."""
-    answers = dict[int, dict[str, Any]]()
-    deadline = time.monotonic() + seconds + GRACE
-    for rank in range(place.size):
+    answers = dict[int, Answer]()
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    for rank in range(context.size):
+        # Zero at the deadline: the answers of later ranks that are there are still taken.
+        remaining = max(0.0, deadline - time.monotonic())
         try:
-            answers[rank] = place.told(f"{number}/{rank}", max(0.0, deadline - time.monotonic()))
+            answers[rank] = context.told(f"{number}/{rank}", remaining)
         except TimeoutError:
             continue
     return answers
 
 
-def _judged(
-    check: Check, place: Place, answers: Mapping[int, dict[str, Any]]
-) -> tuple[list[Finding], str]:
-    """Return the findings of a check, and why later checks must not wait for a rank, "" if they
-    may."""
-    silent = {rank: _host(place, rank) for rank in range(place.size) if rank not in answers}
-    late = {rank: one["host"] for rank, one in answers.items() if "late" in one}
+def _judge(check: Check, context: Place, answers: Mapping[int, Answer]) -> _Judgement:
+    silent = dict[int, str]()
+    for rank in range(context.size):
+        if rank not in answers:
+            silent[rank] = _host_of_silent(context, rank)
+    late = _hosts_of_answers_with("late", answers)
     if silent or late:
-        said = f"{named(silent or late)} did not answer within {check.seconds:g} s"
-        return [wrong(check.name, said, LOST)], said
-    if number := [rank for rank, one in answers.items() if "error" in one]:
-        first = answers[number[0]]
-        said = f"{named({rank: answers[rank]['host'] for rank in number})}: {first['error']}"
-        return [wrong(check.name, said, "look at that host, and run this command there alone")], ""
-    if not place.store.check(["doctor/hosts"]):
-        place.tell("hosts", [answers[rank]["host"] for rank in range(place.size)])
-    return list(check.judge([answers[rank]["value"] for rank in range(place.size)])), ""
+        message = f"{format_ranks(silent or late)} did not answer within {check.seconds:g} s"
+        return _Judgement([wrong(check.name, message, LOST_REMEDY)], message)
+
+    failed = _hosts_of_answers_with("error", answers)
+    if failed:
+        first_error = answers[min(failed)]["error"]
+        message = f"{format_ranks(failed)}: {first_error}"
+        remedy = "look at that host, and run this command there alone"
+        return _Judgement([wrong(check.name, message, remedy)], "")
+
+    in_order = [answers[rank] for rank in range(context.size)]
+    # The first check that all ranks have answered tells every rank the hosts of the others.
+    if not context.store.check(["doctor/hosts"]):
+        context.tell("hosts", [answer["host"] for answer in in_order])
+    values = [answer["value"] for answer in in_order]
+    return _Judgement([*check.judge(values)], "")
 
 
-def _host(place: Place, rank: int) -> str:
-    """Return the host of a rank that is silent, if it has joined the world; see
-    `parallel.joining`."""
+def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int, str]:
+    """Return the host of each rank whose answer has the key."""
+    return {rank: answer["host"] for rank, answer in answers.items() if key in answer}
+
+
+def _host_of_silent(context: Place, rank: int) -> str:
+    """Return the host of a rank that is silent, "" if it has not joined the world.
+
+    `parallel.joining` puts the hosts into the store.
+    """
     key = f"host of rank {rank}"
-    return place.store.get(key).decode() if place.store.check([key]) else ""
+    if not context.store.check([key]):  # `get` would wait for it
+        return ""
+    return context.store.get(key).decode()

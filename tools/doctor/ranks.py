@@ -24,15 +24,16 @@ from tools.doctor.finding import Finding, ok
 from tools.doctor.place import Place
 from tools.doctor.questions import Check, conduct
 
-JOIN = 30.0  # seconds in which all ranks must join
-MESSAGE = 12.0  # seconds that a message between ranks may take
+JOIN_SECONDS = 30.0  # in which all ranks must join
+MESSAGE_SECONDS = 12.0  # that a message between ranks may take
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The request of the command line. layout: pipeline, data and tensor ranks; zeros: one tensor
-    rank for each local rank, and a replica for each host. device: auto, cpu or cuda. bytes_needed:
-    what the run writes to `folder`.
+    """The request of the command line.
+
+    layout: pipeline, data and tensor ranks; zeros: one tensor rank for each local rank, and a
+    replica for each host. device: auto, cpu or cuda. bytes_needed: what the run writes to `folder`.
     """
 
     layout: tuple[int, int, int] = (0, 0, 0)
@@ -41,71 +42,80 @@ class Asked:
     bytes_needed: int = 0
 
 
-def take_part(asked: Asked) -> tuple[Place, list[Finding], bool]:
-    """Join the world and carry out all checks. Return the place of this rank, and what `conduct`
-    returns.
+def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
+    """Join the world and carry out all checks.
+
+    Return the context of this rank, and what `conduct` returns.
 
     Raises UserError if not all ranks join.
     """
-    store, rank, size = join(seconds=JOIN)
-    local, ranks = (int(os.environ.get(name, default)) for name, default in _LOCAL)
-    here = torch.cuda.device_count()
-    device = "cuda" if asked.device != "cpu" and 0 < ranks <= here else "cpu"
+    store, rank, size = join(seconds=JOIN_SECONDS)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    gpus = torch.cuda.device_count()
+    # GPUs only if there is one for each rank of this host.
+    device = "cuda" if request.device != "cpu" and 0 < local_size <= gpus else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(local if here > 1 else 0)
-    layout = asked.layout if all(asked.layout) else (1, size // ranks, ranks)
-    place = Place(
+        # A launcher may show each rank its own GPU only, which is then number 0.
+        torch.cuda.set_device(local_rank if gpus > 1 else 0)
+
+    layout = request.layout if all(request.layout) else (1, size // local_size, local_size)
+    context = Place(
         rank,
         size,
-        local,
+        local_rank,
         socket.gethostname(),
         store,
         layout,
         device,
-        asked.folder,
-        asked.bytes_needed,
+        request.folder,
+        request.bytes_needed,
     )
-    return place, *conduct(CHECKS, place)
+    findings, all_answered = conduct(CHECKS, context)
+    return context, findings, all_answered
 
 
-_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+def _report_host(context: Place) -> str:
+    return context.host
 
 
-def _present(place: Place) -> str:
-    return place.host
+def _judge_presence(hosts: Sequence[Any]) -> Iterator[Finding]:
+    ranks = counted(len(hosts), "rank")
+    distinct_hosts = counted(len(set(hosts)), "host")
+    message = f"{ranks} on {distinct_hosts} answer"
+    yield ok("ranks", message, hosts=list(hosts))
 
 
-def _all_present(hosts: Sequence[Any]) -> Iterator[Finding]:
-    count = len(set(hosts))
-    said = f"{counted(len(hosts), 'rank')} on {counted(count, 'host')} answer"
-    yield ok("ranks", said, hosts=list(hosts))
+def _form_world(context: Place) -> bool:
+    """Form the world of all ranks, over gloo.
 
-
-def _meet(place: Place) -> bool:
-    """Form the world of all ranks, over gloo: the checks steer over CPUs, whatever the links
-    are."""
+    The checks steer over CPUs, whatever the links are.
+    """
     with waiting_their_turn():
         dist.init_process_group(
             "gloo",
-            store=place.store,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timedelta(seconds=MESSAGE),
+            store=context.store,
+            rank=context.rank,
+            world_size=context.size,
+            timeout=timedelta(seconds=MESSAGE_SECONDS),
         )
     dist.barrier()
     return True
 
 
-def _met(answers: Sequence[Any]) -> Iterator[Finding]:
+def _judge_world(answers: Sequence[Any]) -> Iterator[Finding]:
+    """Yield nothing: ranks that could not meet are named as ranks that failed or are late."""
     yield from ()
 
 
+# In this order: first what a rank can do alone, then the world, then what needs it.
 CHECKS = (
-    Check("ranks", _present, _all_present),
+    Check("ranks", _report_host, _judge_presence),
     Check("machine", machine.facts, machine.judge),
     Check("kernels", kernels.probe, kernels.judge, needed=False),
     Check("disk", disk.probe, disk.judge),
-    Check("world", _meet, _met, together=True),
+    Check("world", _form_world, _judge_world, together=True),
     Check("clocks", clocks.readings, clocks.judge, together=True),
     Check("shared disk", shared.probe, shared.judge, together=True, seconds=45.0),
     Check("links", links.measure, links.judge, together=True, seconds=45.0),

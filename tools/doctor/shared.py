@@ -11,80 +11,102 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megaprec.durable import sync, write_file
 from tools.console.units import duration
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Place
+from tools.doctor.place import Answer, Place
 
-SEEN = 8.0  # seconds in which a change must be seen; attribute caches of NFS last 3 to 60
-LATE = 3.0  # seconds after which a change is late
-SHARE = "mount the same filesystem on all hosts at this path, or give another folder"
+# seconds in which a change must be seen; attribute caches of NFS last 3 to 60
+VISIBLE_SECONDS = 8.0
+LATE_SECONDS = 3.0  # after which a change is late
+POLL_SECONDS = 0.02  # between two looks at the file
+SHARE_REMEDY = "mount the same filesystem on all hosts at this path, or give another folder"
+CACHE_REMEDY = "mount it with shorter caches (NFS: actimeo=1)"
 
 
-def probe(place: Place) -> dict[str, Any]:
+def probe(context: Place) -> Answer:
     """Take part as the first rank of a host; other ranks return nothing."""
-    firsts = place.firsts()
-    if place.rank == 0:
-        return _writer(place, firsts[1:])
-    return _reader(place) if place.rank in firsts else {}
+    first_ranks = context.first_ranks()
+    if context.rank == 0:
+        return _write(context, first_ranks[1:])
+    if context.rank in first_ranks:
+        return _read(context)
+    return {}
 
 
-def _writer(place: Place, readers: Sequence[int]) -> dict[str, Any]:
-    own = place.folder.absolute() / f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
-    own.mkdir(parents=True)
+def _write(context: Place, readers: Sequence[int]) -> Answer:
+    """Write, replace and lock the file; after each wait until all readers have looked."""
+    name = f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
+    folder = context.folder.absolute() / name
+    folder.mkdir(parents=True)
     try:
-        _publish(own, b"one")
-        place.tell("shared/one", str(own))
-        _wait(place, "one", readers)
-        _publish(own, b"two")
-        place.tell("shared/two", "")
-        _wait(place, "two", readers)
-        with (own / "file").open("rb+") as file:
+        _publish(folder, b"one")
+        context.tell("shared/one", str(folder))
+        _await_readers(context, "one", readers)
+
+        _publish(folder, b"two")
+        context.tell("shared/two", "")
+        _await_readers(context, "two", readers)
+
+        with (folder / "file").open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            place.tell("shared/locked", "")
-            _wait(place, "locked", readers)
+            context.tell("shared/locked", "")
+            # The lock is held until the file is closed, and so until all have tried it.
+            _await_readers(context, "locked", readers)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
-    return {"host": place.host, "folder": str(place.folder), "writer": True}
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"host": context.host, "folder": str(context.folder), "writer": True}
 
 
-def _publish(own: Path, content: bytes) -> None:
-    write_file(own / "new", content)
-    os.replace(own / "new", own / "file")
-    sync(own)
+def _publish(folder: Path, content: bytes) -> None:
+    """Replace the file by one of this content, as checkpoints are published: by a rename."""
+    write_file(folder / "new", content)
+    os.replace(folder / "new", folder / "file")
+    sync(folder)
 
 
-def _wait(place: Place, what: str, readers: Sequence[int]) -> None:
+def _await_readers(context: Place, step: str, readers: Sequence[int]) -> None:
     for rank in readers:
-        place.told(f"shared/{what}/{rank}", SEEN + 2)
+        context.told(f"shared/{step}/{rank}", VISIBLE_SECONDS + 2)
 
 
-def _reader(place: Place) -> dict[str, Any]:
-    file = Path(place.told("shared/one", 10.0)) / "file"
-    found: dict[str, Any] = {"host": place.host, "folder": str(place.folder)}
-    found["written_s"] = _until(file, b"one")
-    place.tell(f"shared/one/{place.rank}", 1)
-    place.told("shared/two", SEEN + 4)
-    found["replaced_s"] = _until(file, b"two") if found["written_s"] is not None else None
-    place.tell(f"shared/two/{place.rank}", 1)
-    place.told("shared/locked", SEEN + 4)
-    found["locked"] = _is_locked(file)
-    place.tell(f"shared/locked/{place.rank}", 1)
-    return found
+def _read(context: Place) -> Answer:
+    """Look for what rank 0 writes, after each of its steps.
+
+    Return the seconds until each change is seen, None if it is not.
+    """
+    file = Path(context.told("shared/one", 10.0)) / "file"
+    written_s = _seconds_until(file, b"one")
+    context.tell(f"shared/one/{context.rank}", 1)
+
+    context.told("shared/two", VISIBLE_SECONDS + 4)
+    # A file that was not seen cannot be seen replaced: looking for it would take its full time.
+    replaced_s = None if written_s is None else _seconds_until(file, b"two")
+    context.tell(f"shared/two/{context.rank}", 1)
+
+    context.told("shared/locked", VISIBLE_SECONDS + 4)
+    locked = _is_locked(file)
+    context.tell(f"shared/locked/{context.rank}", 1)
+    return {
+        "host": context.host,
+        "folder": str(context.folder),
+        "written_s": written_s,
+        "replaced_s": replaced_s,
+        "locked": locked,
+    }
 
 
-def _until(file: Path, content: bytes) -> float | None:
+def _seconds_until(file: Path, content: bytes) -> float | None:
     """Return the seconds until the file has this content, None if it has not in time."""
     start = time.monotonic()
-    while (waited := time.monotonic() - start) < SEEN:
+    while (waited := time.monotonic() - start) < VISIBLE_SECONDS:
         try:
             if file.read_bytes() == content:
                 return waited
         except OSError:
-            pass
-        time.sleep(0.02)
+            pass  # not there yet, or being replaced (ESTALE of NFS)
+        time.sleep(POLL_SECONDS)
     return None
 
 
@@ -100,42 +122,49 @@ def _is_locked(file: Path) -> bool | None:
     return False
 
 
-def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about each host's view."""
     writer = answers[0]
-    readers = [one for one in answers[1:] if one]
+    readers = [answer for answer in answers[1:] if answer]
     if not readers:
         yield not_tried("shared disk", "one host only: there is nothing to share")
         return
-    problems = [finding for one in readers for finding in _of(one, writer)]
-    yield from problems
-    if not problems:
-        worst = max(max(one["written_s"], one["replaced_s"]) for one in readers)
-        said = (
-            f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at "
-            "the latest after "
-        )
-        yield ok("shared disk", said + duration(worst), latest_s=worst)
+    problems = list[Finding]()
+    for reader in readers:
+        problems.extend(_judge_reader(reader, writer))
+    yield from problems or [_summarize(readers, writer)]
 
 
-def _of(one: dict[str, Any], writer: dict[str, Any]) -> Iterator[Finding]:
-    place = f"{one['folder']} on {one['host']}"
-    if one["written_s"] is None:
-        yield wrong(
-            "shared disk", f"{place}: a file that {writer['host']} wrote there is not seen", SHARE
-        )
+def _judge_reader(reader: Answer, writer: Answer) -> Iterator[Finding]:
+    folder = f"{reader['folder']} on {reader['host']}"
+    if reader["written_s"] is None:
+        message = f"{folder}: a file that {writer['host']} wrote there is not seen"
+        yield wrong("shared disk", message, SHARE_REMEDY)
         return
-    if one["replaced_s"] is None:
-        said = (
-            f"{place}: the old content is seen after {SEEN:g} s, although {writer['host']} has "
-            "replaced the file"
+
+    if reader["replaced_s"] is None:
+        message = (
+            f"{folder}: the old content is seen after {VISIBLE_SECONDS:g} s, although "
+            f"{writer['host']} has replaced the file"
         )
-        yield wrong("shared disk", said, "mount it with shorter caches (NFS: actimeo=1)")
-    elif one["replaced_s"] > LATE:
-        said = f"{place}: a replaced file is seen after {one['replaced_s']:.1f} s"
-        yield wrong("shared disk", said, "mount it with shorter caches (NFS: actimeo=1)")
-    if one["locked"] is False:
-        said = f"{place}: a file that {writer['host']} has locked can be locked again"
-        yield wrong(
-            "shared disk", said, "mount it with locks across hosts (NFS: no nolock, Lustre: flock)"
-        )
+        yield wrong("shared disk", message, CACHE_REMEDY)
+    elif reader["replaced_s"] > LATE_SECONDS:
+        message = f"{folder}: a replaced file is seen after {reader['replaced_s']:.1f} s"
+        yield wrong("shared disk", message, CACHE_REMEDY)
+
+    if reader["locked"] is False:  # None: the file is not there, and was judged above
+        message = f"{folder}: a file that {writer['host']} has locked can be locked again"
+        remedy = "mount it with locks across hosts (NFS: no nolock, Lustre: flock)"
+        yield wrong("shared disk", message, remedy)
+
+
+def _summarize(readers: Sequence[Answer], writer: Answer) -> Finding:
+    """Return the finding of a shared filesystem without problems, with the latest change."""
+    latest_written = max(reader["written_s"] for reader in readers)
+    latest_replaced = max(reader["replaced_s"] for reader in readers)
+    latest = max(latest_written, latest_replaced)
+    message = (
+        f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at the "
+        f"latest after {duration(latest)}"
+    )
+    return ok("shared disk", message, latest_s=latest)

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,13 @@ from tools.journal.records import (
 )
 from tools.journal.trackers import Feed
 
-PACE = 20  # number of newest steps whose mean time the ETA is estimated from
+PACE_STEPS = 20  # number of newest steps whose mean time the ETA is estimated from
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writer of a record per step. After a resume from `start`, records of later steps are removed:
-    they are taken again.
+    """Writer of a record per step.
+
+    After a resume from `start`, records of later steps are removed: they are taken again.
 
     With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as
     metrics.jsonl.old.
@@ -50,23 +50,24 @@ class Journal(AbstractContextManager["Journal"]):
         progress: bool,
         trackers: Sequence[Feed] = (),
     ) -> None:
-        if start == 0:
-            _put_aside(folder / METRICS, folder / EVENTS, folder / DIGESTS)
-        if note := _taken_again(folder / METRICS, start):
-            print(f"note       {note}")
-        self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
-        self._digests = _Later(folder / DIGESTS, start)
-        if note := lost_steps(folder / METRICS, start):
-            print(f"note       {note}")
+        metrics_path = folder / METRICS
+        if start == 0:  # records that are there belong to another run
+            _put_aside(metrics_path, folder / EVENTS, folder / DIGESTS)
+        _print_note(_repeated_steps(metrics_path, start))
+        self._metrics = _reopen(metrics_path, start)
+        self._events = _reopen(folder / EVENTS, start)
+        self._digests = _LazyLines(folder / DIGESTS, start)
+        _print_note(lost_steps(metrics_path, start))
         self._trackers = trackers
         self._newest = start
         self._total = total
         self._every = every
-        self._pace: deque[float] = deque(maxlen=PACE)
+        self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
         self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
 
     def __exit__(self, *error: object) -> None:
-        with ExitStack() as closing:  # whatever fails, the others are closed
+        # Called in the reverse order: whatever fails, the others are closed.
+        with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.finish, self._newest == self._total)
             if self._bar:
@@ -77,40 +78,53 @@ class Journal(AbstractContextManager["Journal"]):
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step. record: the fields of metrics.jsonl."""
+        step = record["step"]
         self._metrics.write(to_json(record))
-        self._newest = record["step"]
+        self._newest = step
         for tracker in self._trackers:
             tracker.log(record)
-        self._pace.append(record["seconds"])
-        self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
+        self._step_seconds.append(record["seconds"])
+        left = self._total - step
+        self._show(record, left * sum(self._step_seconds) / len(self._step_seconds))
 
     def write_event(self, event: dict[str, Any]) -> None:
-        """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is
-        one of the state."""
-        (self._digests if event["event"] == DIGEST else self._events).write(to_json(event))
+        """Write an event of the step event["step"] to events.jsonl.
+
+        One of the state goes to digests.jsonl.
+        """
+        if event["event"] == DIGEST:
+            self._digests.write(to_json(event))
+        else:
+            self._events.write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
-        """Print the lines of the steps that have one; on a terminal above a bar, which shows the
-        newest step."""
+        """Print the line of a step, if it has one.
+
+        On a terminal above a bar, which shows the newest step.
+
+        eta: seconds until the end of the run.
+        """
         step = record["step"]
-        events = _events(record)
-        line = "  ".join(
-            (f"step {step}/{self._total}", *_numbers(record), f"ETA {_clock(eta)}", *events)
-        )
+        remaining = f"ETA {_format_clock(eta)}"
+        events = _format_events(record)
+        columns = [f"step {step}/{self._total}", *_format_numbers(record), remaining, *events]
+        line = "  ".join(columns)
+        # A step with an event has a line, whatever `log.every` is.
         due = step % self._every == 0 or step == self._total or events
         if self._bar:
-            self._bar.update(
-                step, [_loss(record), _speed(record), *_mfu(record), f"ETA {_clock(eta)}"]
-            )
+            bar = [_format_loss(record), _format_speed(record), *_format_mfu(record), remaining]
+            self._bar.update(step, bar)
             if due:
                 self._bar.say(line)
         elif due:
             print(line, flush=True)
 
 
-class _Later:
-    """A file of lines that is created with its first line; one that is there loses the records of
-    later steps."""
+class _LazyLines:
+    """A file of lines that is created with its first line.
+
+    One that is there loses the records of later steps.
+    """
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
@@ -118,7 +132,8 @@ class _Later:
         self._lines = _reopen(path, start) if path.is_file() else None
 
     def write(self, line: str) -> None:
-        self._lines = self._lines or _reopen(self._path, self._start)
+        if self._lines is None:
+            self._lines = _reopen(self._path, self._start)
         self._lines.write(line)
 
     def close(self) -> None:
@@ -132,137 +147,159 @@ def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
     No other process may write them.
     """
     _reopen(folder / METRICS, step).close()
-    _Later(folder / DIGESTS, step).close()
+    _LazyLines(folder / DIGESTS, step).close()
     events = _reopen(folder / EVENTS, step)
     events.write(to_json(event))
     events.close()
 
 
+def _print_note(note: str) -> None:
+    if note:
+        print(f"note       {note}")
+
+
 def _put_aside(*paths: Path) -> None:
-    """Rename files with records of steps, and those beside them, to the first free name of *.old,
-    *.old2, ... and say so.
+    """Rename files with records of steps, and those beside them, to *.old, and say so.
+
+    Or to *.old2, ..., the first name that is free.
 
     Events of step 0 alone belong to the run that starts now: it was restarted before its first
     checkpoint.
     """
-    if not any(
-        line.record is None or line.record["step"] for path in paths for line in read_lines(path)
-    ):
+    if not any(_has_records_of_steps(path) for path in paths):
         return
     for path in paths:
         if path.is_file() and path.stat().st_size:
-            names = (f"{path.name}.old{number if number > 1 else ''}" for number in count(1))
-            free = next(aside for name in names if not (aside := path.with_name(name)).exists())
-            path.rename(free)
-            print(f"kept       {free}, of a run that left no checkpoint")
+            old_path = _free_old_path(path)
+            path.rename(old_path)
+            print(f"kept       {old_path}, of a run that left no checkpoint")
+
+
+def _has_records_of_steps(path: Path) -> bool:
+    return any(line.record is None or line.record["step"] for line in read_lines(path))
+
+
+def _free_old_path(path: Path) -> Path:
+    old_path = path.with_name(f"{path.name}.old")
+    number = 1
+    while old_path.exists():
+        number += 1
+        old_path = path.with_name(f"{path.name}.old{number}")
+    return old_path
 
 
 def _reopen(path: Path, start: int) -> Lines:
-    """Open a file of records for appending, without the records of steps after `start`, which are
-    taken again."""
+    """Open a file of records for appending, without the records of steps after `start`.
+
+    These steps are taken again.
+    """
     lines = read_lines(path)
-    if path.is_symlink():
-        kept_file = os.path.realpath(path)
+    # A link, as in a copied run, leads to a file that may belong to another run.
+    if path.is_symlink():  # which `write_whole` replaces
+        target = os.path.realpath(path)
         print(
-            f"note       {path} was a link, and is a file of this run now; {kept_file} stays "
-            "as it is"
+            f"note       {path} was a link, and is a file of this run now; {target} stays as it is"
         )
-    kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
-    write_whole(path, b"".join(content + b"\n" for content in kept))
-    if note := odd_lines(path):
-        print(f"note       {note}")
+    retained = [
+        line.content for line in lines if line.record is None or _is_retained(line.record, start)
+    ]
+    write_whole(path, b"".join(content + b"\n" for content in retained))
+    _print_note(odd_lines(path))
     return Lines(path)
 
 
-def _taken_again(path: Path, start: int) -> str:
-    """Return a line about the records that go, for their steps are taken again; empty if there are
-    none."""
-    going = [
+def _repeated_steps(path: Path, start: int) -> str:
+    """Return a line about the records that go, for their steps are taken again.
+
+    Empty if there are none.
+    """
+    steps = [
         line.record["step"]
         for line in read_lines(path)
-        if line.record and not _stays(line.record, start)
+        if line.record and not _is_retained(line.record, start)
     ]
-    if not going:
+    if not steps:
         return ""
-    steps = f"step {going[0]} is" if len(going) == 1 else f"steps {min(going)} to {max(going)} are"
-    what = "the line of this step goes" if len(going) == 1 else "the lines of these steps go"
-    return f"{path}: {steps} taken again, so {what}"
+    if len(steps) == 1:
+        return f"{path}: step {steps[0]} is taken again, so the line of this step goes"
+    first_to_last = f"steps {min(steps)} to {max(steps)}"
+    return f"{path}: {first_to_last} are taken again, so the lines of these steps go"
 
 
-def _stays(record: dict[str, Any], start: int) -> bool:
+def _is_retained(record: dict[str, Any], start: int) -> bool:
     return record["step"] <= start or record.get("event") in LASTING
 
 
-def _numbers(record: dict[str, Any]) -> list[str]:
+def _format_numbers(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that every step has."""
-    rate = f"lr {record['lr']:.3g}"
-    norm = f"grad norm {record['grad_norm']:.3g}"
-    scale = f"scale {_scale(record['loss_scale'])}"
-    return [
-        _loss(record),
-        *_mtp_loss(record),
-        rate,
-        norm,
-        scale,
-        _speed(record),
-        *_flops(record),
-        *_mfu(record),
+    parts = [_format_loss(record)]
+    if "mtp_loss" in record:  # of the modules of multi-token prediction
+        parts.append(f"mtp loss {record['mtp_loss']:.4f}")
+    parts += [
+        f"lr {record['lr']:.3g}",
+        f"grad norm {record['grad_norm']:.3g}",
+        f"scale {_format_scale(record['loss_scale'])}",
+        _format_speed(record),
     ]
+    if "tflops" in record:
+        parts.append(f"{flops(record['tflops'] * 1e12)}/s")
+    return [*parts, *_format_mfu(record)]
 
 
-def _loss(record: dict[str, Any]) -> str:
+def _format_loss(record: dict[str, Any]) -> str:
     return f"loss {record['loss']:.4f}"
 
 
-def _mtp_loss(record: dict[str, Any]) -> list[str]:
-    """Return the loss of the modules of multi-token prediction, if the model has any."""
-    return [f"mtp loss {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
-
-
-def _speed(record: dict[str, Any]) -> str:
+def _format_speed(record: dict[str, Any]) -> str:
     return f"{record['tokens_per_s']:,.0f} tokens/s"
 
 
-def _flops(record: dict[str, Any]) -> list[str]:
-    return [f"{flops(record['tflops'] * 1e12)}/s"] if "tflops" in record else []
-
-
-def _mfu(record: dict[str, Any]) -> list[str]:
+def _format_mfu(record: dict[str, Any]) -> list[str]:
     return [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
 
 
-def _events(record: dict[str, Any]) -> list[str]:
+def _format_events(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that are not printed for every step."""
-    events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
-    named = (
-        (key.removeprefix(NAMED), loss) for key, loss in record.items() if key.startswith(NAMED)
-    )
-    events += [f"{name} loss {loss:.4f}" for name, loss in named]
-    tasks = (
-        (key.removeprefix(TASKS), value) for key, value in record.items() if key.startswith(TASKS)
-    )
-    events += [f"{name.replace('/', ' ')} {value:.4f}" for name, value in tasks]
+    events = _format_evaluations(record)
     if "shadow_loss_gap" in record:
-        cosine = f"cosine {record['shadow_cosine']:.3f}"
-        events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")
+        gap = f"loss gap {record['shadow_loss_gap']:+.3%}"
+        events.append(f"FP8 shadow: {gap}, lowest cosine {record['shadow_cosine']:.3f}")
     if "shadow_alarm" in record:
         events.append(f"FP8 ALARM: {record['shadow_alarm']}")
     if "straggler" in record:
         events.append(f"warning: {record['straggler']}")
     if record["outcome"] != "applied":
-        where = f" in {record['overflow_in']}" if "overflow_in" in record else ""
-        events.append(f"{record['outcome']}{where} ({record['skipped_total']} so far)")
+        location = f" in {record['overflow_in']}" if "overflow_in" in record else ""
+        events.append(f"{record['outcome']}{location} ({record['skipped_total']} so far)")
     return events
 
 
-def _scale(scale: float) -> str:
+def _format_evaluations(record: dict[str, Any]) -> list[str]:
+    """Return the losses of the held-out part and of the validation sets, then results of tasks."""
+    losses = list[str]()
+    tasks = list[str]()
+    if "eval_loss" in record:
+        losses.append(f"held-out loss {record['eval_loss']:.4f}")
+    for key, value in record.items():
+        if key.startswith(NAMED):
+            losses.append(f"{key.removeprefix(NAMED)} loss {value:.4f}")
+        elif key.startswith(TASKS):
+            name = key.removeprefix(TASKS).replace("/", " ")
+            tasks.append(f"{name} {value:.4f}")
+    return losses + tasks
+
+
+def _format_scale(scale: float) -> str:
     """Return a short form of the loss scale, a power of two as 2^32."""
     mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 and scale > 8 else f"{scale:g}"
+    # frexp's mantissa is in [0.5, 1): a half for powers of two. Small ones read better as they are.
+    if mantissa == 0.5 and scale > 8:
+        return f"2^{exponent - 1}"
+    return f"{scale:g}"
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def _format_clock(duration: float) -> str:
+    minutes, seconds = divmod(round(duration), 60)
     if minutes >= 60:
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-    return f"{minutes}:{rest:02}"
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

@@ -22,19 +22,19 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = b""
+        self._unwritten = b""
         with named(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, line: str) -> None:
         """Append a line, or keep it for later."""
-        waiting = bool(self._kept)
-        self._kept += f"{line}\n".encode()
-        error = self._write_kept()
-        if error and not waiting:
-            later = "its lines are kept in memory until they can be written; training goes on"
-            print(f"warning    {file_error(error)}; {later}", file=sys.stderr, flush=True)
-        if waiting and not error:
+        was_waiting = bool(self._unwritten)
+        self._unwritten += f"{line}\n".encode()
+        error = self._write_waiting()
+        if error and not was_waiting:
+            effect = "its lines are kept in memory until they can be written; training goes on"
+            print(f"warning    {file_error(error)}; {effect}", file=sys.stderr, flush=True)
+        if was_waiting and not error:
             print(
                 f"note       {self._path}: all lines that were kept in memory are written",
                 file=sys.stderr,
@@ -43,17 +43,19 @@ class Lines:
 
     def close(self) -> None:
         """Close the file. Raises LinesLost if lines could not be written."""
-        error = self._write_kept()
+        error = self._write_waiting()
         os.close(self._descriptor)
         if error:
-            lost = self._kept.count(b"\n")
+            lost = self._unwritten.count(b"\n")
             raise LinesLost(f"{file_error(error)}; the last {lost} lines of it are lost")
 
-    def _write_kept(self) -> OSError | None:
+    def _write_waiting(self) -> OSError | None:
+        """Write the lines that wait; return the error that stopped this, if one did."""
         try:
-            while self._kept:
-                with named(self._path):
-                    self._kept = self._kept[os.write(self._descriptor, self._kept) :]
+            while self._unwritten:
+                with named(self._path):  # on a full disk a part of a line may be written
+                    written = os.write(self._descriptor, self._unwritten)
+                    self._unwritten = self._unwritten[written:]
         except OSError as error:
             return error
         return None

@@ -7,7 +7,7 @@ stays where it is and is named in a note, and the other lines are used.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,12 @@ DIGESTS = "digests.jsonl"
 NO_TOKENS_EVENT = "no_tokens"
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
-NUMBERS = (
-    "loss",
-    "mtp_loss",
-    "grad_norm",
-    "loss_scale",
-    "eval_loss",
-)
+NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
 NAMED = "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
 # prefix of fields that may be, too: results of the tasks of data.lm_eval, TASK/METRIC
 TASKS = "lm_eval/"
-NEEDED = {  # kind of event, "" for the record of a step -> required keys
+# kind of event, "" for the record of a step -> required keys
+REQUIRED_KEYS = {
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
     NO_TOKENS_EVENT: {"first_sample", "num_samples", "advice"},
@@ -43,15 +38,15 @@ NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again
-SHOWN = 5  # ranges of lines or steps that a note names at most
+MOST_LISTED = 5  # ranges of lines or steps that a note names at most
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file of records, counted from 1. record: None if the line is not used; "inf"
-    and "nan" are numbers.
+    """One line of a file of records, counted from 1.
 
-    late: its step is no later one than that of a line before it, which a run never writes.
+    record: None if the line is not used; "inf" and "nan" are numbers. late: its step is no later
+    one than that of a line before it, which a run never writes.
     """
 
     number: int
@@ -65,22 +60,29 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     contents = read_whole(path).split(b"\n")  # the last is empty unless it was truncated
-    *lines, last = [
-        Line(number, content, _record(content)) for number, content in enumerate(contents, 1)
+    *complete, last = [
+        Line(number, content, _parse_record(content)) for number, content in enumerate(contents, 1)
     ]
-    found = [line for line in lines if line.content.strip()] + ([last] if last.record else [])
-    return [*_in_order(found)] if path.name == METRICS else found
+    lines = [line for line in complete if line.content.strip()]
+    if last.record:  # only its newline is missing
+        lines.append(last)
+    return [*_without_late_records(lines)] if path.name == METRICS else lines
 
 
-def _in_order(lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield the lines of steps. Those that are late have no record: numbers of a step count
-    once."""
+def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
+    """Yield the lines of steps.
+
+    Those that are late have no record: numbers of a step count once.
+    """
     newest = 0
     for line in lines:
-        step = newest if line.record is None else line.record["step"]
-        late = line.record is not None and step <= newest
-        yield replace(line, record=None, late=True) if late else line
-        newest = max(newest, step)
+        if line.record is None:
+            yield line
+        elif line.record["step"] <= newest:
+            yield replace(line, record=None, late=True)
+        else:
+            newest = line.record["step"]
+            yield line
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -90,98 +92,116 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
     """Return the events of one kind of a run, oldest first."""
-    records = (line.record for line in read_lines(folder / EVENTS))
-    return [record for record in records if record is not None and record.get("event") == kind]
+    return _records_of_kind(folder / EVENTS, kind)
 
 
 def read_digests(folder: Path) -> list[dict[str, Any]]:
     """Return the digests of a run's state, oldest first; none if it has no digests.jsonl."""
-    records = (line.record for line in read_lines(folder / DIGESTS))
-    return [record for record in records if record is not None and record.get("event") == DIGEST]
+    return _records_of_kind(folder / DIGESTS, DIGEST)
+
+
+def _records_of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
+    records = (line.record for line in read_lines(path))
+    return [record for record in records if record is not None and record.get("event") == kind]
 
 
 def odd_lines(path: Path) -> str:
-    """Return a note that names the lines that are not records, or not of a later step; empty if
-    there are none."""
+    """Return a note that names the lines that are not records, or not of a later step.
+
+    Empty if there are none.
+    """
     unused = [line for line in read_lines(path) if line.record is None]
-    odd, late = (
-        [line.number for line in unused if line.late == is_late] for is_late in (False, True)
-    )
-    if odd:
-        said = [
-            f"{_stretches('line', odd)} {'is no record' if len(odd) == 1 else 'are no records'}"
-        ]
-    else:
-        said = []
+    damaged = [line.number for line in unused if not line.late]
+    late = [line.number for line in unused if line.late]
+    problems = list[str]()
+    if damaged:
+        predicate = "is no record" if len(damaged) == 1 else "are no records"
+        problems.append(f"{_describe_numbers('line', damaged)} {predicate}")
     if late:
-        said.append(
-            f"{_stretches('line', late)} {'is' if len(late) == 1 else 'are'} of no later step "
-            "than those before"
-        )
-    return f"{path}: {', '.join(said)}: kept, not used" if said else ""
+        verb = "is" if len(late) == 1 else "are"
+        lines = _describe_numbers("line", late)
+        problems.append(f"{lines} {verb} of no later step than those before")
+    return f"{path}: {', '.join(problems)}: kept, not used" if problems else ""
 
 
 def lost_steps(path: Path, last: int = 0) -> str:
-    """Return a note that names the steps without a record up to `last`, 0 for the newest; empty if
-    there are none."""
-    there = {line.record["step"] for line in read_lines(path) if line.record is not None}
-    borders = [
-        0,
-        *sorted(step for step in there if 0 < step <= last or not last),
-        last + 1 if last else 0,
+    """Return a note that names the steps without a record; empty if there are none.
+
+    last: the step up to which they are looked for; 0: the newest.
+    """
+    recorded = {line.record["step"] for line in read_lines(path) if line.record is not None}
+    if last:
+        up_to_last = sorted(step for step in recorded if 0 < step <= last)
+        borders = [0, *up_to_last, last + 1]
+    else:
+        borders = [0, *sorted(recorded)]
+    gaps = [
+        range(step + 1, following) for step, following in pairwise(borders) if following > step + 1
     ]
-    lost = [range(one + 1, other) for one, other in pairwise(borders) if other > one + 1]
-    return f"{path} has no record of {_in_words('step', lost)}" if lost else ""
+    return f"{path} has no record of {_describe_ranges('step', gaps)}" if gaps else ""
 
 
-def _record(content: bytes) -> dict[str, Any] | None:
+def _parse_record(content: bytes) -> dict[str, Any] | None:
     """Return the record of a line; None if the line is not a record."""
     try:
-        said = parse_json(content)
+        parsed = parse_json(content)
     except ValueError:  # not UTF-8 is a ValueError too
         return None
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         return None
-    record = {
-        k: float(v) if isinstance(v, str) and v in ("inf", "-inf", "nan") else v
-        for k, v in said.items()
-    }
+    record = {key: _restore_number(value) for key, value in parsed.items()}
     return record if _is_record(record) else None
+
+
+def _restore_number(value: Any) -> Any:
+    """Return a float for the numbers that JSON has only as text; other values as they are."""
+    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    return value
 
 
 def _is_record(record: dict[str, Any]) -> bool:
     kind = record.get("event", "")
-    if (
-        type(record.get("step")) is not int
-        or not isinstance(kind, str)
-        or type(record.get("outcome", "")) is not str
-    ):
+    if type(record.get("step")) is not int:  # not isinstance: true is no step
         return False
-    numbers = all(
-        type(record[key]) in (int, float)
-        for key in record
-        if key in NUMBERS or key.startswith((NAMED, TASKS))
-    )
-    return numbers and NEEDED.get(kind, set()) <= record.keys()
+    if not isinstance(kind, str) or type(record.get("outcome", "")) is not str:
+        return False
+    for key, value in record.items():
+        is_number_field = key in NUMBERS or key.startswith((NAMED, TASKS))
+        if is_number_field and type(value) not in (int, float):
+            return False
+    return REQUIRED_KEYS.get(kind, set()) <= record.keys()
 
 
-def _stretches(what: str, numbers: Sequence[int]) -> str:
+def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers in words: lines 3, 7 to 9 and 12."""
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
-    return _in_words(what, [range(run[0], run[-1] + 1) for run in runs])
+    ranges = list[range]()
+    for number in numbers:
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
+        else:
+            ranges.append(range(number, number + 1))
+    return _describe_ranges(noun, ranges)
 
 
-def _in_words(what: str, runs: Sequence[range]) -> str:
-    said = [
-        str(run.start) if run.stop == run.start + 1 else f"{run.start} to {run.stop - 1}"
-        for run in runs
-    ]
-    if len(said) > SHOWN:
-        said = [*said[:SHOWN], f"{sum(run.stop - run.start for run in runs[SHOWN:]):,} more"]
-    one = len(said) == 1 and runs[0].stop == runs[0].start + 1
-    return (
-        f"{what}{'' if one else 's'} {' and '.join(filter(None, (', '.join(said[:-1]), said[-1])))}"
-    )
+def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
+    words = [_describe_range(numbers) for numbers in ranges[:MOST_LISTED]]
+    unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
+    if unlisted:
+        words.append(f"{unlisted:,} more")
+    *first_ones, last = words
+    if first_ones:
+        return f"{noun}s {', '.join(first_ones)} and {last}"
+    plural = "s" if _size(ranges[0]) > 1 else ""
+    return f"{noun}{plural} {last}"
+
+
+def _describe_range(numbers: range) -> str:
+    if _size(numbers) == 1:
+        return str(numbers.start)
+    return f"{numbers.start} to {numbers.stop - 1}"
+
+
+def _size(numbers: range) -> int:
+    # len() ends at 2^63 - 1, and a line that somebody has edited may name any step.
+    return numbers.stop - numbers.start

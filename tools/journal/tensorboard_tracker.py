@@ -11,12 +11,12 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
 
-        self._make = SummaryWriter
+        self._make_writer = SummaryWriter
         self._folder = folder / "tensorboard"
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Open a file. TensorBoard then hides the events of an earlier, longer run after `step`."""
-        self._writer = self._make(str(self._folder), purge_step=step + 1)
+        self._writer = self._make_writer(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write a scalar for each number."""

@@ -19,17 +19,19 @@ from megaprec.user_functions import find_function
 from tools.journal.tensorboard_tracker import TensorBoard
 from tools.journal.wandb_tracker import Wandb, require_account
 
-MOST_WAITING = (
-    100_000  # steps whose numbers wait for a slow tracker; those of further ones are left out
-)
-PATIENCE = 60.0  # seconds that a tracker may take at the end of a run for what still waits
+# steps whose numbers wait for a slow tracker; those of further ones are left out
+MOST_WAITING = 100_000
+FINISH_SECONDS = 60.0  # that a tracker may take at the end of a run for what still waits
+LONGEST_MESSAGE = 300  # characters of a tracker's error that are printed
 
 Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of
-    the training."""
+    """Receiver of a run's numbers.
+
+    All three methods are called in one thread, which is not that of the training.
+    """
 
     def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin, before any numbers.
@@ -40,12 +42,16 @@ class Tracker(Protocol):
         """
 
     def log(self, step: int, numbers: Numbers) -> None:
-        """Receive the numbers of a step, by the field's name in metrics.jsonl. They may be inf or
-        NaN."""
+        """Receive the numbers of a step, by the field's name in metrics.jsonl.
+
+        They may be inf or NaN.
+        """
 
     def finish(self, complete: bool) -> None:
-        """End. complete: all steps of the run are taken; False if it stopped before, and may
-        resume."""
+        """End.
+
+        complete: all steps of the run are taken; False if it stopped before, and may resume.
+        """
 
 
 Factory = Callable[[Path], Tracker]
@@ -53,32 +59,29 @@ BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise UserError, with a line each, for names of `log.to` that name no tracker or one that is
-    not installed."""
+    """Raise UserError for names of `log.to` that name no installed tracker, with a line each."""
     problems = [
         f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1
     ]
     for name in dict.fromkeys(names):
         try:
-            _require(name)
+            _require_tracker(name)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
 
 
-def _require(name: str) -> None:
+def _require_tracker(name: str) -> None:
     if name in BUILT_IN:
         if not _is_installed(name):
             raise UserError(f'log.to = "{name}" needs {name}: pip install {name}')
         if name == "wandb":
             require_account()
     elif ":" not in name:
-        there = (
-            f'{", ".join(BUILT_IN)}, or "file.py:function" of your '
-            f"own{did_you_mean(name, BUILT_IN)}"
-        )
-        raise UserError(f'log.to = "{name}": no such tracker; there are {there}')
+        choices = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
+        hint = did_you_mean(name, BUILT_IN)
+        raise UserError(f'log.to = "{name}": no such tracker; there are {choices}{hint}')
     else:
         find_function("log.to", name)
 
@@ -86,10 +89,10 @@ def _require(name: str) -> None:
 def _is_installed(name: str) -> bool:
     """Return True if the package is there; a folder of its name, as trackers leave it, is none."""
     try:
-        found = find_spec(name)
+        spec = find_spec(name)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 class Feed:
@@ -101,28 +104,33 @@ class Feed:
         self._name = name
         self._failed = False
         self._left_out = 0
-        self._waiting: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
+        # the steps with their numbers, at last if the run is complete
+        self._queue: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
         arguments = (folder, configuration, step)
         self._thread = Thread(target=self._run, args=arguments, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of the record of a step."""
-        numbers = {k: v for k, v in record.items() if type(v) in (int, float) and k != "step"}
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if name != "step" and type(value) in (int, float)  # not isinstance: true is no number
+        }
         try:
-            self._waiting.put_nowait((record["step"], numbers))
+            self._queue.put_nowait((record["step"], numbers))
         except Full:
             self._left_out += 1
             if self._left_out == 1 and not self._failed:
                 _warn(
-                    f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until "
-                    "it has caught up"
+                    f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until it "
+                    "has caught up"
                 )
 
-    def finish(self, complete: bool, patience: float = PATIENCE) -> None:
+    def finish(self, complete: bool, patience: float = FINISH_SECONDS) -> None:
         """End the tracker, which has `patience` seconds for it."""
         with suppress(Full):
-            self._waiting.put(complete, timeout=patience)
+            self._queue.put(complete, timeout=patience)
         self._thread.join(patience)
         if self._thread.is_alive():
             _warn(
@@ -134,15 +142,18 @@ class Feed:
     def _run(self, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
         """Make the tracker and call its methods, until it has ended or failed."""
         try:
-            tracker = _factory(self._name)(folder)
+            make_tracker = _factory(self._name)
+            tracker = make_tracker(folder)
             tracker.start(configuration, step)
-            while not isinstance(waiting := self._waiting.get(), bool):
-                tracker.log(*waiting)
-            tracker.finish(waiting)
+            while not isinstance(item := self._queue.get(), bool):
+                step, numbers = item
+                tracker.log(step, numbers)
+            tracker.finish(item)
         except BaseException as error:  # a tracker that calls sys.exit ends itself alone
             self._failed = True
             _warn(f"no more numbers for {self._name}: {_in_a_line(error)}; training goes on")
-            while not isinstance(self._waiting.get(), bool):
+            # Empties the queue, so that the end of the run need not wait for room in it.
+            while not isinstance(self._queue.get(), bool):
                 pass
 
 
@@ -151,8 +162,13 @@ def _factory(name: str) -> Factory:
 
 
 def _in_a_line(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if said else ''}{said if len(said) <= 300 else f'{said[:300]}...'}"
+    kind = type(error).__name__
+    message = " ".join(str(error).split())
+    if not message:
+        return kind
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]}..."
+    return f"{kind}: {message}"
 
 
 def _warn(line: str) -> None:

@@ -19,11 +19,18 @@ from megaprec.errors import UserError
 PROJECT = "megaprec"
 ID = "id.txt"  # in the folder wandb of the run
 SECONDS = 60  # time limit of each exchange with the service
+# settings that keep everything but configuration and numbers here
 PRIVATE = {
-    "console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True, "host": "",
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "host": "",
     "save_code": False,
-    "x_disable_machine_info": True, "x_disable_meta": True, "x_disable_stats": True,
-}  # fmt: skip
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+}
 
 
 class Wandb:
@@ -41,7 +48,7 @@ class Wandb:
             silent=True, init_timeout=SECONDS, finish_timeout=SECONDS, **PRIVATE
         )
         self._run = self._wandb.init(
-            id=_id(self._folder / "wandb" / ID, step),
+            id=_run_id(self._folder / "wandb" / ID, step),
             name=self._folder.resolve().name,
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             dir=str(self._folder),
@@ -66,24 +73,26 @@ def require_account() -> None:
     if os.environ.get("WANDB_MODE", "online") != "online":
         return
     try:
-        known = wandb.login(prompt=False, verify=False)
+        has_account = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
         raise UserError(f'log.to = ["wandb"]: {error}') from error
-    if not known:
+    if not has_account:
         raise UserError(
-            'log.to = ["wandb"]: no account is known here: run `wandb login`, or set WANDB_MODE=offline and send the '
-            "run later with `wandb sync`"
+            'log.to = ["wandb"]: no account is known here: run `wandb login`, or set '
+            "WANDB_MODE=offline and send the run later with `wandb sync`"
         )
 
 
-def _id(path: Path, step: int) -> str:
+def _run_id(path: Path, step: int) -> str:
     """Return the id of the run in the file `path`, a new one for a run that begins."""
     try:
-        if step and path.is_file() and (kept := path.read_text(encoding="utf-8").strip()).isalnum():
-            return kept
+        if step and path.is_file():
+            saved_id = path.read_text(encoding="utf-8").strip()
+            if saved_id.isalnum():
+                return saved_id
         path.parent.mkdir(exist_ok=True)
-        made = uuid.uuid4().hex
-        path.write_text(f"{made}\n", encoding="utf-8")
+        new_id = uuid.uuid4().hex
+        path.write_text(f"{new_id}\n", encoding="utf-8")
     except OSError as error:
         raise UserError(file_error(error)) from error
-    return made
+    return new_id

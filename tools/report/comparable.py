@@ -34,8 +34,10 @@ EVALUATED = "train.eval_batches x train.global_batch"
 
 @dataclass(frozen=True)
 class _Compared:
-    """A run with what decides its numbers. identity: of the files it was trained on; None if that
-    is not known."""
+    """A run with what decides its numbers.
+
+    identity: of the files it was trained on; None if that is not known.
+    """
 
     name: str
     run: Run
@@ -44,116 +46,124 @@ class _Compared:
 
 
 def differences(names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a line for each reason why numbers of the runs, beside each other, say something else
-    than they seem to."""
-    known = []
+    """Yield a line for each reason why numbers of the runs cannot simply be compared."""
+    compared = list[_Compared]()
     for name, run in zip(names, runs, strict=True):
         if isinstance(run.config, RunConfig):
-            known.append(_Compared(name, run, run.config, _identity(run)))
+            compared.append(_Compared(name, run, run.config, _read_identity(run)))
         elif len(runs) > 1:
             unknown = "whether its text and settings are those of the others is not known"
             yield f"{name}: {unknown}, for no run.toml can be read"
-    with_files = all(one.identity is not None for one in known)
-    yield from _told(
+
+    # Digests of files can be compared only if they are known of all runs.
+    by_files = all(run.identity is not None for run in compared)
+    yield from _compare_facts(
         (
             "losses are per token of different tokenizers; bits per byte of `megaprec evaluate` "
             "can be compared"
         ),
-        {one.name: _tokenizer(one, with_files) for one in known},
+        {run.name: _tokenizer_facts(run, by_files) for run in compared},
     )
-    yield from _told(
-        "losses are of different text", {one.name: _text(one, with_files) for one in known}
+    yield from _compare_facts(
+        "losses are of different text",
+        {run.name: _text_facts(run, by_files) for run in compared},
     )
-    yield from _told(
+    yield from _compare_facts(
         "losses are of samples of another kind",
-        {one.name: _keys(one, SAMPLE_KEYS) for one in known},
+        {run.name: _key_facts(run, SAMPLE_KEYS) for run in compared},
     )
-    evaluated = [one for one in known if any("eval_loss" in record for record in one.run.records)]
-    yield from _told(
-        "held-out losses are of different text", {one.name: _held_out(one) for one in evaluated}
+    yield from _compare_facts(
+        "held-out losses are of different text",
+        {run.name: _held_out_facts(run) for run in compared if _is_evaluated(run)},
     )
-    newest = dict(zip(names, (run.records[-1]["step"] for run in runs), strict=True))
-    yield from _told(
+    newest_steps = dict[str, int]()
+    for name, run in zip(names, runs, strict=True):
+        newest_steps[name] = run.records[-1]["step"]
+    yield from _compare_facts(
         "the runs are at different steps",
-        {name: {"step": f"{step:,}"} for name, step in newest.items()},
+        {name: {"step": f"{step:,}"} for name, step in newest_steps.items()},
     )
-    yield from _older_evaluations(names, runs, newest)
+    yield from _older_evaluations(names, runs, newest_steps)
 
 
 def _older_evaluations(
-    names: Sequence[str], runs: Sequence[Run], newest: Mapping[str, int]
+    names: Sequence[str], runs: Sequence[Run], newest_steps: Mapping[str, int]
 ) -> Iterator[str]:
-    """Yield a line if held-out losses are not those of the newest steps, which the other losses are
-    means up to."""
-    at = {
-        name: Curve(name, run.records).held_out_step for name, run in zip(names, runs, strict=True)
-    }
-    older = {name: step for name, step in at.items() if step is not None and step < newest[name]}
+    """Yield a line if held-out losses are older than the newest steps.
+
+    The other losses are means up to the newest steps.
+    """
+    older = list[str]()
+    for name, run in zip(names, runs, strict=True):
+        step = Curve(name, run.records).held_out_step
+        newest = newest_steps[name]
+        if step is not None and step < newest:
+            older.append(f"after step {step:,} of {newest:,} in {name}")
     if older:
-        steps = ", ".join(
-            f"after step {step:,} of {newest[name]:,} in {name}" for name, step in older.items()
-        )
-        yield f"held-out losses are older than the newest step: {steps}"
+        yield f"held-out losses are older than the newest step: {', '.join(older)}"
 
 
-def _identity(run: Run) -> Identity | None:
+def _is_evaluated(run: _Compared) -> bool:
+    return any("eval_loss" in record for record in run.run.records)
+
+
+def _read_identity(run: Run) -> Identity | None:
     try:
         newest = latest(run.folder / "checkpoints")
         return read_identity(Store(newest)) if newest else None
-    except UserError:
+    except UserError:  # damaged: what it was trained on is not known
         return None
 
 
-def _tokenizer(one: _Compared, with_files: bool) -> Facts:
-    if with_files and one.identity is not None:
-        return {
-            "tokenizer": f"SHA-256 {one.identity.tokenizer[:12]}"
-            if one.identity.tokenizer
-            else "none"
-        }
-    return _keys(one, TOKENIZER_KEYS)
+def _tokenizer_facts(run: _Compared, by_files: bool) -> Facts:
+    if not by_files or run.identity is None:
+        return _key_facts(run, TOKENIZER_KEYS)
+    digest = run.identity.tokenizer
+    return {"tokenizer": f"SHA-256 {digest[:12]}" if digest else "none"}
 
 
-def _text(one: _Compared, with_files: bool) -> Facts:
-    if not with_files or one.identity is None:
-        return _keys(one, TEXT_KEYS)
-    sets = [f"{dataset.source} ({dataset.tokens:,} tokens)" for dataset in one.identity.sets]
-    digests = ",".join(
-        f"{dataset.bin_sha256[:12]} x {dataset.weight:g}" for dataset in one.identity.sets
-    )
-    return {"data": f"{', '.join(sets)}, SHA-256 {digests}"}
+def _text_facts(run: _Compared, by_files: bool) -> Facts:
+    if not by_files or run.identity is None:
+        return _key_facts(run, TEXT_KEYS)
+    names = list[str]()
+    digests = list[str]()
+    for dataset in run.identity.sets:
+        names.append(f"{dataset.source} ({dataset.tokens:,} tokens)")
+        digests.append(f"{dataset.bin_sha256[:12]} x {dataset.weight:g}")
+    return {"data": f"{', '.join(names)}, SHA-256 {','.join(digests)}"}
 
 
-def _held_out(one: _Compared) -> Facts:
-    train = one.config.train
-    asked = train.eval_batches * train.global_batch
-    if one.identity is None or len(one.identity.sets) > 1:
-        return {**_keys(one, HELD_OUT_KEYS), EVALUATED: f"{asked:,} samples at most"}
-    held = held_out_samples(
-        (one.identity.sets[0].tokens - 1) // train.seq_length, one.config.data.held_out
-    )
-    return {
-        **_keys(one, HELD_OUT_KEYS),
-        "the evaluated part": f"{min(held, asked):,} of {held:,} samples",
-    }
+def _held_out_facts(run: _Compared) -> Facts:
+    train = run.config.train
+    facts = dict(_key_facts(run, HELD_OUT_KEYS))
+    requested = train.eval_batches * train.global_batch
+    # Of a blend the held-out parts of all sets are mixed: their number alone says nothing.
+    if run.identity is None or len(run.identity.sets) > 1:
+        facts[EVALUATED] = f"{requested:,} samples at most"
+        return facts
+    samples = (run.identity.sets[0].tokens - 1) // train.seq_length  # the last token has no target
+    held_out = held_out_samples(samples, run.config.data.held_out)
+    evaluated = min(held_out, requested)
+    facts["the evaluated part"] = f"{evaluated:,} of {held_out:,} samples"
+    return facts
 
 
-def _keys(one: _Compared, keys: Sequence[str]) -> Facts:
-    return {key: one.config.value(key) for key in keys}
+def _key_facts(run: _Compared, keys: Sequence[str]) -> Facts:
+    return {key: run.config.value(key) for key in keys}
 
 
-def _told(what: str, facts: Mapping[str, Facts]) -> Iterator[str]:
-    """Yield a line if the runs differ in a fact. facts: by the name of the run."""
-    keys = dict.fromkeys(key for known in facts.values() for key in known)
-    parts = []
+def _compare_facts(reason: str, facts_by_run: Mapping[str, Facts]) -> Iterator[str]:
+    """Yield a line, which begins with the reason, if the runs differ in a fact."""
+    keys = dict[str, None]()  # a set that keeps the order
+    for facts in facts_by_run.values():
+        keys |= dict.fromkeys(facts)
+    parts = list[str]()
     for key in keys:
-        by_value: dict[str, list[str]] = {}
-        for name, known in facts.items():
-            by_value.setdefault(known.get(key, "not known"), []).append(name)
-        if len(by_value) > 1:
-            values = "; ".join(
-                f"{value} in {', '.join(names)}" for value, names in by_value.items()
-            )
-            parts.append(f"{key} is {values}")
+        runs_by_value: dict[str, list[str]] = {}
+        for name, facts in facts_by_run.items():
+            runs_by_value.setdefault(facts.get(key, "not known"), []).append(name)
+        if len(runs_by_value) > 1:
+            values = [f"{value} in {', '.join(names)}" for value, names in runs_by_value.items()]
+            parts.append(f"{key} is {'; '.join(values)}")
     if parts:
-        yield f"{what}: {'. '.join(parts)}"
+        yield f"{reason}: {'. '.join(parts)}"

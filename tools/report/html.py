@@ -13,11 +13,14 @@ class Html:
 
 
 Text = Html | str | int | float
+LONGEST = 4000  # characters of a text that a page shows
 
 
 def html(part: Text) -> str:
     """Return a part of a page as HTML."""
-    return part.text if isinstance(part, Html) else escape(_cut(str(part)))
+    if isinstance(part, Html):
+        return part.text
+    return escape(_shorten(str(part)))
 
 
 def paragraph(*parts: Text) -> Html:
@@ -27,30 +30,38 @@ def paragraph(*parts: Text) -> Html:
 
 def facts(rows: Sequence[tuple[str, Text]]) -> Html:
     """Return names with values."""
-    lines = (f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>" for name, value in rows)
-    return Html(f"<dl>{''.join(lines)}</dl>")
+    items = list[str]()
+    for name, value in rows:
+        items.append(f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>")
+    return Html(f"<dl>{''.join(items)}</dl>")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Text]], most: int = 200) -> Html:
-    """Return a table of at most `most` rows, the last ones. On a narrow screen each cell is a line
-    with its heading."""
-    top = "".join(f"<th>{html(name)}</th>" for name in head)
-    lines = (
-        "".join(
-            f'<td data-head="{html(name)}">{html(cell)}</td>'
-            for name, cell in zip(head, row, strict=True)
-        )
-        for row in rows[-most:]
-    )
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    left_out = f"<p>{len(rows) - most:,} earlier ones are left out.</p>" if len(rows) > most else ""
-    return Html(f'{left_out}<div class="scroll"><table><tr>{top}</tr>{body}</table></div>')
+def table(head: Sequence[str], rows: Sequence[Sequence[Text]], max_rows: int = 200) -> Html:
+    """Return a table of at most `max_rows` rows, the last ones.
+
+    On a narrow screen each cell is a line with its heading.
+    """
+    head_cells = "".join(f"<th>{html(name)}</th>" for name in head)
+    body = "".join(_table_row(head, row) for row in rows[-max_rows:])
+    left_out = ""
+    if len(rows) > max_rows:
+        left_out = f"<p>{len(rows) - max_rows:,} earlier ones are left out.</p>"
+    return Html(f'{left_out}<div class="scroll"><table><tr>{head_cells}</tr>{body}</table></div>')
+
+
+def _table_row(head: Sequence[str], row: Sequence[Text]) -> str:
+    cells = [
+        f'<td data-head="{html(name)}">{html(cell)}</td>'
+        for name, cell in zip(head, row, strict=True)
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def folded(summary: str, *parts: Html) -> Html:
     """Return parts that are shown on demand."""
-    return Html(f"<details><summary>{html(summary)}</summary>{''.join(map(html, parts))}</details>")
+    content = "".join(part.text for part in parts)
+    return Html(f"<details><summary>{html(summary)}</summary>{content}</details>")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 4000 else f"{text[:4000]} ..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

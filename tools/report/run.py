@@ -14,7 +14,7 @@ from megaprec.parsing import parse_json, parse_toml
 from tools.config.run_file import SAVED, RunConfig, load_run
 from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines, read_metrics
 
-LARGEST = 50_000_000  # bytes of a file that is read whole, other than those of records
+LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than those of records
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,22 @@ class Run:
         """Return the run in `folder`. Raises UserError if it has no record of a step."""
         records = read_metrics(folder)
         if not records:
-            what = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
-            raise UserError(f"{folder} {what}: give the folder of a run")
-        lines = (line.record for line in read_lines(folder / EVENTS))
-        return cls(folder, records, [event for event in lines if event is not None])
+            problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
+            raise UserError(f"{folder} {problem}: give the folder of a run")
+        lines = read_lines(folder / EVENTS)
+        return cls(folder, records, [line.record for line in lines if line.record is not None])
 
     @property
     def name(self) -> str:
+        """The name of the folder."""
         return self.folder.resolve().name
 
     @property
     def notes(self) -> list[str]:
         """Notes on damaged lines of the records, and on steps without one."""
-        found = (
-            *(odd_lines(self.folder / name) for name in (METRICS, EVENTS)),
-            lost_steps(self.folder / METRICS),
-        )
-        return [note for note in found if note]
+        metrics = self.folder / METRICS
+        notes = (odd_lines(metrics), odd_lines(self.folder / EVENTS), lost_steps(metrics))
+        return [note for note in notes if note]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind, oldest first."""
@@ -66,11 +65,7 @@ class Run:
         """The resolved run file that the run has saved."""
         for name in ("run.toml", "run.resolved.toml"):
             path = self.folder / name
-            if (
-                path.is_file()
-                and path.stat().st_size < LARGEST
-                and read_whole(path).startswith(SAVED.encode())
-            ):
+            if _is_readable(path) and read_whole(path).startswith(SAVED.encode()):
                 return path
         return None
 
@@ -79,7 +74,7 @@ class Run:
         """Every key of the run file, with its origin."""
         if self.run_file is None:
             return []
-        return [*_keys(read_whole(self.run_file).decode(errors="replace"))]
+        return [*_read_keys(read_whole(self.run_file).decode(errors="replace"))]
 
     @cached_property
     def config(self) -> RunConfig | str:
@@ -88,32 +83,36 @@ class Run:
             return "there is no run.toml that the run has written"
         try:
             return load_run(self.run_file)
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError) as error:  # the report goes on without it
             return str(error)
 
     def json(self, name: str) -> Any:
         """Return a JSON file of the folder; None if there is none that can be read."""
         path = self.folder / name
         try:
-            if path.is_file() and path.stat().st_size < LARGEST:
-                return parse_json(read_whole(path))
-            return None
+            return parse_json(read_whole(path)) if _is_readable(path) else None
         except (OSError, ValueError):
             return None
 
 
-def _keys(text: str) -> Iterator[Key]:
+def _is_readable(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size < LARGEST_FILE
+
+
+def _read_keys(text: str) -> Iterator[Key]:
+    """Yield the keys of a run file as a run saves it: a line each, with the origin as a comment."""
     table = ""
     for line in text.splitlines():
+        # A simple reader will do: the file begins with the mark of files that a run has written.
         if line.startswith("[") and line.endswith("]"):
             table = line[1:-1]
         elif " = " in line and not line.startswith("#"):
-            name, _, rest = line.partition(" = ")
-            value, _, origin = rest.rpartition("  # ")
-            yield Key(f"{table}.{name}", value, _plain(origin))
+            name, _, value_and_origin = line.partition(" = ")
+            value, _, origin = value_and_origin.rpartition("  # ")
+            yield Key(f"{table}.{name}", value, _unescape(origin))
 
 
-def _plain(origin: str) -> str:
+def _unescape(origin: str) -> str:
     """Return the text of a comment, in which quotes and backslashes are escaped as in TOML."""
     try:
         return str(parse_toml(f'value = "{origin}"')["value"])

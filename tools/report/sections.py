@@ -3,13 +3,15 @@ out."""
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from parallel.pipeline.simulation import bubble, simulate
+from parallel.pipeline.instructions import Instruction
+from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
@@ -25,86 +27,96 @@ from tools.plots.svg_panels import legend, to_svg
 from tools.plots.timeline import Panel as Timeline
 from tools.plots.timeline import draw
 from tools.report.html import Html, Text, facts, folded, html, paragraph, table
-from tools.report.run import Run
+from tools.report.run import Key, Run
 from tools.training.end_records import read_records
 
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
+PNG_SIGNATURE = b"\x89PNG"
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
+# what a certificate of another version, or a file of that name, may raise
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 Section = Callable[[Run], Html | None]
+Fact = tuple[str, Text]  # a name and its value
 
 
 def summary(run: Run) -> Html:
     """Return how far the run got, and its most important numbers."""
-    last = run.records[-1]
-    ends = run.of_kind("end")
-    steps = run.config.train.steps if isinstance(run.config, RunConfig) else 0
+    last_record = run.records[-1]
     curve = Curve(run.name, run.records)
-    done = f"{last['step']:,}{f' of {steps:,}' if steps else ''}"
-    rows: list[tuple[str, Text]] = [("steps", done), ("skipped steps", f"{curve.skipped:,}")]
-    if isinstance(last.get("tokens"), int | float):
-        rows.append(("tokens read", f"{last['tokens']:,}"))
-    if isinstance(last.get("learned_tokens"), int | float) and last["learned_tokens"] != last.get(
-        "tokens"
-    ):
-        rows.append(("tokens learned", f"{last['learned_tokens']:,}"))
-    rows.append(
-        (
-            f"loss, mean of last {LAST} steps",
-            "none" if math.isnan(curve.final) else f"{curve.final:.4f}",
-        )
-    )
-    if not math.isnan(curve.held_out):
-        at = curve.held_out_step
-        after = "" if at == last["step"] else f", after step {at:,}"
-        rows.append(("held-out loss", f"{curve.held_out:.4f}{after}"))
+    rows = [
+        ("steps", _describe_steps(run)),
+        ("skipped steps", f"{curve.skipped:,}"),
+        *_token_facts(last_record),
+        *_loss_facts(curve, last_record["step"]),
+    ]
+    ends = run.of_kind("end")
     if ends:
         rows.append(("last end", str(ends[-1]["why"])))
     if isinstance(run.config, RunConfig):
         rows += _model_facts(run.config)
-    notes = [
-        *run.notes,
-        *(
-            ["every step was skipped: nothing was learned"]
-            if curve.skipped == len(run.records)
-            else []
-        ),
-    ]
-    return Html(
-        "".join(
-            html(part) for part in (facts(rows), *(paragraph("Note: ", note) for note in notes))
-        )
-    )
+
+    notes = [*run.notes]
+    if curve.skipped == len(run.records):
+        notes.append("every step was skipped: nothing was learned")
+    return _join(facts(rows), *(paragraph("Note: ", note) for note in notes))
 
 
-def _model_facts(config: RunConfig) -> list[tuple[str, Text]]:
-    p = config.parallel
+def _describe_steps(run: Run) -> str:
+    done = f"{run.records[-1]['step']:,}"
+    total = run.config.train.steps if isinstance(run.config, RunConfig) else 0
+    return f"{done} of {total:,}" if total else done
+
+
+def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
+    tokens = record.get("tokens")
+    if isinstance(tokens, int | float):
+        yield "tokens read", f"{tokens:,}"
+    learned = record.get("learned_tokens")
+    if isinstance(learned, int | float) and learned != tokens:
+        yield "tokens learned", f"{learned:,}"
+
+
+def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
+    final = "none" if math.isnan(curve.final) else f"{curve.final:.4f}"
+    yield f"loss, mean of last {LAST} steps", final
+    if not math.isnan(curve.held_out):
+        step = curve.held_out_step
+        held_out = f"{curve.held_out:.4f}"
+        if step != last_step:
+            held_out += f", after step {step:,}"
+        yield "held-out loss", held_out
+
+
+def _model_facts(config: RunConfig) -> Iterator[Fact]:
     model = config.sized_model
-    if not model.factory:
-        size = f"{model.family}, {model.num_parameters:,} parameters"
+    if model.factory:
+        yield "model", model.factory
     else:
-        size = model.factory
-    return [("model", size), ("layout", in_words(p)), ("precision", str(config.precision.compute))]
+        yield "model", f"{model.family}, {model.num_parameters:,} parameters"
+    yield "layout", in_words(config.parallel)
+    yield "precision", str(config.precision.compute)
 
 
 def curves(run: Run) -> Html:
     """Return the pictures of `training.png`, as SVG."""
-    over: Over = config.log.plot_over if isinstance(config := run.config, RunConfig) else "steps"
+    over: Over = "steps"
+    if isinstance(run.config, RunConfig):
+        over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
-    shown = pictures(run.records, over, resumes)
-    figures = [
-        f"<figure><figcaption><b>{html(panel.title)}</b> "
-        f"{legend(panel, shown) if not number else ''}</figcaption>"
-        f"{to_svg(panel, shown)}</figure>"
-        for number, panel in enumerate(shown.panels)
-    ]
-    remarks = "; ".join(shown.remarks)
-    below = paragraph(
-        f"Horizontal axis: {shown.x_label}. ", f"Without a picture: {remarks}." if remarks else ""
-    )
+    drawing = pictures(run.records, over, resumes)
+    figures = list[str]()
+    for number, panel in enumerate(drawing.panels):
+        panel_legend = legend(panel, drawing) if number == 0 else ""  # the same for all
+        caption = f"<b>{html(panel.title)}</b> {panel_legend}"
+        figures.append(
+            f"<figure><figcaption>{caption}</figcaption>{to_svg(panel, drawing)}</figure>"
+        )
+    remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
+    below = paragraph(f"Horizontal axis: {drawing.x_label}. ", remarks)
     return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
 
 
@@ -117,9 +129,9 @@ def changes(run: Run) -> Html | None:
         (
             event["step"],
             event.get("ranks", ""),
-            _list(event["changed"]) if event["changed"] else "nothing",
-            f"{_number(event['lr_before'])} → {_number(event['lr_next'])}",
-            _list(event["notes"]),
+            _list_items(event["changed"]) if event["changed"] else "nothing",
+            f"{_format_number(event['lr_before'])} → {_format_number(event['lr_next'])}",
+            _list_items(event["notes"]),
         )
         for event in resumes
     ]
@@ -128,95 +140,93 @@ def changes(run: Run) -> Html | None:
 
 def skips(run: Run) -> Html | None:
     """Return the skipped steps and their causes."""
-    events = run.of_kind("overflow")
-    empty = run.of_kind(NO_TOKENS_EVENT)
-    if not events and not empty:
+    overflows = run.of_kind("overflow")
+    without_tokens = run.of_kind(NO_TOKENS_EVENT)
+    if not overflows and not without_tokens:
         return None
     rows = [
         (
             event["step"],
-            _scale(event["loss_scale"]),
+            _format_scale(event["loss_scale"]),
             event.get("outcome", ""),
-            _offenders(event),
+            _describe_offenders(event["offenders"]),
             event["advice"],
         )
-        for event in events
+        for event in overflows
     ]
     rows += [
         (event["step"], "", event.get("outcome", ""), "no token counts", event["advice"])
-        for event in empty
+        for event in without_tokens
     ]
     return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
 
 
-def _scale(scale: Any) -> str:
+def _format_scale(scale: Any) -> str:
     """Return a loss scale, a power of two as 2^n."""
-    mantissa, exponent = math.frexp(scale) if isinstance(scale, int | float) else (0.0, 0)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else _number(scale)
+    if isinstance(scale, int | float):
+        mantissa, exponent = math.frexp(scale)
+        if mantissa == 0.5:  # frexp's mantissa is in [0.5, 1)
+            return f"2^{exponent - 1}"
+    return _format_number(scale)
 
 
-def _offenders(event: dict[str, Any]) -> Text:
-    found = event["offenders"]
-    if not isinstance(found, list):
+def _describe_offenders(offenders: Any) -> Text:
+    """Return the first tensor that was not finite, and the number of the others."""
+    if not isinstance(offenders, list):
         return "not known"
-    named = [
-        f"{one.get('name')}: {one.get('infs')} inf, {one.get('nans')} NaN"
-        for one in found
-        if isinstance(one, dict)
-    ]
-    more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-    return f"{named[0]}{more}" if named else "not known"
+    tensors = [offender for offender in offenders if isinstance(offender, dict)]
+    if not tensors:
+        return "not known"
+    first, *others = tensors
+    counts = f"{first.get('infs')} inf, {first.get('nans')} NaN"
+    text = f"{first.get('name')}: {counts}"
+    return f"{text} and {len(others)} more" if others else text
 
 
 def speed(run: Run) -> Html:
     """Return seconds, tokens per second and utilization of the steps."""
-    seconds = _finite(run, "seconds")
-    rows: list[tuple[str, Text]] = []
+    rows = list[Fact]()
+    seconds = _finite_values(run, "seconds")
     if seconds:
-        ranked = sorted(seconds)
+        quickest_first = sorted(seconds)
+        slow = quickest_first[min(len(seconds) - 1, len(seconds) * 19 // 20)]
         rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
-            (
-                "19 of 20 steps take at most",
-                f"{ranked[min(len(ranked) - 1, len(ranked) * 19 // 20)]:.4g} s",
-            ),
-            ("time in steps", _duration(sum(seconds))),
+            ("19 of 20 steps take at most", f"{slow:.4g} s"),
+            ("time in steps", _format_duration(sum(seconds))),
         ]
-    shown: Sequence[tuple[str, str, Callable[[float], str]]] = (
-        ("tokens_per_s", "tokens/s, median", "{:,.0f}".format),
-        (
-            "tflops",
-            "speed of the model's products, a rank, median",
-            lambda count: f"{flops(count * 1e12)}/s",
-        ),
-        ("mfu", "model FLOPs utilization, median", "{:.1%}".format),
-    )
-    for key, name, words in shown:
-        if found := _finite(run, key):
-            rows.append((name, words(median(found))))
+    if rates := _finite_values(run, "tokens_per_s"):
+        rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
+    if teraflops := _finite_values(run, "tflops"):
+        rate = f"{flops(median(teraflops) * 1e12)}/s"
+        rows.append(("speed of the model's products, a rank, median", rate))
+    if utilizations := _finite_values(run, "mfu"):
+        rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
     return facts(rows)
 
 
 def memory(run: Run) -> Html | None:
     """Return the memory of rank 0."""
-    ends = [event for event in run.of_kind("end") if isinstance(event["peak_memory"], int | float)]
+    ends = run.of_kind("end")
+    ends = [event for event in ends if isinstance(event["peak_memory"], int | float)]
     if not ends:
         return None
+    # A run has an end for each start; a later one may have evaluated less.
     largest = max(ends, key=lambda event: event["peak_memory"])
-    rows: list[tuple[str, Text]] = []
+    rows = list[Fact]()
     if isinstance(largest.get("held_memory"), int | float):
-        rows.append(("weights, gradients, optimizer state", _bytes(largest["held_memory"])))
+        state_memory = _format_bytes(largest["held_memory"])
+        rows.append(("weights, gradients, optimizer state", state_memory))
     if largest.get("memory_of") == "device":
-        whose = "of the device"
+        owner = "of the device"
     else:
-        whose = "of the process, libraries included"
-    rows.append((f"peak {whose}", _bytes(largest["peak_memory"])))
-    return Html(facts(rows).text + paragraph("On rank 0, the largest of all starts.").text)
+        owner = "of the process, libraries included"
+    rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
+    return _join(facts(rows), paragraph("On rank 0, the largest of all starts."))
 
 
 def schedule(run: Run) -> Html | None:
-    """Return the pipeline schedule: its predicted timeline, and the measured one if the run has
-    recorded one."""
+    """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
     config = run.config
     if not isinstance(config, RunConfig):
         return paragraph(f"Not known: {config}.")
@@ -225,34 +235,56 @@ def schedule(run: Run) -> Html | None:
     stages = config.parallel.pipeline * max(1, config.parallel.chunks)
     if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:
         return paragraph("Too large for this page: `megaprec schedule RUN.toml` shows it.")
-    made = config.schedule
-    costs = config.stage_costs(config.sized_model, made.rank_of_stage)
-    predicted = simulate(made, lambda i: costs[i.stage].of(i))
-    rows: list[tuple[str, Text]] = [
+
+    pipeline = config.schedule
+    ranks = len(pipeline.programs)
+    costs = config.stage_costs(config.sized_model, pipeline.rank_of_stage)
+    predicted = simulate(pipeline, lambda item: costs[item.stage].of(item))
+    rows: list[Fact] = [
         ("schedule", config.parallel.schedule),
-        ("bubble, predicted", _percent(predicted)),
+        ("bubble, predicted", f"{bubble(predicted):.1%}"),
     ]
-    panels = [Timeline("predicted", predicted, len(made.programs), "FLOPs")]
-    path = run.folder / TIMELINE
-    wanted = [(r, i) for r, program in enumerate(made.programs) for i in program]
+    panels = [Timeline("predicted", predicted, ranks, "FLOPs")]
     try:
-        measured = read_trace(path) if path.is_file() else []
+        measured = _measured_spans(run, pipeline)
     except UserError as error:
         measured = []
         rows.append(("measured", str(error)))
-    if [(span.rank, span.instruction) for span in measured] == wanted and measured:
-        rows.append(("bubble, measured", _percent(measured)))
-        panels.append(Timeline("measured", measured, len(made.programs), "s"))
-    pictures = [_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
-    return Html(facts(rows).text + "".join(pictures))
+    if measured:
+        rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
+        panels.append(Timeline("measured", measured, ranks, "s"))
+    timelines = [_draw_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
+    return _join(facts(rows), *timelines)
 
 
-def _timeline(panel: Timeline) -> str:
+def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
+    """Return the measured timeline of the run, in seconds.
+
+    None if it recorded none, or one of another schedule. Raises UserError.
+    """
+    path = run.folder / TIMELINE
+    if not path.is_file():
+        return []
+    spans = read_trace(path)
+    expected = list[tuple[int, Instruction]]()
+    for rank, program in enumerate(pipeline.programs):
+        expected += [(rank, instruction) for instruction in program]
+    measured = [(span.rank, span.instruction) for span in spans]
+    return spans if measured == expected else []
+
+
+def _draw_timeline(panel: Timeline) -> Html:
     """Return a timeline as an image, so that nothing in it can act on the page."""
-    data = base64.b64encode(to_svg_file(draw(panel.title, [], [panel])).encode()).decode()
-    return (
-        f'<div class="scroll"><img class="wide" alt="timeline, {html(panel.title)}" '
-        f'src="data:image/svg+xml;base64,{data}"/></div>'
+    picture = to_svg_file(draw(panel.title, [], [panel])).encode()
+    return _image(f"timeline, {panel.title}", "svg+xml", picture)
+
+
+def _image(description: str, kind: str, content: bytes) -> Html:
+    """Return a picture that is a part of the page. kind: the subtype of its media type."""
+    data = base64.b64encode(content).decode()
+    return Html(
+        f'<div class="scroll"><img class="wide" alt="{html(description)}" '
+        f'src="data:image/{kind};base64,{data}"/></div>'
     )
 
 
@@ -262,141 +294,151 @@ def fp8(run: Run) -> Html | None:
     if not events:
         return None
     alarmed = [event for event in events if event["alarms"]]
-    rows: list[tuple[str, Text]] = [
-        ("compared micro-batches", len(events)),
-        ("alarms", len(alarmed)),
-    ]
-    body = facts(rows).text
+    parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
     if alarmed:
-        cells = [(event["step"], _list(event["alarms"])) for event in alarmed]
-        body += table(("step", "alarms"), cells).text
+        rows = [(event["step"], _list_items(event["alarms"])) for event in alarmed]
+        parts.append(table(("step", "alarms"), rows))
     path = run.folder / PICTURE
+    # A file of that name may be anything: only a picture of reasonable size is put into the page.
     if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
         content = read_whole(path)
-        if content.startswith(b"\x89PNG"):
-            data = base64.b64encode(content).decode()
-            body += (
-                '<div class="scroll"><img class="wide" alt="FP8 shadow" '
-                f'src="data:image/png;base64,{data}"/></div>'
-            )
-    return Html(body)
+        if content.startswith(PNG_SIGNATURE):
+            parts.append(_image("FP8 shadow", "png", content))
+    return _join(*parts)
 
 
 def evidence(run: Run) -> Html:
-    """Return what proves that the run computed what it should: certificates and checks. Later kinds
-    are added here."""
+    """Return what proves that the run computed what it should: certificates and checks.
+
+    Later kinds are added here.
+    """
     parts = [_parity(run), _proof(run)]
-    checked = [record["sentinel"] for record in run.records if "sentinel" in record]
-    if checked:
-        clean = sum(word == "clean" for word in checked)
+    checks = [record["sentinel"] for record in run.records if "sentinel" in record]
+    if checks:
+        clean = checks.count("clean")
         parts.append(
-            paragraph(f"The sentinel checked {len(checked):,} steps; {clean:,} were clean.")
+            paragraph(f"The sentinel checked {len(checks):,} steps; {clean:,} were clean.")
         )
-    return Html("".join(part.text for part in parts))
+    return _join(*parts)
 
 
 def _parity(run: Run) -> Html:
-    made = run.json("parity.json")
-    if made is None:
+    certificate = run.json("parity.json")
+    if certificate is None:
         return paragraph(NO_CERTIFICATE)
     try:
         rows = [
-            (str(one["layout"]), str(one["precision"]), verdict(one)) for one in made["layouts"]
+            (str(layout["layout"]), str(layout["precision"]), verdict(layout))
+            for layout in certificate["layouts"]
         ]
-        said = conclusion(made)
-    except (KeyError, TypeError, AttributeError, ValueError):
+        result = conclusion(certificate)
+    except MALFORMED:
         return paragraph("parity.json is not a certificate.")
-    body = paragraph(f"Parity: {said}.").text + table(("layout", "precision", "verdict"), rows).text
-    return Html(_of_other_keys(run, made).text + body)
+    return _join(
+        _note_on_other_keys(run, certificate),
+        paragraph(f"Parity: {result}."),
+        table(("layout", "precision", "verdict"), rows),
+    )
 
 
 def _proof(run: Run) -> Html:
-    made = run.json("prove.json")
-    if made is None:
+    certificate = run.json("prove.json")
+    if certificate is None:
         return paragraph(NO_PROOF)
     try:
-        rows = [
-            (
-                str(row["row"]),
-                f"{row['steps'][0]} to {row['steps'][1]}",
-                str(row["verdict"]),
-                str(row.get("why", "")),
-            )
-            for row in made["rows"]
-        ]
-        said = f"steps {made['first_step']} to {made['last_step']}: {made['verdict']}"
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        rows = [_proof_row(row) for row in certificate["rows"]]
+        steps = f"steps {certificate['first_step']} to {certificate['last_step']}"
+        result = f"{steps}: {certificate['verdict']}"
+    except MALFORMED:
         return paragraph("prove.json is not a certificate.")
-    head = ("compared with the straight run", "steps", "verdict", "why")
-    body = paragraph(f"Repeating and resuming bit for bit, {said}.").text + table(head, rows).text
-    return Html(_of_other_keys(run, made).text + body)
+    return _join(
+        _note_on_other_keys(run, certificate),
+        paragraph(f"Repeating and resuming bit for bit, {result}."),
+        table(("compared with the straight run", "steps", "verdict", "why"), rows),
+    )
 
 
-def _of_other_keys(run: Run, made: Any) -> Html:
-    """Return a note if a certificate is not of the run as run.toml describes it; nothing if it
-    is."""
-    about = made.get("configuration")
-    digest = about.get("sha256") if isinstance(about, dict) else None
+def _proof_row(row: Any) -> tuple[str, str, str, str]:
+    steps = f"{row['steps'][0]} to {row['steps'][1]}"
+    reason = str(row.get("why", ""))
+    return str(row["row"]), steps, str(row["verdict"]), reason
+
+
+def _note_on_other_keys(run: Run, certificate: Any) -> Html:
+    """Return a note if a certificate is not of the run as run.toml describes it.
+
+    Nothing if it is.
+    """
+    certified = certificate.get("configuration")
+    digest = certified.get("sha256") if isinstance(certified, dict) else None
     if not isinstance(run.config, RunConfig):
         return paragraph(
-            "Note: whether the certificate below is of this run is not known: run.toml "
-            "cannot be read."
+            "Note: whether the certificate below is of this run is not known: run.toml cannot be "
+            "read."
         )
     if digest == run_digest(run.config):
         return Html("")
-    other = (
-        "of another run, or made before a key was changed: that it holds for this run as it is "
-        "was not tried."
-    )
     return paragraph(
-        f"Note: the certificate below is of other keys than those of run.toml, {other}"
+        "Note: the certificate below is of other keys than those of run.toml, of another run, or "
+        "made before a key was changed: that it holds for this run as it is was not tried."
     )
 
 
 def faults(run: Run) -> Html | None:
     """Return restarts, silent faults and the record of an abnormal end."""
-    parts = []
+    parts = list[Html]()
     if restarts := run.of_kind("restart"):
         rows = [
-            (event["step"], event["ranks"], event["why"], _number(event["left"]))
+            (event["step"], event["ranks"], event["why"], _format_number(event["left"]))
             for event in restarts
         ]
         parts.append(table(("from step", "ranks", "why", "restarts left"), rows))
-    if silent := run.of_kind("silent_fault"):
+    if silent_faults := run.of_kind("silent_fault"):
         rows = [
-            (e["checked_step"], e["kind"], e["what"], str(e["ranks"]), str(e["hosts"]))
-            for e in silent
+            (
+                event["checked_step"],
+                event["kind"],
+                event["what"],
+                str(event["ranks"]),
+                str(event["hosts"]),
+            )
+            for event in silent_faults
         ]
         parts.append(table(("checked step", "kind", "seen in", "ranks", "hosts"), rows))
-    stopped = [event for event in run.of_kind("end") if not event["complete"]]
-    if stopped:
-        parts.append(
-            table(
-                ("stopped after step", "why"), [(event["step"], event["why"]) for event in stopped]
-            )
-        )
+    if stops := [event for event in run.of_kind("end") if not event["complete"]]:
+        rows = [(event["step"], event["why"]) for event in stops]
+        parts.append(table(("stopped after step", "why"), rows))
+    parts += _abnormal_end(run)
+    return _join(*parts) if parts else None
+
+
+def _abnormal_end(run: Run) -> Iterator[Html]:
     try:
-        ended = [
-            (record.rank.rank, record.rank.host, record.verdict or record.ended)
-            for record in read_records(run.folder)
-        ]
-        parts.append(table(("rank", "host", "abnormal end"), ended))
+        records = read_records(run.folder)
     except (UserError, OSError):
-        pass  # no record: it ended in order
-    return Html("".join(part.text for part in parts)) if parts else None
+        return  # no record: it ended in order
+    rows = [
+        (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in records
+    ]
+    yield table(("rank", "host", "abnormal end"), rows)
 
 
 def configuration(run: Run) -> Html:
     """Return the keys that were given, and all keys on demand, with their origins."""
     if not run.keys:
         return paragraph("There is no run.toml that the run has written.")
-    rows = [(key.name, key.value, key.origin) for key in run.keys]
     head = ("key", "value", "origin")
-    given = [row for row in rows if row[2] != "default"]
-    return Html(
-        table(head, given, len(rows)).text
-        + folded(f"all {len(rows)} keys", table(head, rows, len(rows))).text
+    all_keys = [_key_row(key) for key in run.keys]
+    set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
+    number = len(all_keys)
+    return _join(
+        table(head, set_keys, number),
+        folded(f"all {number} keys", table(head, all_keys, number)),
     )
+
+
+def _key_row(key: Key) -> tuple[str, str, str]:
+    return key.name, key.value, key.origin
 
 
 SECTIONS: Sequence[tuple[str, Section]] = (
@@ -414,18 +456,23 @@ SECTIONS: Sequence[tuple[str, Section]] = (
 )
 
 
-def _list(words: Any) -> Html:
-    return Html(
-        "<br/>".join(html(str(word)) for word in (words if isinstance(words, list) else [words]))
-    )
+def _join(*parts: Html) -> Html:
+    return Html("".join(part.text for part in parts))
 
 
-def _finite(run: Run, key: str) -> list[float]:
-    found = (record.get(key) for record in run.records)
-    return [float(v) for v in found if isinstance(v, int | float) and math.isfinite(v)]
+def _list_items(items: Any) -> Html:
+    """Return the items of a list a line each; of a damaged record its value as it is."""
+    listed = items if isinstance(items, list) else [items]
+    return Html("<br/>".join(html(str(item)) for item in listed))
 
 
-def _number(value: Any) -> str:
+def _finite_values(run: Run, key: str) -> list[float]:
+    values = (record.get(key) for record in run.records)
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return [number for number in numbers if math.isfinite(number)]
+
+
+def _format_number(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:.4g}"
     if value is None:
@@ -433,18 +480,14 @@ def _number(value: Any) -> str:
     return str(value)
 
 
-def _percent(spans: Any) -> str:
-    return f"{bubble(spans):.1%}"
-
-
-def _bytes(count: float) -> str:
+def _format_bytes(count: float) -> str:
     if count >= 2**30:
         return f"{count / 2**30:,.2f} GiB"
     return f"{count / 2**20:,.1f} MiB"
 
 
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
+def _format_duration(duration: float) -> str:
+    hours, seconds = divmod(round(duration), 3600)
     if hours:
-        return f"{hours} h {rest // 60} min"
-    return f"{rest // 60} min {rest % 60} s"
+        return f"{hours} h {seconds // 60} min"
+    return f"{seconds // 60} min {seconds % 60} s"

@@ -10,21 +10,22 @@ import ctypes
 import os
 import sys
 
-# names of mallopt's, from malloc.h
+# options of mallopt, from malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-# bytes: free at the end of the heap; of one piece, the most that glibc allows
-_KEPT = 1 << 30
-_LARGEST = 1 << 25
+_FREE_BYTES = 1 << 30  # that may stay free at the end of the heap
+_HEAP_BLOCK_BYTES = 1 << 25  # largest block that comes from the heap: the most that glibc allows
 
 
 def keep_freed_memory() -> None:
-    """Set this process's glibc to keep freed memory, unless the environment configures the
-    allocator."""
-    spoken_for = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if sys.platform != "linux" or spoken_for:
+    """Set this process's glibc to keep freed memory.
+
+    Nothing is set if the environment configures the allocator.
+    """
+    configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if sys.platform != "linux" or configured:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _KEPT)
-        mallopt(_MMAP_THRESHOLD, _LARGEST)
+    if mallopt is not None:  # other C libraries, such as musl, have none
+        mallopt(_TRIM_THRESHOLD, _FREE_BYTES)
+        mallopt(_MMAP_THRESHOLD, _HEAP_BLOCK_BYTES)

@@ -18,26 +18,23 @@ def arithmetic() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the GPU, if this process uses one; otherwise torch's instruction set and the
-    instructions for bf16."""
+    """Return the GPU, if this process uses one; otherwise the CPU's instruction set for torch."""
     if torch.cuda.is_initialized():
         return torch.cuda.get_device_name()
-    products = {
-        "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AMX": torch.cpu._is_amx_tile_supported(),
-    }
-    return ", ".join(
-        (
-            torch.backends.cpu.get_cpu_capability(),
-            *(name for name, there in products.items() if there),
-        )
-    )
+    instructions = [torch.backends.cpu.get_cpu_capability()]
+    if torch.cpu._is_avx512_bf16_supported():
+        instructions.append("AVX512_BF16")
+    if torch.cpu._is_amx_tile_supported():
+        instructions.append("AMX")
+    return ", ".join(instructions)
 
 
-def moved(store: Store) -> Iterator[str]:
-    """Yield a line for each of these that differs from the checkpoint. Those that it does not
-    record are omitted."""
-    for name, here in arithmetic().items():
-        was = store.index.get(name, here)
-        if was != here:
-            yield f"{name}: {was} -> {here}"
+def arithmetic_changes(checkpoint: Store) -> Iterator[str]:
+    """Yield a line for each of these that differs from the checkpoint.
+
+    Those that it does not record are omitted.
+    """
+    for name, now in arithmetic().items():
+        before = checkpoint.index.get(name, now)
+        if before != now:
+            yield f"{name}: {before} -> {now}"

@@ -17,24 +17,26 @@ from tools.training.prefetch import Prefetch
 
 
 class Batches:
-    """Reads the shares of a run. samples: of the training data. position: is told when this rank
-    reads or waits."""
+    """Reads the shares of a run.
+
+    samples: of the training data. position: is told when this rank reads or waits.
+    """
 
     def __init__(
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
         self._batch = config.train.global_batch
+        # the samples of the run, beyond which nothing is read ahead
         self._end = config.train.global_batch * config.train.steps
         self._dp = dp
         self._position = position
-        self._ahead = Prefetch(lambda first: self._read(samples, first, dp.rank))
+        self._prefetch = Prefetch(lambda first: self._read(samples, first, dp.rank))
 
     def take(self, first: int) -> Share:
-        """Return this rank's share of the training batch that begins at `first`, and begin to read
-        the next step's."""
+        """Return this rank's share of the training batch at `first`, and begin to read the next."""
         self._position.at("reading of samples")
         following = first + self._batch
-        return self._ahead.take(first, following if following < self._end else None)
+        return self._prefetch.take(first, following if following < self._end else None)
 
     def share(
         self,
@@ -43,31 +45,32 @@ class Batches:
         replica: int | None = None,
         end: int | None = None,
     ) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch that begins at
-        `first`.
+        """Return a data-parallel rank's consecutive part of the global batch at `first`.
 
         replica: the data-parallel rank; None: this one. end: the position from which on samples
         only fill the batch, and do not count in its loss; None: all count.
         """
         self._position.at("reading of samples")
         share = self._read(samples, first, self._dp.rank if replica is None else replica)
-        if (
-            end is None or first + self._batch <= end
-        ):  # the same on every rank: all have a mask, or none has
+        # Decided by the global batch, the same on every rank: all have a mask, or none has.
+        if end is None or first + self._batch <= end:
             return share
         begin = first + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
         mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
-        return replace(share, mask=mask * counts[:, None])
+        return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
     def _read(self, samples: Samples | Blend, first: int, replica: int) -> Share:
-        own = self._batch // self._dp.size
-        batch = samples.batch(first + own * replica, own)
+        share_size = self._batch // self._dp.size
+        offset = share_size * replica
+        batch = samples.batch(first + offset, share_size)
         packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=own * replica, packing=packing)
+        return Share(batch.tokens, batch.targets, batch.mask, first=offset, packing=packing)
 
 
-def evaluated_samples(train: Train, there: int) -> int:
-    """Return how many samples an evaluation is of: train.eval_batches global batches, or all that
-    are there."""
-    return min(there, train.eval_batches * train.global_batch)
+def evaluated_samples(train: Train, available: int) -> int:
+    """Return the number of samples of an evaluation.
+
+    That of train.eval_batches global batches, or all that are available.
+    """
+    return min(available, train.eval_batches * train.global_batch)

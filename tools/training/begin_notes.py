@@ -18,20 +18,21 @@ def begin_notes(
     documents: DocumentTokens,
     tokenizer: Tokenizer | None,
 ) -> Iterator[str]:
-    """Yield the notes of a run. streams: its data sets as they are trained on.
+    """Yield the notes of a run.
 
-    begin: the token that data.begin asks for. documents: the tokens that the model sees around
-        documents.
+    streams: its data sets as they are trained on. begin: the token that data.begin asks for.
+    documents: the tokens that the model sees around documents.
     """
     if begin is not None:
-        yield from _placed(config, streams, begin)
+        yield from _begin_token_notes(config, streams, begin)
     elif config.data.begin == "none" and config.train.init_from:
+        # The user has decided against the token of the weights, and may not know its effect.
         initial = initial_model(Path(config.train.init_from))
         if initial.begin not in (None, documents.begin):
             yield (
                 'data.begin = "none": the weights of train.init_from were trained with token '
-                f"{initial.begin} before "
-                f"documents ({initial.origin}), and documents have none here"
+                f"{initial.begin} before documents ({initial.origin}), and documents have none "
+                "here"
             )
     elif documents.begin not in (None, documents.end):
         yield (
@@ -39,27 +40,28 @@ def begin_notes(
             "it there, too"
         )
     if tokenizer and tokenizer.eos is not None and documents.end is None:
-        before = "no token" if documents.begin is None else f"token {documents.begin}"
+        evaluated_with = "no token" if documents.begin is None else f"token {documents.begin}"
         yield (
             f"documents do not end with token {tokenizer.eos}, which ends them by "
-            f"{tokenizer.path}: the model does not "
-            f"learn where a text ends, and is evaluated with {before} before a document, as "
-            "it is trained"
+            f"{tokenizer.path}: the model does not learn where a text ends, and is evaluated with "
+            f"{evaluated_with} before a document, as it is trained"
         )
 
 
-def _placed(config: RunConfig, streams: Sequence[IndexedDataset], begin: int) -> Iterator[str]:
+def _begin_token_notes(
+    config: RunConfig, streams: Sequence[IndexedDataset], begin: int
+) -> Iterator[str]:
     """Yield a note on each way in which the begin token comes to stand before documents."""
     origin = config.origin("data.begin")
-    asked = f"data.begin = {begin} ({origin})"
+    setting = f"data.begin = {begin} ({origin})"
     if any(isinstance(stream, Begun) for stream in streams):
         yield (
-            f"{asked}: this token is put before each document, in evaluation, generation and "
+            f"{setting}: this token is put before each document, in evaluation, generation and "
             "export, too"
         )
-    there = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
-    if there:
+    have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
+    if have_it:
         yield (
-            f"{asked}: documents of {', '.join(there)} begin after this token already; none is "
-            "added"
+            f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "
+            "is added"
         )

@@ -27,25 +27,52 @@ from tools.journal.records import read_metrics
 
 MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
+COMPARED_RATES = 1000  # of two schedules, beside those around their ends
+Table = dict[str, Any]  # of a run file: keys with their values
 # Keys that no number depends on. The data is compared by its tokens, the learning rate by its
 # schedule.
 FREELY = (
-    "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "train.restarts",
-    "data.source", "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars",
-    "data.workers", "data.cache", "data.validation", "data.lm_eval*", "parallel.zero", "parallel.zero_size",
-    "parallel.recompute*", "parallel.elastic", "parallel.timeout", "train.sentinel",
-    "optimizer.validation", "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint",
-    "fp8.shadow_*", "lr.*",
-)  # fmt: skip
-
+    "log.*",
+    "checkpoint.*",
+    "train.folder",
+    "train.eval_*",
+    "train.init_from",
+    "train.steps",
+    "train.restarts",
+    "train.sentinel",
+    "data.source",
+    "data.blend",
+    "data.text_field",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.max_chars",
+    "data.workers",
+    "data.cache",
+    "data.validation",
+    "data.lm_eval*",
+    "parallel.zero",
+    "parallel.zero_size",
+    "parallel.recompute*",
+    "parallel.elastic",
+    "parallel.timeout",
+    "optimizer.validation",
+    "precision.trace_overflows",
+    "precision.patience",
+    "precision.masters_in_checkpoint",
+    "fp8.shadow_*",
+    "lr.*",
+)
 # keys that no number depends on either if sums have one order in every layout
 LAYOUT = ("parallel.*",)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rates of a run. each: what a step adds to the count that the schedule is a
-    function of."""
+    """The learning rates of a run.
+
+    each: what a step adds to the count that the schedule is a function of. samples: the count is
+    one of samples, not of steps.
+    """
 
     schedule: LRSchedule
     each: int
@@ -55,163 +82,200 @@ class Rates:
     def of(cls, lr: LR, train: Train) -> "Rates":
         """Return the rates of a run with these tables. Raises UserError."""
         samples = lr.unit == "samples"
-        return cls(lr_schedule(lr, train), train.global_batch if samples else 1, samples)
+        each = train.global_batch if samples else 1
+        return cls(lr_schedule(lr, train), each, samples)
 
     def at(self, progress: TrainState, steps: int = 0) -> float:
         """Return the rate of the next step, or of the one that is `steps` later."""
-        return self.schedule.at(self._taken(progress) + steps * self.each)
+        return self.schedule.at(self._count(progress) + steps * self.each)
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps, as `at` counts them, before and after each end of a formula of the
-        schedule."""
+        """Yield the steps before and after each end of a formula of the schedule.
+
+        Counted as by `at`: 0 is the next step.
+        """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
-            step = (count - self._taken(progress)) // self.each
+            step = (count - self._count(progress)) // self.each
             yield from (step, step + 1)
 
-    def _taken(self, progress: TrainState) -> int:
+    def _count(self, progress: TrainState) -> int:
+        """Return the steps or samples until now: only those of applied steps move the schedule."""
         return progress.applied_samples if self.samples else progress.applied
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it
-    stores separately.
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar.
+
+    All but those of tables that it stores separately.
     """
-    tables = (table for table in config if table[0] not in ("model", "parallel", "precision"))
-    return {f"{table}.{key}": toml(value) for table, values in tables for key, value in values}
+    keys = dict[str, str]()
+    for table, values in config:
+        if table not in ("model", "parallel", "precision"):
+            keys |= {f"{table}.{key}": toml(value) for key, value in values}
+    return keys
 
 
-def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
-    """Return a line for each key that differs from the checkpoint. Keys that it does not know are
-    omitted."""
-    was = saved_keys(store)
+def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> list[str]:
+    """Return a line for each key that differs from the checkpoint.
+
+    Keys that it does not know are omitted.
+    """
+    before = saved_keys(checkpoint)
     now = _all_keys(config)
-    before = _rates(was)
-    after = Rates.of(config.lr, config.train)
-    canonical = was.get("train.numerics") == now["train.numerics"] == toml("canonical")
-    rates = before is not None and not same_rates(before, after, progress)
-    lines = []
-    for key in was.keys() & now.keys():
-        if was[key] != now[key]:
-            free = any(
-                fnmatchcase(key, pattern) for pattern in (*FREELY, *(LAYOUT if canonical else ()))
-            )
-            rated = key.startswith("lr.") or (
-                key == "train.steps" and config.lr.schedule != "constant"
-            )
-            lines.append(
-                f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}"
-            )
+    unmarked_patterns = FREELY
+    if before.get("train.numerics") == now["train.numerics"] == toml("canonical"):
+        unmarked_patterns = (*FREELY, *LAYOUT)
+    rates_change = _rates_change(before, config, progress)
+
+    lines = list[str]()
+    for key in before.keys() & now.keys():
+        if before[key] == now[key]:
+            continue
+        unmarked = any(fnmatchcase(key, pattern) for pattern in unmarked_patterns)
+        if rates_change and _decides_rates(key, config):
+            unmarked = False
+        mark = "" if unmarked else MARK
+        lines.append(f"{key}: {before[key]} -> {now[key]}{mark}")
     return sorted(lines)
 
 
-def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
+def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:
+    """Return True if the steps to come have other learning rates than with the saved keys."""
+    before = _rates_of_keys(saved)
+    after = Rates.of(config.lr, config.train)
+    return before is not None and not same_rates(before, after, progress)
+
+
+def _decides_rates(key: str, config: RunConfig) -> bool:
+    if key == "train.steps":
+        return config.lr.schedule != "constant"
+    return key.startswith("lr.")
+
+
+def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
-    was = saved_keys(store)
-    last, rate = rates_around(store, config, progress)
-    before = _rates(was)
-    if before is None or not progress.applied or before == Rates.of(config.lr, config.train):
+    saved = saved_keys(checkpoint)
+    last, following = rates_around(checkpoint, config, progress)
+    before = _rates_of_keys(saved)
+    unchanged = before == Rates.of(config.lr, config.train)
+    if before is None or unchanged or not progress.applied:
         return
-    if (
-        last is None or not _far(last, rate) or not _far(before.at(progress), rate)
-    ):  # or was to come, as in warm-up
+    if last is None or not _is_jump(last, following):
+        return
+    # A jump that the saved keys would have had too, as in warm-up, is no effect of a change.
+    if not _is_jump(before.at(progress), following):
         return
     yield (
-        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in "
-        f"step {progress.step + 1}"
-        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} "
-        "lr.warmup=0 keeps the "
-        f"old rate; train.init_from={store.path} with another train.folder and lr.warmup "
-        "starts a new run with "
-        'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
+        f"the learning rate jumps from {last:.3g} in step {progress.step} to {following:.3g} in "
+        f"step {progress.step + 1}{_describe_stretching(saved, config)}. Ways out: "
+        f"lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 keeps the old rate; "
+        f"train.init_from={checkpoint.path} with another train.folder and lr.warmup starts a new "
+        "run "
+        'with these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
         "from the start"
     )
 
 
-def _far(one: float, other: float) -> bool:
-    return max(one, other) > JUMP * min(one, other)
+def _is_jump(first_rate: float, second_rate: float) -> bool:
+    return max(first_rate, second_rate) > JUMP * min(first_rate, second_rate)
 
 
 def rates_around(
-    store: Store, config: RunConfig, progress: TrainState
+    checkpoint: Store, config: RunConfig, progress: TrainState
 ) -> tuple[float | None, float]:
-    """Return the learning rates of the last step before a resume, None if it is not known, and of
-    the next one.
+    """Return the learning rates of the last step before a resume and of the next one.
+
+    The first is None if it is not known.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    before = _rates(saved_keys(store))
+    before = _rates_of_keys(saved_keys(checkpoint))
     following = Rates.of(config.lr, config.train).at(progress)
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
             return record["lr"], following
-    return before.at(progress, -1) if before is not None and progress.applied else None, following
+    if before is None or not progress.applied:
+        return None, following
+    return before.at(progress, -1), following
 
 
-def _stretched(was: dict[str, str], config: RunConfig) -> str:
-    steps = was.get("train.steps")
+def _describe_stretching(saved: dict[str, str], config: RunConfig) -> str:
+    """Return how another train.steps stretches the schedule, "" if it does not."""
+    steps = saved.get("train.steps")
     kind = config.lr.schedule
-    if steps is None or steps == toml(config.train.steps) or kind == "constant" or config.lr.length:
+    if steps is None or steps == toml(config.train.steps):
+        return ""
+    if kind == "constant" or config.lr.length:
         return ""
     return f": train.steps {steps} -> {config.train.steps} stretches the {kind} schedule"
 
 
 def _all_keys(config: RunConfig) -> dict[str, str]:
-    tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
-    tables["model"] = {
-        key: value for key, value in config.model.model_dump().items() if key in TRAINING
-    }
-    return {
-        key: value
-        for key, value in (keys_of(config) | _flat(tables)).items()
-        if key not in PLAN_ONLY
-    }
-
-
-def saved_keys(store: Store) -> dict[str, str]:
-    """Return the keys that the checkpoint stores of its run. Raises UserError if they are
-    damaged."""
-    run = store.index.get("run", {})
+    """Return the keys of the run that `saved_keys` may have, in TOML's grammar."""
     tables = {
-        "parallel": store.index.get("layout", {}),
-        "precision": store.index.get("precision", {}),
+        "parallel": dict(config.parallel),
+        "precision": dict(config.precision),
+        "model": _training_keys(config.model.model_dump()),
     }
-    tables["model"] = {key: value for key, value in kept(store, "model").items() if key in TRAINING}
-    if not all(isinstance(table, dict) for table in (run, *tables.values())) or not all(
-        isinstance(value, str) for value in run.values()
-    ):
+    keys = keys_of(config) | _flatten_tables(tables)
+    return {key: value for key, value in keys.items() if key not in PLAN_ONLY}
+
+
+def _training_keys(model: Table) -> Table:
+    """Return the keys of [model] that concern training, not the model's function."""
+    return {key: value for key, value in model.items() if key in TRAINING}
+
+
+def saved_keys(checkpoint: Store) -> dict[str, str]:
+    """Return the keys that the checkpoint stores of its run.
+
+    Raises UserError if they are damaged.
+    """
+    run = checkpoint.index.get("run", {})
+    tables = {
+        "parallel": checkpoint.index.get("layout", {}),
+        "precision": checkpoint.index.get("precision", {}),
+        "model": _training_keys(kept(checkpoint, "model")),
+    }
+    all_tables = all(isinstance(table, dict) for table in (run, *tables.values()))
+    if not all_tables or not all(isinstance(value, str) for value in run.values()):
         raise UserError(
-            f'{store.path} is damaged: "run" in its checkpoint.json is not as it was written'
+            f'{checkpoint.path} is damaged: "run" in its checkpoint.json is not as it was written'
         )
-    return run | _flat(tables)
+    return run | _flatten_tables(tables)
 
 
-def _flat(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {
-        f"{name}.{key}": toml(value)
-        for name, values in tables.items()
-        for key, value in values.items()
-    }
+def _flatten_tables(tables: dict[str, Table]) -> dict[str, str]:
+    """Return the keys of all tables as "table.key", their values in TOML's grammar."""
+    keys = dict[str, str]()
+    for table, values in tables.items():
+        keys |= {f"{table}.{key}": toml(value) for key, value in values.items()}
+    return keys
 
 
-def _rates(keys: dict[str, str]) -> Rates | None:
+def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
     """Return the learning rates of a run with these keys; None if they are not all known."""
-    tables: dict[str, dict[str, Any]] = {"lr": {}, "train": {}}
+    tables: dict[str, Table] = {"lr": {}, "train": {}}
     try:
         for key, value in keys.items():
             table, name = key.split(".", 1)
             if table in tables:
                 tables[table][name] = parse_toml(f"value = {value}")["value"]
         return Rates.of(LR(**tables["lr"]), Train(**tables["train"]))
+    # a checkpoint of another version, whose keys or values are not those of today
     except (ValidationError, ValueError, TypeError):
         return None
 
 
 def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
-    """Return True if both have the same rates for all steps after `progress`, compared at up to a
-    thousand of them and around the ends of warm-up, stable phase and schedule.
+    """Return True if both have the same rates for all steps after `progress`.
+
+    Compared at up to a thousand of them and around the ends of warm-up, stable phase and schedule.
     """
-    ends = {step for rates in (before, after) for step in rates.ends(progress)}
+    ends = {*before.ends(progress), *after.ends(progress)}
     last = max(0, *ends)
-    steps = {*range(0, last, max(1, last // 1000)), *ends, last}
-    return all(before.at(progress, step) == after.at(progress, step) for step in steps if step >= 0)
+    stride = max(1, last // COMPARED_RATES)
+    steps = {*range(0, last, stride), *ends, last}
+    following = [step for step in steps if step >= 0]  # an end may lie in the past
+    return all(before.at(progress, step) == after.at(progress, step) for step in following)

@@ -22,15 +22,17 @@ ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length")
 """Differences that a resumed run may have only with --allow."""
 
 
-class _Kept(BaseModel):
+class _Saved(BaseModel):
+    """A part of a checkpoint's index: nothing is converted, and no key is unknown."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-class DataSet(_Kept):
-    """One text or data set. source: its name in the run file. text: the text that was tokenized,
-    None if unknown.
+class DataSet(_Saved):
+    """One text or data set.
 
-    The other fields are those of `megaprec.data.intact.Contents`.
+    source: its name in the run file. text: the text that was tokenized, None if unknown. The other
+    fields are those of `megaprec.data.intact.Contents`.
     """
 
     source: str
@@ -43,10 +45,11 @@ class DataSet(_Kept):
     sampled: bool
 
 
-class Identity(_Kept):
-    """All settings that decide which samples come in which order. tokenizer: SHA-256 of its file,
-    empty if there is none. begin: id of the token before each document that data.begin asks for,
-    None if it asks for none.
+class Identity(_Saved):
+    """All settings that decide which samples come in which order.
+
+    tokenizer: SHA-256 of its file, empty if there is none. begin: id of the token before each
+    document that data.begin asks for, None if it asks for none.
     """
 
     sets: list[DataSet]
@@ -65,90 +68,96 @@ class Difference:
     line: str
 
 
-def read_identity(store: Store) -> Identity | None:
-    """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises
-    UserError."""
-    if "data" not in store.index:
+def read_identity(checkpoint: Store) -> Identity | None:
+    """Return the data that a checkpoint was trained on; None if an earlier version saved it.
+
+    Raises UserError.
+    """
+    if "data" not in checkpoint.index:
         return None
     try:
-        return Identity.model_validate(store.index["data"])
+        return Identity.model_validate(checkpoint.index["data"])
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        unknown = [
-            ".".join(map(str, ("data", *e["loc"]))) for e in found if e["type"] == "extra_forbidden"
+        problems = error.errors(include_url=False)
+        unknown_keys = [
+            ".".join(map(str, ("data", *problem["loc"])))
+            for problem in problems
+            if problem["type"] == "extra_forbidden"
         ]
-        if len(unknown) == len(found):
-            raise newer_version(store.path, f"says {', '.join(unknown)}") from error
+        # Keys that are only unknown are those of a later version, no damage.
+        if len(unknown_keys) == len(problems):
+            raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
         raise UserError(
-            f'{store.path} is damaged: "data" in its checkpoint.json is not as it was written'
+            f'{checkpoint.path} is damaged: "data" in its checkpoint.json is not as it was written'
         ) from error
 
 
-def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Difference]:
+def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Difference]:
     """Yield the differences between the keys of the run and the stored identity."""
-    if kept.held_out != data.held_out:
-        line = (
-            f"data.held_out: {toml(kept.held_out)} -> {toml(data.held_out)}: other text is kept "
-            "for evaluation"
-        )
-        yield Difference("data", line)
-    if kept.shuffle != data.shuffle:
-        line = (
-            f"data.shuffle: {toml(kept.shuffle)} -> {toml(data.shuffle)}: samples come in another "
-            "order"
-        )
-        yield Difference("shuffle", line)
-    if kept.seed != train.seed:
-        line = (
-            f"train.seed: {kept.seed} -> {train.seed}: samples come in another order, and dropout "
-            "is another"
-        )
-        yield Difference("seed", line)
-    weights = [one.weight for one in data.blend] or [1.0]
-    if len(kept.sets) != len(weights):
-        yield Difference("data", f"data.blend: {_count(len(kept.sets))} -> {_count(len(weights))}")
+    if saved.held_out != data.held_out:
+        change = f"{toml(saved.held_out)} -> {toml(data.held_out)}"
+        yield Difference("data", f"data.held_out: {change}: other text is kept for evaluation")
+    if saved.shuffle != data.shuffle:
+        change = f"{toml(saved.shuffle)} -> {toml(data.shuffle)}"
+        yield Difference("shuffle", f"data.shuffle: {change}: samples come in another order")
+    if saved.seed != train.seed:
+        change = f"{saved.seed} -> {train.seed}"
+        effect = "samples come in another order, and dropout is another"
+        yield Difference("seed", f"train.seed: {change}: {effect}")
+    yield from _other_weights(saved, data)
+
+
+def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
+    weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
+    if len(saved.sets) != len(weights):
+        change = f"{_count_sets(len(saved.sets))} -> {_count_sets(len(weights))}"
+        yield Difference("data", f"data.blend: {change}")
         return
-    for n, (one, weight) in enumerate(zip(kept.sets, weights, strict=True)):
-        if one.weight != weight:
-            yield Difference(
-                "data", f"data.blend[{n}].weight: {toml(one.weight)} -> {toml(weight)}"
-            )
+    for i, (saved_set, weight) in enumerate(zip(saved.sets, weights, strict=True)):
+        if saved_set.weight != weight:
+            change = f"{toml(saved_set.weight)} -> {toml(weight)}"
+            yield Difference("data", f"data.blend[{i}].weight: {change}")
 
 
-def other_sets(kept: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
-    """Yield the differences between the data sets of the run and the stored ones. between: the old
-    and the new."""
-    if kept.begin != now.begin:
-        was = "none" if kept.begin is None else kept.begin
-        one = "none" if now.begin is None else now.begin
-        yield Difference(
-            "data",
-            f"data.begin: {toml(was)}{between}{toml(one)}: the tokens before documents are others",
-        )
-    if len(kept.sets) != len(now.sets):
-        return
-    for n, (was, one) in enumerate(zip(kept.sets, now.sets, strict=True)):
-        if not _same(was, one):
-            key = "data.source" if len(now.sets) == 1 else f"data.blend[{n}].source"
-            yield Difference("data", f"{key}: {_described(was)}{between}{_described(one)}")
+def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
+    """Yield the differences between the data sets of the run and the stored ones.
 
-
-def _same(was: DataSet, one: DataSet) -> bool:
-    """Return True unless the digests differ; digests of different sets of blocks cannot be compared
-    and count as equal.
+    between: the words between the old and the new value.
     """
-    sizes = (was.tokens, was.documents, was.idx_sha256) == (
-        one.tokens,
-        one.documents,
-        one.idx_sha256,
-    )
-    return sizes and (was.bin_sha256 == one.bin_sha256 or was.sampled != one.sampled)
+    if saved.begin != now.begin:
+        change = f"{_describe_begin(saved.begin)}{between}{_describe_begin(now.begin)}"
+        yield Difference("data", f"data.begin: {change}: the tokens before documents are others")
+    if len(saved.sets) != len(now.sets):  # `other_settings` names it
+        return
+    for i, (saved_set, current_set) in enumerate(zip(saved.sets, now.sets, strict=True)):
+        if not _is_same(saved_set, current_set):
+            key = "data.source" if len(now.sets) == 1 else f"data.blend[{i}].source"
+            change = f"{_describe_set(saved_set)}{between}{_describe_set(current_set)}"
+            yield Difference("data", f"{key}: {change}")
 
 
-def _described(one: DataSet) -> str:
-    of = " of some blocks" if one.sampled else ""
-    return f"{toml(one.source)} ({one.tokens:,} tokens, SHA-256{of} {one.bin_sha256[:12]}...)"
+def _describe_begin(begin: int | None) -> str:
+    return toml("none" if begin is None else begin)
 
 
-def _count(sets: int) -> str:
-    return f"{sets} data set{'' if sets == 1 else 's'}"
+def _is_same(saved_set: DataSet, current_set: DataSet) -> bool:
+    """Return True unless the digests differ.
+
+    Digests of different sets of blocks cannot be compared and count as equal.
+    """
+    if saved_set.tokens != current_set.tokens or saved_set.documents != current_set.documents:
+        return False
+    if saved_set.idx_sha256 != current_set.idx_sha256:
+        return False
+    comparable = saved_set.sampled == current_set.sampled
+    return saved_set.bin_sha256 == current_set.bin_sha256 or not comparable
+
+
+def _describe_set(data_set: DataSet) -> str:
+    extent = " of some blocks" if data_set.sampled else ""
+    digest = f"SHA-256{extent} {data_set.bin_sha256[:12]}..."
+    return f"{toml(data_set.source)} ({data_set.tokens:,} tokens, {digest})"
+
+
+def _count_sets(number: int) -> str:
+    return f"{number} data set{'' if number == 1 else 's'}"

@@ -1,6 +1,7 @@
 """The line by which a run says, before its first step, which checkpoints its saves will delete."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
 from megaprec.checkpoint.keeping import Keep, made_here
@@ -8,7 +9,7 @@ from tools.config.run_file import RunConfig
 from tools.config.settings import Checkpoint
 from tools.console.units import counted
 
-SHOWN = 4  # names in the line
+MOST_LISTED = 4  # names in the line
 
 
 def deletion_lines(config: RunConfig, done: int) -> Iterator[str]:
@@ -16,41 +17,55 @@ def deletion_lines(config: RunConfig, done: int) -> Iterator[str]:
 
     done: the number of steps that the run has taken before.
     """
-    whole = whole_checkpoints(config.checkpoint_folder)
-    if whole:
-        yield from (f"note       {line}" for line in damaged_beside(whole[-1]))
-    if done >= config.train.steps:
-        return
-    made = [step_of(path) for path in made_here(config.checkpoint_folder)]
-    others = [path.name for path in whole if step_of(path) not in made]
+    checkpoints = whole_checkpoints(config.checkpoint_folder)
+    if checkpoints:
+        for line in damaged_beside(checkpoints[-1]):
+            yield f"note       {line}"
+    if done < config.train.steps:
+        yield from _keeping_line(config, done, checkpoints)
+
+
+def _keeping_line(config: RunConfig, done: int, checkpoints: Sequence[Path]) -> Iterator[str]:
+    """Yield the line about deletions, none if the saves to come delete nothing.
+
+    checkpoints: those in the run's folder, whoever has made them.
+    """
+    saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
     following = _saves_after(done, config)
     rule = config.checkpoint.kept
-    going = rule.expired(made, len(following))
-    if not going and not _later_ones_go(following, rule):
+    expiring = rule.expired(saved_steps, len(following))
+    if not expiring and not _later_ones_expire(following, rule):
         return
-    line = f"keeps      {_rule(config.checkpoint)} that it saves; older ones are deleted"
-    if going:
-        line += f", {_names([f'step_{step:08d}' for step in going])} too"
-    if others:
-        stay = "stays" if len(others) == 1 else "stay"
-        line += f"; {_names(others)} {stay}, for no save into this folder made {_them(others)}"
+
+    line = f"keeps      {_describe_rule(config.checkpoint)} that it saves; older ones are deleted"
+    if expiring:
+        names = [f"step_{step:08d}" for step in expiring]
+        line += f", {_enumerate_names(names)} too"
+    copied = [path.name for path in checkpoints if step_of(path) not in saved_steps]
+    if copied:
+        verb, pronoun = ("stays", "it") if len(copied) == 1 else ("stay", "them")
+        line += f"; {_enumerate_names(copied)} {verb}, for no save into this folder made {pronoun}"
     yield line
 
 
 def _saves_after(done: int, config: RunConfig) -> Sequence[int]:
-    """Return the steps after which the run will save, beginning after `done`; many, but not
-    stored."""
+    """Return the steps after which the run will save, beginning after `done`.
+
+    They may be many, and are not stored.
+    """
     steps = config.train.steps
     every = config.checkpoint.every
     if not every:
         return (steps,)
-    due = range(done - done % every + every, steps + 1, every)
+    first = done - done % every + every
+    if steps % every == 0:
+        return range(first, steps + 1, every)
     # The last save, after an unequal rest, is as good as one at the next multiple of `every`: it is
     # the newest.
-    return due if steps % every == 0 else range(due.start, steps + every, every)
+    return range(first, steps + every, every)
 
 
-def _later_ones_go(following: Sequence[int], rule: Keep) -> bool:
+def _later_ones_expire(following: Sequence[int], rule: Keep) -> bool:
     """Return True if checkpoints of saves that follow will be deleted by saves after them."""
     if rule.newest is None:
         return False
@@ -59,7 +74,7 @@ def _later_ones_go(following: Sequence[int], rule: Keep) -> bool:
     return bool(rule.expired(older[:2], rule.newest))
 
 
-def _rule(settings: Checkpoint) -> str:
+def _describe_rule(settings: Checkpoint) -> str:
     if settings.keep == 1:
         newest = "the newest checkpoint"
     else:
@@ -69,10 +84,10 @@ def _rule(settings: Checkpoint) -> str:
     return newest
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = [*names[:SHOWN], *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-
-
-def _them(names: Collection[str]) -> str:
-    return "it" if len(names) == 1 else "them"
+def _enumerate_names(names: Sequence[str]) -> str:
+    """Return "a, b and c"; of many names the first ones and the number of the others."""
+    listed = list(names[:MOST_LISTED])
+    if len(names) > MOST_LISTED:
+        listed.append(f"{len(names) - MOST_LISTED} more")
+    *first_ones, last = listed
+    return f"{', '.join(first_ones)} and {last}" if first_ones else last

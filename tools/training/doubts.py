@@ -29,195 +29,222 @@ from tools.training.corpus import Corpus
 
 # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
 MANY_EPOCHS = 40
-SHORTEST = 16  # tokens of a document; shorter ones are equal by chance
+SHORTEST_DOCUMENT = 16  # tokens; shorter documents are equal by chance
 COMPARED = 300  # documents of an evaluated set that are looked for in the training data
-TOKENS = "it is tokens, not text"
 MOST_READ = 30_000  # training documents that are read for this; they are those of equal length
+ALREADY_TOKENS = "it is tokens, not text"
+TOKEN_BYTES = 8  # of an int64, in which documents are compared
 
 
 def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> Iterator[str]:
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
-    yield from _repetitions(config, corpus)
-    yield from _warmup(config)
-    yield from _more_than_there(config, corpus)
-    yield from _groups(config)
-    yield from _without_text(config, corpus)
+    yield from _many_epochs(config, corpus)
+    yield from _endless_warmup(config)
+    yield from _more_than_available(config, corpus)
+    yield from _groups_without_effect(config)
+    yield from _text_keys_without_effect(config, corpus)
     if device == "cuda":
-        yield from _overruled(config)
+        yield from _tf32_overruled(config)
     if device == "cpu" and local_ranks > cores():
-        share = f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other"
-        yield f"{share}: this shows that the layout works, but one process is faster here"
+        yield (
+            f"{local_ranks} ranks share {counted(cores(), 'CPU core')} and wait for each other: "
+            "this shows that the layout works, but one process is faster here"
+        )
     if config.train.eval_every:
-        yield from _seen_in_training(config, corpus)
+        yield from _evaluated_in_training(config, corpus)
 
 
-def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
-    taken = config.train.steps * config.train.global_batch
-    parts = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
-    shares = corpus.train.taken(taken) if isinstance(corpus.train, Blend) else [taken]
-    names = config.data.sources
-    for name, part, share in zip(names, parts, shares, strict=True):
-        if (epochs := share / len(part)) > MANY_EPOCHS:
+    samples = train.steps * train.global_batch
+    if isinstance(corpus.train, Blend):
+        shares = corpus.train.taken(samples)
+    else:
+        shares = [samples]
+    parts = _training_parts(corpus)
+    for name, part, share in zip(config.data.sources, parts, shares, strict=True):
+        epochs = share / len(part)
+        if epochs > MANY_EPOCHS:
             yield (
-                f"{name} has {_samples(len(part))} of train.seq_length {train.seq_length}, so "
-                "train.steps = "
-                f"{train.steps} repeat it {epochs:,.0f} times: give more text, or fewer "
-                "or smaller steps"
+                f"{name} has {counted(len(part), 'sample')} of train.seq_length "
+                f"{train.seq_length}, so train.steps = {train.steps} repeat it {epochs:,.0f} "
+                "times: give more text, or fewer or smaller steps"
             )
 
 
-def _samples(count: int) -> str:
-    return counted(count, "sample")
+def _training_parts(corpus: Corpus) -> Sequence[Samples]:
+    """Return the samples of each training data set."""
+    if isinstance(corpus.train, Blend):
+        return corpus.train.parts
+    return [corpus.train]
 
 
-def _warmup(config: RunConfig) -> Iterator[str]:
+def _endless_warmup(config: RunConfig) -> Iterator[str]:
     lr = config.lr
     train = config.train
-    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    total = train.steps
+    if lr.unit == "samples":
+        total *= train.global_batch
     if lr.warmup >= total:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "
-            "reaches "
-            f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
+            f"reaches lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
         )
 
 
-def _more_than_there(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+def _more_than_available(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each number that asks for more than the run has."""
     train = config.train
     fp8 = config.fp8
-    asked = train.eval_batches * train.global_batch
-    sets = {name.removeprefix(NAMED): samples for name, samples in corpus.evaluated.items()}
-    for name, samples in (
-        sets.items() if train.eval_every and config.given("train.eval_batches") else ()
-    ):
-        if len(samples) < asked:
-            of = "the held-out text" if name == "eval_loss" else name
-            yield (
-                f"train.eval_batches = {train.eval_batches} of train.global_batch = "
-                f"{train.global_batch} asks for "
-                f"{asked:,} samples, but {of} has {len(samples):,}: all of them are evaluated"
-            )
+    if train.eval_every and config.given("train.eval_batches"):
+        yield from _large_evaluations(config, corpus)
     if fp8.kind != "none" and fp8.calibrate >= train.steps:
         yield (
-            f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in "
-            "FP8: calibrate for fewer "
-            "steps or make the run longer"
+            f"fp8.calibrate = {fp8.calibrate} steps are the whole run, so no product is in FP8: "
+            "calibrate for fewer steps or make the run longer"
         )
 
 
-def _overruled(config: RunConfig) -> Iterator[str]:
-    """Yield a line if the environment decides on TF32 inside NVIDIA's libraries otherwise than the
-    run does."""
-    said = os.environ.get("NVIDIA_TF32_OVERRIDE", "")
+def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    train = config.train
+    requested = train.eval_batches * train.global_batch
+    for field, samples in corpus.evaluated.items():
+        if len(samples) < requested:
+            name = "the held-out text" if field == "eval_loss" else field.removeprefix(NAMED)
+            yield (
+                f"train.eval_batches = {train.eval_batches} of train.global_batch = "
+                f"{train.global_batch} asks for {requested:,} samples, but {name} has "
+                f"{len(samples):,}: all of them are evaluated"
+            )
+
+
+def _tf32_overruled(config: RunConfig) -> Iterator[str]:
+    """Yield a line if the environment decides on TF32 otherwise than the run does.
+
+    NVIDIA's libraries follow the environment.
+    """
+    override = os.environ.get("NVIDIA_TF32_OVERRIDE", "")
     wanted = config.plan.tf32
-    if said in ("0", "1") and wanted != (said == "1"):
-        does = "forces" if said == "1" else "forbids"
+    if override in ("0", "1") and wanted != (override == "1"):
+        effect = "forces" if override == "1" else "forbids"
         yield (
-            f"NVIDIA_TF32_OVERRIDE={said} {does} TF32, against precision.tf32 = {toml(wanted)}: "
-            "unset the variable"
+            f"NVIDIA_TF32_OVERRIDE={override} {effect} TF32, against precision.tf32 = "
+            f"{toml(wanted)}: unset the variable"
         )
 
 
-def _groups(config: RunConfig) -> Iterator[str]:
+def _groups_without_effect(config: RunConfig) -> Iterator[str]:
     router = config.model.router
     if not router.limits and router.group_best != PLAIN.group_best:
         yield (
-            f"model.router.group_best = {router.group_best} has no effect: it compares "
-            "groups, of which "
-            f"groups_per_token = {router.groups_per_token} takes all"
+            f"model.router.group_best = {router.group_best} has no effect: it compares groups, of "
+            f"which groups_per_token = {router.groups_per_token} takes all"
         )
 
 
-def _without_text(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a line for each key of texts that has no effect on data sets that are tokens
-    already."""
+def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each key of texts without effect, for the data sets are tokens already."""
     data = config.data
-    usual = Data()
-    trained = data.sources
-    evaluated = [one.source for one in data.validation]
-    made = [name for name in trained if beside(Path(name), ".idx").is_file()]
-    if data.max_chars and made:
+    defaults = Data()
+    evaluated = [source.source for source in data.validation]
+    tokenized = [name for name in data.sources if _is_tokenized(name)]
+    if data.max_chars and tokenized:
         yield (
-            f"data.max_chars = {data.max_chars} has no effect on {', '.join(made)}: {TOKENS}, of "
-            "which all is used"
+            f"data.max_chars = {data.max_chars} has no effect on {', '.join(tokenized)}: "
+            f"{ALREADY_TOKENS}, of which all is used"
         )
-    texts = [name for name in (*trained, *evaluated) if not beside(Path(name), ".idx").is_file()]
-    if data.text_field != usual.text_field and not texts:
+    texts = [name for name in (*data.sources, *evaluated) if not _is_tokenized(name)]
+    if data.text_field != defaults.text_field and not texts:
         yield (
-            f"data.text_field = {toml(data.text_field)} has no effect on {', '.join(made)}: "
-            f"{TOKENS}"
+            f"data.text_field = {toml(data.text_field)} has no effect on {', '.join(tokenized)}: "
+            f"{ALREADY_TOKENS}"
         )
-    if data.vocab_size not in (usual.vocab_size, corpus.ids, config.model.vocab):
+    # A size that the data has anyway is no contradiction: it may be a leftover of a text run.
+    if data.vocab_size not in (defaults.vocab_size, corpus.ids, config.model.vocab):
         yield (
             f"data.vocab_size = {data.vocab_size} has no effect: no tokenizer is trained; ids are "
             f"below {corpus.ids}"
         )
 
 
-def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+def _is_tokenized(name: str) -> bool:
+    return beside(Path(name), ".idx").is_file()
+
+
+def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each evaluated set with documents that are training documents too."""
-    parts: Sequence[Samples]
-    if isinstance(corpus.train, Blend):
-        parts = corpus.train.parts
-    else:
-        parts = [corpus.train]
-    borders = [len(part) * config.train.seq_length for part in parts]
-    held: set[bytes] = set()
-    for part, border in zip(parts, borders, strict=True):
-        held |= _contents(part.dataset, border)
-    sets = {name: _contents(samples.dataset, 0) for name, samples in corpus.validation.items()}
-    every = held.union(*sets.values())
-    lengths = np.array(sorted({len(content) // 8 for content in every}), np.int64)  # bytes of int64
-    trained: set[bytes] = set()
-    for part, border in zip(parts, borders, strict=True):
-        trained |= every.intersection(
-            document.tobytes() for document in _of_length(part.dataset, border, lengths)
-        )
-    if seen := held & trained:
+    parts = _training_parts(corpus)
+    seq_length = config.train.seq_length
+    held_out = set[bytes]()
+    for part in parts:
+        held_out |= _sampled_contents(part.dataset, len(part) * seq_length)
+    sets = {
+        name: _sampled_contents(samples.dataset, 0) for name, samples in corpus.validation.items()
+    }
+
+    # Only training documents as long as one of the evaluated ones can be equal to it.
+    all_evaluated = held_out.union(*sets.values())
+    token_counts = sorted({len(content) // TOKEN_BYTES for content in all_evaluated})
+    lengths = np.array(token_counts, np.int64)
+    trained = set[bytes]()
+    for part in parts:
+        for document in _training_documents(part.dataset, len(part) * seq_length, lengths):
+            content = document.tobytes()
+            if content in all_evaluated:
+                trained.add(content)
+
+    if repeated := held_out & trained:
         yield (
-            f"data.held_out: {len(seen):,} of {len(held):,} held-out documents are in the "
-            "training data too, so the "
-            "held-out loss is no measure for new text: remove repeated documents"
+            f"data.held_out: {len(repeated):,} of {len(held_out):,} held-out documents are in the "
+            "training data too, so the held-out loss is no measure for new text: remove repeated "
+            "documents"
         )
     for name, documents in sets.items():
-        if seen := documents & trained:
+        if repeated := documents & trained:
             yield (
-                f"data.validation: {len(seen):,} of {len(documents):,} documents of {name} "
-                "are in the training data "
-                "too, so its loss is no measure for new text: remove them from one of the two"
+                f"data.validation: {len(repeated):,} of {len(documents):,} documents of {name} "
+                "are in the training data too, so its loss is no measure for new text: remove "
+                "them from one of the two"
             )
 
 
-def _contents(dataset: IndexedDataset, border: int) -> set[bytes]:
-    return {
-        document.tobytes() for document in _evenly(dataset, _held_out(dataset, border), COMPARED)
-    }
+def _sampled_contents(dataset: IndexedDataset, border: int) -> set[bytes]:
+    """Return the content of at most COMPARED documents that begin at or after `border`.
+
+    border: a token of the data set.
+    """
+    numbers = _held_out_documents(dataset, border)
+    return {document.tobytes() for document in _read_evenly(dataset, numbers, COMPARED)}
 
 
-def _held_out(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
-    """Return the numbers of the documents that begin at the token `border` or later, short ones
-    left out."""
+def _held_out_documents(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
+    """Return the numbers of the documents that begin at or after the token `border`.
+
+    Short documents are left out.
+    """
     lengths = dataset.document_lengths()
-    return np.flatnonzero((np.cumsum(lengths) - lengths >= border) & (lengths >= SHORTEST))
+    begins = np.cumsum(lengths) - lengths
+    return np.flatnonzero((begins >= border) & (lengths >= SHORTEST_DOCUMENT))
 
 
-def _of_length(
+def _training_documents(
     dataset: IndexedDataset, border: int, wanted: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents of the wanted lengths of which at least half is before the token
-    `border`."""
+    """Yield the documents of the wanted lengths of which at least half is before `border`.
+
+    border: a token of the data set.
+    """
     lengths = dataset.document_lengths()
-    numbers = np.flatnonzero(
-        (np.cumsum(lengths) - lengths // 2 <= border) & np.isin(lengths, wanted)
-    )
-    yield from _evenly(dataset, numbers, MOST_READ)
+    middles = np.cumsum(lengths) - lengths // 2
+    numbers = np.flatnonzero((middles <= border) & np.isin(lengths, wanted))
+    yield from _read_evenly(dataset, numbers, MOST_READ)
 
 
-def _evenly(
-    dataset: IndexedDataset, numbers: NDArray[np.int64], most: int
+def _read_evenly(
+    dataset: IndexedDataset, numbers: NDArray[np.int64], max_documents: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the token ids of at most `most` of the documents, spread over all of them."""
-    places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(np.int64)
-    yield from (dataset.document(int(number)).astype(np.int64) for number in numbers[places])
+    """Yield the token ids of at most `max_documents` of the documents, spread over all of them."""
+    count = min(max_documents, len(numbers))
+    chosen = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
+    for number in numbers[chosen]:
+        yield dataset.document(int(number)).astype(np.int64)

@@ -18,24 +18,22 @@ from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 
 FOLDER = "last_end"
-MOST = 1_000_000  # ranks of a run, so that a damaged record cannot ask for endless lines
-PATIENCE = 3.0  # seconds for writing a record; the filesystem may be what hangs
+MOST_RANKS = 1_000_000  # of a run, so that a damaged record cannot ask for endless lines
+WRITE_SECONDS = 3.0  # for writing a record; the filesystem may be what hangs
 
 
 class EndRecord(BaseModel):
     """The end of a run as one rank saw it.
 
-    rank: the position of the rank that wrote the record. ranks: number of ranks of the run. ended:
-        why it ended.
-    verdict: the cause of a hang, empty if there was none. culprits: ranks that hang, or the rank
-        itself if it failed.
-    others: the last known positions of other ranks.
+    rank: the position of the rank that wrote the record. ranks: number of ranks of the run.
+    ended: why it ended. verdict: the cause of a hang, empty if there was none. culprits: ranks that
+    hang, or the rank itself if it failed. others: the last known positions of other ranks.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     rank: Beat
-    ranks: int = Field(gt=0, le=MOST)
+    ranks: int = Field(gt=0, le=MOST_RANKS)
     ended: str
     verdict: str = ""
     culprits: tuple[int, ...] = ()
@@ -43,26 +41,27 @@ class EndRecord(BaseModel):
 
     @model_validator(mode="after")
     def _require_ranks(self) -> "EndRecord":
-        named = (self.rank.rank, *self.culprits, *(beat.rank for beat in self.others))
-        if not all(0 <= rank < self.ranks for rank in named):
+        named_ranks = [self.rank.rank, *self.culprits, *(beat.rank for beat in self.others)]
+        if not all(0 <= rank < self.ranks for rank in named_ranks):
             raise ValueError(f"it names a rank that is not one of {self.ranks}")
         return self
 
 
 def write_record(folder: Path, record: EndRecord) -> None:
-    """Write a record into the run folder, unless that fails or takes long: the cause must be told
-    in any case."""
+    """Write a record into the run folder, unless that fails or takes long.
+
+    The cause must be told in any case.
+    """
+
+    file = folder / FOLDER / f"rank-{record.rank.rank:05d}.json"
 
     def write() -> None:
         with suppress(OSError):
-            write_whole(
-                folder / FOLDER / f"rank-{record.rank.rank:05d}.json",
-                record.model_dump_json().encode(),
-            )
+            write_whole(file, record.model_dump_json().encode())
 
     writing = Thread(target=write, daemon=True)
     writing.start()
-    writing.join(PATIENCE)
+    writing.join(WRITE_SECONDS)
 
 
 def forget_records(folder: Path) -> None:
@@ -72,28 +71,29 @@ def forget_records(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> Sequence[EndRecord]:
-    """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one
-    is damaged."""
+    """Return the records of the run in `folder`, by rank.
+
+    Raises UserError if there is none, or one is damaged.
+    """
     if not folder.is_dir():
-        raise UserError(
-            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give the "
-            "run's folder"
-        )
-    records = [_read(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}: give the run's folder")
+    records = [_read_record(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
     if not records:
         raise UserError(
-            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, "
-            "or still trains"
+            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, or "
+            "still trains"
         )
     return sorted(records, key=lambda record: record.rank.rank)
 
 
-def _read(file: Path) -> EndRecord:
+def _read_record(file: Path) -> EndRecord:
     try:
         return EndRecord.model_validate_json(read_whole(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     except ValidationError as error:
+        problem = error.errors()[0]["msg"]
         raise UserError(
-            f"{file} is damaged ({error.errors()[0]['msg']}): remove it to see the other ranks"
+            f"{file} is damaged ({problem}): remove it to see the other ranks"
         ) from error

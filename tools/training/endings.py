@@ -18,8 +18,9 @@ ON_PURPOSE = (*CODES, Stopped)
 
 
 def reported(error: Exception) -> Exception:
-    """Return the exception that the user is told: UserError for a file that cannot be read or
-    written.
+    """Return the exception that the user is told.
+
+    UserError for a file that cannot be read or written.
 
     Its type is one of ON_PURPOSE, or another that is a crash.
     """
@@ -28,18 +29,21 @@ def reported(error: Exception) -> Exception:
     return UserError(*error.problems) if isinstance(error, UserError) else error
 
 
-def ended_on_purpose(said: str) -> bool:
+def ended_on_purpose(reason: str) -> bool:
     """Return True if a rank that has noted this reason ended on purpose."""
-    return said.startswith(tuple(f"{kind.__name__}: " for kind in ON_PURPOSE))
+    return reason.startswith(tuple(f"{kind.__name__}: " for kind in ON_PURPOSE))
 
 
-def code_of(said: str, exitcode: int) -> int:
+def code_of(reason: str, exitcode: int) -> int:
     """Return the exit code that belongs to a rank's reason, "" for none.
 
     exitcode: of its process, which the launcher may have stopped, by SIGTERM, before it exited by
         itself.
     """
-    if said.startswith(f"{Stopped.__name__}: "):
-        return Stopped.named_by(said).code
-    chosen = (code for kind, code in CODES.items() if said.startswith(f"{kind.__name__}: "))
-    return next(chosen, 1 if said and exitcode == -signal.SIGTERM else exitcode)
+    if reason.startswith(f"{Stopped.__name__}: "):
+        return Stopped.named_by(reason).code
+    for kind, code in CODES.items():
+        if reason.startswith(f"{kind.__name__}: "):
+            return code
+    # A crash whose traceback was noted, and that the launcher was quicker to end.
+    return 1 if reason and exitcode == -signal.SIGTERM else exitcode

@@ -27,7 +27,8 @@ from parallel.context import Context
 from tools.config.precision_modules import spans
 from tools.config.run_file import RunConfig
 
-INSTEAD = {  # dialect -> field of the recipe -> key of the dialect
+# dialect -> field of the recipe -> key of the dialect
+DIALECT_KEYS = {
     "nemo": {
         "parameters": "fp8_param_gather",
         "dot_product_attention": "fp8_dot_product_attention",
@@ -41,111 +42,144 @@ INSTEAD = {  # dialect -> field of the recipe -> key of the dialect
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raise UserError if FP8 settings cannot be carried out: not computed, no such weights, or no
-    backend."""
+    """Raise UserError if FP8 settings are not computed, name no weight, or have no backend."""
     recipe = config.plan.fp8
     if recipe is None:
         return
-    problems = []
-    for key, why in not_computed(recipe).items():
-        origin = config.origin(f"fp8.{key}")
-        dialect = next((name for name in INSTEAD if origin.startswith(f"precision.{name}.")), "")
-        instead = f"precision.{dialect}.{INSTEAD[dialect][key]}" if dialect else f"fp8.{key}"
-        problems.append(f"fp8.{key} = true ({origin}): {why}; set {instead} = false")
+    problems = list[str]()
+    for field, reason in not_computed(recipe).items():
+        origin = config.origin(f"fp8.{field}")
+        key = _key_of_origin(field, origin)
+        problems.append(f"fp8.{field} = true ({origin}): {reason}; set {key} = false")
     if recipe.backend == "transformer_engine":
-        problems += _backend(config.train.device)
+        problems += _check_transformer_engine(config.train.device)
     if recipe.wide:
-        problems += _unused(recipe.wide, _stage(config, config.sized_model, recipe))
+        stage = _stage_of_rank(config, config.sized_model, recipe)
+        problems += _unused_patterns(recipe.wide, stage)
     if problems:
         raise UserError(*problems)
 
 
-def _backend(device: str) -> Iterator[str]:
+def _key_of_origin(field: str, origin: str) -> str:
+    """Return the key to change for a field of the recipe.
+
+    That of the dialect it comes from, or that of [fp8].
+    """
+    for dialect, keys in DIALECT_KEYS.items():
+        if origin.startswith(f"precision.{dialect}."):
+            return f"precision.{dialect}.{keys[field]}"
+    return f"fp8.{field}"
+
+
+def _check_transformer_engine(device: str) -> Iterator[str]:
     try:
         transformer_engine.require()
     except UserError as error:
         yield from error.problems
         return
-    if device == "cpu" or not torch.cuda.is_available():
-        there = f'train.device is "{device}"' if device == "cpu" else "torch sees none"
-        yield f'fp8.backend = "transformer_engine": it needs a CUDA device, and {there}; use "torch"'
+    if device == "cpu":
+        reason = f'train.device is "{device}"'
+    elif not torch.cuda.is_available():
+        reason = "torch sees none"
+    else:
+        return
+    yield (f'fp8.backend = "transformer_engine": it needs a CUDA device, and {reason}; use "torch"')
 
 
-def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
-    names = [part.name for parameter in stage.parameters() for part in layout_of(parameter).parts]
+def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
+    """Yield a problem for each pattern of fp8.wide that no weight of the model has."""
+    names = list[str]()
+    for parameter in stage.parameters():
+        names += [part.name for part in layout_of(parameter).parts]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            likely = next(name for name in names if "layers." in name)
-            yield f'fp8.wide has "{pattern}", but no weight has such a name; names are like {likely}'
+            # A name of a layer, for those are what fp8.wide is about.
+            example = next(name for name in names if "layers." in name)
+            yield (
+                f'fp8.wide has "{pattern}", but no weight has such a name; names are like {example}'
+            )
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are
-    not in FP8, by reason.
+    """Yield lines on the recipe, on the kernels of a device, and on weights left out.
+
+    Weights whose products are not in FP8 are grouped by reason.
     """
     recipe = config.plan.fp8
     if recipe is None:
         return
-    reached = reaches(config, model, recipe)
-    narrow = [one for one in reached if not one.fallback_reason]
-    yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights"
-    yield f"           {_ways(config.plan, device)}"
-    reasons = defaultdict[str, list[Eligibility]](list)
-    for one in reached:
-        reasons[one.fallback_reason].append(one)
-    for why, some in reasons.items():
-        if why:
-            yield f"           {', '.join(_names(some))}: in {config.precision.compute}, for {why}"
+    weights = reaches(config, model, recipe)
+    in_fp8 = [weight for weight in weights if not weight.fallback_reason]
+    recipe_text = _describe_recipe(recipe)
+    yield f"fp8        {recipe_text}: products of {len(in_fp8)} of {len(weights)} weights"
+    yield f"           {_describe_kernels(config.plan, device)}"
+
+    weights_by_reason = defaultdict[str, list[Eligibility]](list)
+    for weight in weights:
+        if weight.fallback_reason:
+            weights_by_reason[weight.fallback_reason].append(weight)
+    for reason, affected in weights_by_reason.items():
+        names = ", ".join(_join_layers(affected))
+        yield f"           {names}: in {config.precision.compute}, for {reason}"
 
 
 def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
-    """Return the eligibility of each weight of the layers, as the tensor-parallel ranks of the run
-    hold it."""
-    return _stage(config, model, recipe).context.fp8.reached
+    """Return the eligibility of each weight of the layers, as the run's tensor ranks hold it."""
+    return _stage_of_rank(config, model, recipe).context.fp8.reached
 
 
-def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
-    """Return the whole model as one tensor-parallel rank of the run holds it, on the meta
-    device."""
+def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
+    """Return the whole model as one tensor-parallel rank holds it, on the meta device."""
     plan = replace(config.plan, fp8=recipe)
     tp = Axis("tp", 0, config.parallel.tensor)
     experts = lone_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
     context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp), experts=experts)
+    whole_model = cuts(model, 1, config.train.seq_length)[0]  # the only stage of one
     with torch.device("meta"):
-        return Stage(model.undrawn, context, cuts(model, 1, config.train.seq_length)[0])
+        return Stage(model.undrawn, context, whole_model)
 
 
-def _recipe(recipe: FP8Recipe) -> str:
-    passes = " micro-batches" if recipe.history == "te" else ""
-    history = f", history {recipe.history_length}{passes}" if recipe.kind == "delayed" else ""
-    calibrated = "".join(
-        [
-            ", only recorded" if recipe.calibrating else "",
-            f", only recorded in {recipe.calibrate} steps" if recipe.calibrate else "",
-            "" if recipe.weight_gradients else ", weight gradients wide",
-        ]
-    )
-    return f"{recipe.kind}, {recipe.format}{history}{calibrated}"
+def _describe_recipe(recipe: FP8Recipe) -> str:
+    description = f"{recipe.kind}, {recipe.format}"
+    if recipe.kind == "delayed":
+        # Transformer Engine's history has an entry for each micro-batch, others one for each step.
+        unit = " micro-batches" if recipe.history == "te" else ""
+        description += f", history {recipe.history_length}{unit}"
+    if recipe.calibrating:
+        description += ", only recorded"
+    if recipe.calibrate:
+        description += f", only recorded in {recipe.calibrate} steps"
+    if not recipe.weight_gradients:
+        description += ", weight gradients wide"
+    return description
 
 
-def _ways(plan: PrecisionPlan, device: str) -> str:
+def _describe_kernels(plan: PrecisionPlan, device: str) -> str:
     """Return how the products are computed, grouped by kernel."""
     assert plan.fp8 is not None
-    alike = defaultdict[str, list[str]](list)
-    for name, way in ways(plan.fp8, torch.device(device), plan.compute, plan.gradients).items():
-        alike[way].append(name)
-    if len(alike) == 1:
-        return next(iter(alike))
-    return "; ".join(f"{' and '.join(names)} by {way}" for way, names in alike.items())
+    products_by_kernel = defaultdict[str, list[str]](list)
+    kernels = ways(plan.fp8, torch.device(device), plan.compute, plan.gradients)
+    for product, kernel in kernels.items():
+        products_by_kernel[kernel].append(product)
+    if len(products_by_kernel) == 1:
+        return next(iter(products_by_kernel))
+    return "; ".join(
+        f"{' and '.join(products)} by {kernel}" for kernel, products in products_by_kernel.items()
+    )
 
 
-def _names(reached: list[Eligibility]) -> Iterator[str]:
-    """Yield the names of the weights, those of all layers and experts together:
-    "layers.0-3.mlp.down.weight"."""
-    alike = defaultdict[str, dict[int, int]](dict)
-    for one in reached:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", one.name)
-        found = re.match(r"layers\.(\d+)\.", name)
-        alike[re.sub(r"^layers\.\d+\.", "layers.%.", name)][int(found[1]) if found else 0] = 1
-    for name, layers in alike.items():
-        yield from (name.replace("%", span) for span, _ in spans(layers))
+def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
+    """Yield the names of the weights, those of all layers and experts together.
+
+    For example "layers.0-3.mlp.down.weight".
+    """
+    layers_by_name = defaultdict[str, dict[int, int]](dict)
+    for weight in weights:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
+        # Weights outside of the layers count as layer 0, whose number is not shown.
+        in_layer = re.match(r"layers\.(\d+)\.", name)
+        layer = int(in_layer[1]) if in_layer else 0
+        layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", name)][layer] = 1
+    for name, layers in layers_by_name.items():
+        for layer_range, _ in spans(layers):
+            yield name.replace("%", layer_range)

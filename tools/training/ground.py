@@ -9,17 +9,17 @@ import socket
 
 from megaprec.errors import UserError
 
-HERE = "127.0.0.1"  # where local ranks meet; the name localhost need not resolve
-PATIENCE = 10.0  # seconds that a connection within this machine may take
+LOOPBACK = "127.0.0.1"  # where local ranks meet; the name localhost need not resolve
+CONNECT_SECONDS = 10.0  # that a connection within this machine may take
 FILES = 32  # open files of a launcher, or of a rank, without those that each rank adds
-FILES_PER_RANK = (
-    2  # the launcher's pipe and its store's connection; a rank's connections to its peers
-)
+# the launcher's pipe and its store's connection; a rank's connections to its peers
+FILES_PER_RANK = 2
 
 
-def require_ground(ranks: int) -> None:
-    """Raise UserError if local ranks cannot meet on this machine. A soft limit of open files that
-    is too low is raised as far as the hard limit allows.
+def require_local_meeting(ranks: int) -> None:
+    """Raise UserError if local ranks cannot meet on this machine.
+
+    A soft limit of open files that is too low is raised as far as the hard limit allows.
     """
     _require_files(FILES + FILES_PER_RANK * ranks)
     _require_loopback()
@@ -31,22 +31,20 @@ def _require_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
-            f"this process may open {hard} files, and local ranks need {needed}: raise the "
-            "limit (ulimit -n 1024)"
+            f"this process may open {hard} files, and local ranks need {needed}: raise the limit "
+            "(ulimit -n 1024)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _require_loopback() -> None:
+    """Raise UserError if this process cannot connect to a port of its own."""
     try:
-        with (
-            socket.create_server((HERE, 0)) as server,
-            socket.create_connection(server.getsockname()[:2], PATIENCE),
-        ):
-            pass
+        with socket.create_server((LOOPBACK, 0)) as server:
+            address = server.getsockname()[:2]
+            socket.create_connection(address, CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(
-            f"local ranks meet at {HERE}, where no connection can be made "
-            f"({error.strerror or error}): bring the "
-            "loopback interface up (ip link set lo up)"
+            f"local ranks meet at {LOOPBACK}, where no connection can be made "
+            f"({error.strerror or error}): bring the loopback interface up (ip link set lo up)"
         ) from error

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +30,68 @@ from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.journal.records import TASKS
 from tools.text.likelihood import likelihoods
-from tools.text.windows import Window, windows
+from tools.text.windows import Ids, Window, windows
 from tools.training.corpus import Corpus
 
 FEWSHOT_SEED = 1234  # the harness's own
-Ask = Callable[[Sequence[Window]], list[tuple[float, bool]]]
+PHASE = "tasks of lm-evaluation-harness"  # this rank's position while it computes them
+Likelihood = tuple[float, bool]  # log probability of a continuation, and if it is the likeliest
+Ask = Callable[[Sequence[Window]], list[Likelihood]]
 
 
 def require_harness(config: RunConfig) -> None:
-    """Raise UserError if the harness is not installed, or a task of data.lm_eval is not there or
-    needs other answers than probabilities. Loads the tasks, and their data if the harness has to
-    download them.
+    """Raise UserError if a task of data.lm_eval cannot be evaluated during training.
+
+    The harness is not installed, the task is not there, or it needs other answers than
+    probabilities. Loads the tasks, and their data if the harness has to download them.
     """
-    if not config.data.lm_eval:
+    data = config.data
+    if not data.lm_eval:
         return
     if find_spec("lm_eval") is None:
         raise UserError(
             "data.lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.13,<0.5'"
         )
-    if config.data.lm_eval_folder and not Path(config.data.lm_eval_folder).is_dir():
-        raise UserError(f'data.lm_eval_folder = "{config.data.lm_eval_folder}": no such folder')
-    manager = _manager(config.data)
-    data = config.data
-    there = set(manager.all_tasks)
-    if missing := [name for name in data.lm_eval if name not in there]:
-        if data.lm_eval_folder:
-            where = f" nor in {data.lm_eval_folder}"
-        else:
-            where = "; data.lm_eval_folder names those of own"
-        raise UserError(
-            *(f'data.lm_eval = "{name}": no such task in the harness{where}' for name in missing)
-        )
+    if data.lm_eval_folder and not Path(data.lm_eval_folder).is_dir():
+        raise UserError(f'data.lm_eval_folder = "{data.lm_eval_folder}": no such folder')
+    manager = _manager(data)
+    _require_known_tasks(manager, data)
     for name in data.lm_eval:
-        try:
-            tasks = _loaded(manager, [name])["tasks"]
-        except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
+        _require_loadable(manager, name)
+
+
+def _require_known_tasks(manager: Any, data: Data) -> None:
+    known_tasks = set(manager.all_tasks)
+    missing = [name for name in data.lm_eval if name not in known_tasks]
+    if not missing:
+        return
+    if data.lm_eval_folder:
+        searched = f" nor in {data.lm_eval_folder}"
+    else:
+        searched = "; data.lm_eval_folder names those of own"
+    raise UserError(
+        *(f'data.lm_eval = "{name}": no such task in the harness{searched}' for name in missing)
+    )
+
+
+def _require_loadable(manager: Any, name: str) -> None:
+    """Raise UserError if a task cannot be loaded, or has the model write text."""
+    try:
+        tasks = _load_tasks(manager, [name])["tasks"]
+    except Exception as error:
+        raise UserError(
+            f'data.lm_eval = "{name}": the harness cannot load it: {_in_a_line(error)}'
+        ) from error
+    for task_name, task in tasks.items():  # several, if the name is that of a group
+        if task.OUTPUT_TYPE == "generate_until":
+            reason = "has the model write text, which is not done during training"
             raise UserError(
-                f'data.lm_eval = "{name}": the harness cannot load it: {why}'
-            ) from error
-        if writes := [task for task, one in tasks.items() if one.OUTPUT_TYPE == "generate_until"]:
-            why = "has the model write text, which is not done during training"
-            raise UserError(
-                f'data.lm_eval = "{name}": {writes[0]} {why}; evaluate exported checkpoints'
+                f'data.lm_eval = "{name}": {task_name} {reason}; evaluate exported checkpoints'
             )
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 class Harness:
@@ -84,10 +103,13 @@ class Harness:
         self._data = config.data
         self._engine = engine
         self._position = position
-        schedule = engine.schedule
-        world = engine.optimizer.world
         self._relay = Relay(
-            engine.stages, schedule.rank_of_stage, engine.pp, engine.dp, world, engine.device
+            engine.stages,
+            engine.schedule.rank_of_stage,
+            engine.pp,
+            engine.dp,
+            engine.optimizer.world,
+            engine.device,
         )
         if not self._data.lm_eval:
             return
@@ -95,136 +117,156 @@ class Harness:
             raise UserError("data.lm_eval needs the run's tokenizer: data.tokenizer")
         if corpus.documents.begin is None:
             raise UserError(
-                "data.lm_eval needs a token that stands before documents in training, and "
-                "there is none: set "
-                "data.begin, or build the data with a tokenizer that has a token to end "
-                "documents with"
+                "data.lm_eval needs a token that stands before documents in training, and there "
+                "is none: set data.begin, or build the data with a tokenizer that has a token to "
+                "end documents with"
             )
         self._tokenizer = corpus.tokenizer
         self._begin = corpus.documents.begin
-        self._positions = config.sized_model.max_positions
+        self._max_positions = config.sized_model.max_positions
 
     @cached_property
     def _tasks(self) -> Any:
-        return _loaded(_manager(self._data), self._data.lm_eval)
+        return _load_tasks(_manager(self._data), self._data.lm_eval)
 
     @cached_property
     def _model(self) -> Any:
-        return _language_model(self._ask, self._tokenizer, self._begin, self._positions)
+        return _language_model(self._ask, self._tokenizer, self._begin, self._max_positions)
 
     def results(self) -> dict[str, float]:
-        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC. A harness that fails
-        is a warning."""
+        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC.
+
+        A harness that fails is a warning.
+        """
         if not self._data.lm_eval:
             return {}
-        self._engine.optimizer.wait()
+        self._engine.optimizer.wait()  # gathers of updated weights may still be under way
         if self._relay.world.rank:
-            while asked := _sent(self._relay, []):
-                self._answer(asked)
+            # The other ranks compute what rank 0 sends, until it sends nothing.
+            while samples := _broadcast_samples(self._relay, []):
+                self._answer(samples)
             return {}
         try:
-            with _quiet():
+            with _quiet_harness():
                 return _fields(self._evaluate())
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
             print(
-                f"warning    no results of data.lm_eval: {why}; training goes on",
+                f"warning    no results of data.lm_eval: {_in_a_line(error)}; training goes on",
                 file=sys.stderr,
                 flush=True,
             )
             return {}
         finally:
-            _sent(self._relay, [])
+            _broadcast_samples(self._relay, [])
 
     def _evaluate(self) -> Mapping[str, Mapping[str, Any]]:
-        self._position.at("tasks of lm-evaluation-harness")
-        options = {
-            "limit": self._data.lm_eval_limit or None,
-            "bootstrap_iters": 0,
-            "log_samples": False,
-        }
-        return import_module("lm_eval.evaluator").evaluate(self._model, self._tasks, **options)[
-            "results"
-        ]
-
-    def _ask(self, samples: Sequence[Window]) -> list[tuple[float, bool]]:
-        return self._answer(_sent(self._relay, samples)) if samples else []
-
-    def _answer(self, samples: Sequence[Window]) -> list[tuple[float, bool]]:
-        return likelihoods(
-            self._relay, samples, lambda _: self._position.at("tasks of lm-evaluation-harness")
+        """Return the harness's metrics by task."""
+        self._position.at(PHASE)
+        evaluator: Any = import_module("lm_eval.evaluator")
+        evaluation = evaluator.evaluate(
+            self._model,
+            self._tasks,
+            limit=self._data.lm_eval_limit or None,
+            bootstrap_iters=0,  # no standard errors, which take long
+            log_samples=False,
         )
+        return evaluation["results"]
+
+    def _ask(self, samples: Sequence[Window]) -> list[Likelihood]:
+        """Return the likelihoods of samples, which all ranks compute. For rank 0."""
+        return self._answer(_broadcast_samples(self._relay, samples)) if samples else []
+
+    def _answer(self, samples: Sequence[Window]) -> list[Likelihood]:
+        return likelihoods(self._relay, samples, lambda _: self._position.at(PHASE))
 
 
-def _sent(model: Relay, samples: Sequence[Window]) -> list[Window]:
-    """Return rank 0's samples on all ranks; none: there are no more."""
-    if model.world.group is None:
+def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
+    """Return rank 0's samples on all ranks; none: there are no more. Collective over the world.
+
+    Two messages: the lengths of both parts of the second, and in it two numbers for each sample,
+    then the token ids of all.
+    """
+    world = relay.world
+    if world.group is None:
         return [*samples]
-    sizes = [number for one in samples for number in (len(one.tokens), one.first)]
-    ids = [one for sample in samples for one in (sample.tokens, sample.targets)]
-    head = torch.tensor([len(sizes), sum(map(len, ids))], device=model.device)
-    dist.broadcast(head, 0, group=model.world.group)
-    count, total = head.tolist()
-    if not count:
+    sizes = list[int]()
+    ids = list[Ids]()
+    for sample in samples:
+        sizes += [len(sample.tokens), sample.first]
+        ids += [sample.tokens, sample.targets]
+    num_ids = sum(map(len, ids))
+    lengths = torch.tensor([len(sizes), num_ids], device=relay.device)
+    dist.broadcast(lengths, 0, group=world.group)
+    num_sizes, num_ids = lengths.tolist()
+    if not num_sizes:
         return []
+
     if samples:
         flat = np.concatenate([np.array(sizes, np.int64), *ids])
-    else:
-        flat = np.zeros(count + total, np.int64)
-    values: Tensor = torch.from_numpy(flat).to(model.device)
-    dist.broadcast(values, 0, group=model.world.group)
-    said = values.cpu().numpy()
-    made = list[Window]()
-    start = count
-    for length, first in said[:count].reshape(-1, 2).tolist():
-        tokens, targets = said[start : start + 2 * length].reshape(2, length)
-        made.append(Window(tokens, targets, first))
-        start += 2 * length
-    return made
+    else:  # to receive into
+        flat = np.zeros(num_sizes + num_ids, np.int64)
+    message: Tensor = torch.from_numpy(flat).to(relay.device)
+    dist.broadcast(message, 0, group=world.group)
+    return _unpack_samples(message.cpu().numpy(), num_sizes)
+
+
+def _unpack_samples(message: Ids, num_sizes: int) -> list[Window]:
+    samples = list[Window]()
+    start = num_sizes
+    for length, first in message[:num_sizes].reshape(-1, 2).tolist():
+        end = start + 2 * length
+        tokens, targets = message[start:end].reshape(2, length)
+        samples.append(Window(tokens, targets, first))
+        start = end
+    return samples
 
 
 def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of each task by the name of their field, without those of a filter's name
-    "none"."""
+    """Return the metrics of each task by the name of their field.
+
+    A filter's name "none" is left out.
+    """
     fields = dict[str, float]()
     for task, metrics in results.items():
-        for said, value in metrics.items():
-            metric, _, kept = said.partition(",")
-            if (
-                isinstance(value, int | float)
-                and not metric.endswith("_stderr")
-                and metric != "sample_len"
-            ):
-                fields[f"{TASKS}{task}/{metric}{'' if kept in ('', 'none') else f'/{kept}'}"] = (
-                    float(value)
-                )
+        for metric_and_filter, value in metrics.items():
+            metric, _, filter_name = metric_and_filter.partition(",")
+            if not isinstance(value, int | float):
+                continue
+            if metric.endswith("_stderr") or metric == "sample_len":  # no results
+                continue
+            suffix = "" if filter_name in ("", "none") else f"/{filter_name}"
+            fields[f"{TASKS}{task}/{metric}{suffix}"] = float(value)
     return fields
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the harness's bars off the log, and its warnings, which `require_harness` has shown
-    before the run."""
-    task: Any = import_module("lm_eval.api.task")
-    log = logging.getLogger("lm_eval")
-    bar = task.tqdm
-    level = log.level
-    task.tqdm = partial(bar, disable=True)
-    log.setLevel(logging.ERROR)
+def _quiet_harness() -> Iterator[None]:
+    """Keep the harness's bars and warnings off the log.
+
+    `require_harness` has shown the warnings before the run.
+    """
+    task_module: Any = import_module("lm_eval.api.task")
+    logger = logging.getLogger("lm_eval")
+    progress_bar = task_module.tqdm
+    level = logger.level
+    task_module.tqdm = partial(progress_bar, disable=True)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        task.tqdm = bar
-        log.setLevel(level)
+        task_module.tqdm = progress_bar
+        logger.setLevel(level)
 
 
 def _manager(data: Data) -> Any:
     return import_module("lm_eval.tasks").TaskManager(include_path=data.lm_eval_folder or None)
 
 
-def _loaded(manager: Any, names: Sequence[str]) -> Any:
-    """Return tasks as the harness's evaluation takes them. Examples before a question are the same
-    at every step."""
+def _load_tasks(manager: Any, names: Sequence[str]) -> Any:
+    """Return tasks as the harness's evaluation takes them.
+
+    Examples before a question are the same at every step.
+    """
     loaded = manager.load([*names])
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
@@ -233,13 +275,14 @@ def _loaded(manager: Any, names: Sequence[str]) -> Any:
     return loaded
 
 
-def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, positions: int) -> Any:
+def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: int) -> Any:
     """Return the harness's view of the model: its tokens, and the probabilities that `ask` returns.
 
     begin: id of the token before a document, as in training. Long documents are cut as the harness
         cuts them.
     """
 
+    # Defined here, because its base class is there only if the harness is installed.
     class Model(import_module("lm_eval.api.model").TemplateLM):
         eot_token_id = begin
 
@@ -248,21 +291,27 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, positions: int) 
         ) -> list[int]:
             return tokenizer.encode(string)
 
-        def loglikelihood(
-            self, requests: Any, disable_tqdm: bool = False
-        ) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[Likelihood]:
             return super().loglikelihood(requests, disable_tqdm=True)
 
-        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
-            return ask(
-                [_after(context, continuation, positions) for _, context, continuation in requests]
-            )
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[Likelihood]:
+            samples = [
+                _continuation_sample(context, continuation, max_positions)
+                for _, context, continuation in requests
+            ]
+            return ask(samples)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            texts = [np.array(tokenizer.encode(request.args[0]), np.int64) for request in requests]
-            cut = [[*windows(ids, begin, positions, positions)] for ids in texts]
-            said = iter(ask([window for one in cut for window in one]))
-            return [sum(next(said)[0] for _ in one) for one in cut]
+            samples = list[Window]()
+            # The samples of all texts go at once, in batches that may span texts.
+            counts = list[int]()  # of samples of each text
+            for request in requests:
+                ids = np.array(tokenizer.encode(request.args[0]), np.int64)
+                samples_of_text = [*windows(ids, begin, max_positions, max_positions)]
+                samples += samples_of_text
+                counts.append(len(samples_of_text))
+            log_probabilities = (log_probability for log_probability, _ in ask(samples))
+            return [sum(islice(log_probabilities, count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             raise UserError(
@@ -272,8 +321,13 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, positions: int) 
     return Model()
 
 
-def _after(context: list[int], continuation: list[int], positions: int) -> Window:
-    """Return the sample whose targets that count are the continuation, from as much of the context
-    as fits."""
-    ids = np.array([*context, *continuation][-(positions + 1) :], np.int64)
-    return Window(ids[:-1], ids[1:], max(0, len(ids) - 1 - len(continuation)))
+def _continuation_sample(context: list[int], continuation: list[int], max_positions: int) -> Window:
+    """Return the sample whose targets that count are the continuation.
+
+    With as much of the context as fits.
+    """
+    tokens = [*context, *continuation]
+    ids = np.array(tokens[-(max_positions + 1) :], np.int64)  # the last one is a target only
+    targets = ids[1:]
+    first = max(0, len(targets) - len(continuation))
+    return Window(ids[:-1], targets, first)

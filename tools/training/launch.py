@@ -32,14 +32,14 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.resources import cores
 from tools.training.endings import code_of, ended_on_purpose, reported
-from tools.training.ground import HERE, require_ground
-from tools.training.leftovers import own_folder
+from tools.training.ground import LOOPBACK, require_local_meeting
+from tools.training.leftovers import launcher_folder
 from tools.training.signals import SIGNALS, Stopped, end, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 # Errors of gloo, NCCL and the store when another rank is gone.
-LOST = re.compile(
+LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort",
     re.I,
 )
@@ -62,12 +62,14 @@ sys.exit(main())
 
 @dataclass(frozen=True)
 class Loss:
-    """The first rank that failed. exitcode: -n if signal n ended it. said: the line that names rank
-    and reason."""
+    """The first rank that failed.
+
+    exitcode: -n if signal n ended it. message: the line that names rank and reason.
+    """
 
     rank: int
     exitcode: int
-    said: str
+    message: str
 
 
 # returns the number of ranks to start after a failure, 0 to end the run
@@ -84,9 +86,12 @@ def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again
 
 
 def own_program(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs `megaprec <argv>` and is killed if this
-    process ends."""
-    return [sys.executable, "-P", "-c", PROGRAM, str(Path(__file__).resolve().parents[2]), *argv]
+    """Return the command line of a process that runs `megaprec <argv>`.
+
+    The process is killed if this one ends.
+    """
+    root = Path(__file__).resolve().parents[2]  # the folder of all packages
+    return [sys.executable, "-P", "-c", PROGRAM, str(root), *argv]
 
 
 def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
@@ -97,50 +102,57 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
     0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the
     launcher). Raises UserError if ranks cannot meet here.
     """
-    require_ground(ranks)
-    with own_folder() as folder, _launching(threads or share_of_cores(ranks)):
-        local = _Ranks(command, folder)
+    require_local_meeting(ranks)
+    with launcher_folder() as folder, _launching(threads or share_of_cores(ranks)):
+        local_ranks = _Ranks(command, folder)
         try:
-            with listening(local.hand_on, local.kill):
-                failures = local.run(ranks)
-                while failures and not local.told and (ranks := again(loss_of(failures))):
+            with listening(local_ranks.pass_on, local_ranks.kill):
+                failures = local_ranks.run(ranks)
+                while failures and not local_ranks.received:
+                    ranks = again(loss_of(failures))
+                    if not ranks:
+                        break
                     os.environ[RESTARTED] = "1"
-                    failures = local.run(ranks)
+                    failures = local_ranks.run(ranks)
         except SignalException as stop:
-            return _stopped(stop.sigval)
-        return exit_code(failures, local.told) if failures else 0
+            return _print_stopped(stop.sigval)
+        return exit_code(failures, local_ranks.received) if failures else 0
 
 
 def loss_of(failures: Mapping[int, ProcessFailure]) -> Loss:
     """Return the rank that failed first, with the exit code of its reason."""
     rank, failure = first_failure(failures)
-    return Loss(rank, _own_code(failure), _last_lines(rank, failure))
+    return Loss(rank, _code_of_failure(failure), _last_lines(rank, failure))
 
 
-def exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
-    """Print why the ranks ended, unless they have, and return the exit code. told: the signal that
-    was passed on to them.
+def exit_code(failures: Mapping[int, ProcessFailure], received: signal.Signals | None) -> int:
+    """Print why the ranks ended, unless they have, and return the exit code.
+
+    received: the signal that was passed on to them.
     """
-    rank, failure = first_failure(failures, told)
-    code = _own_code(failure)
-    if code in (128 + number for number in SIGNALS) and _said(failure).startswith(Stopped.__name__):
+    rank, failure = first_failure(failures, received)
+    code = _code_of_failure(failure)
+    stop_codes = [128 + number for number in SIGNALS]
+    if code in stop_codes and _noted_reason(failure).startswith(Stopped.__name__):
         return code  # the first rank has told that it stopped, and that the state is saved
-    if told and code == 128 + told:
+    if received and code == 128 + received:
         return code
-    if told and code in (-told, -signal.SIGTERM, -signal.SIGKILL):
-        return _stopped(told)
+    if received and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
+        return _print_stopped(received)
     print(_last_lines(rank, failure), file=sys.stderr, flush=True)
     return _shell_code(code)
 
 
-def _stopped(number: signal.Signals) -> int:
+def _print_stopped(number: signal.Signals) -> int:
+    """Print that the signal stopped the run; return the exit code."""
     print(f"stopped by {number.name}", file=sys.stderr, flush=True)
     return 128 + number
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which starts all ranks, or none if a signal came before; one that comes
-    meanwhile is handed on.
+    """torch's agent, which starts all ranks, or none if a signal came before.
+
+    A signal that comes meanwhile is passed on.
 
     The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's
     own start (`PROGRAM`).
@@ -153,74 +165,79 @@ class _Agent(LocalElasticAgent):
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
-        if told := self._ranks.told:
-            raise SignalException(f"got {told.name}", told)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        if received := self._ranks.received:
+            raise SignalException(f"got {received.name}", received)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             processes = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         self._ranks.pids = list(processes.values())
-        if told := self._ranks.told:  # before the processes were known
-            self._ranks.hand_on(told)
+        if received := self._ranks.received:  # before the processes were known
+            self._ranks.pass_on(received)
         return processes
 
 
 class _Ranks:
-    """Processes of `command` under torch's agent, which stores the reasons of failures in
-    `folder`."""
+    """Processes of `command` under torch's agent.
+
+    folder: where the agent stores the reasons of failures.
+    """
 
     def __init__(self, command: Sequence[str], folder: str) -> None:
         # the agent would substitute $name
         self.command = [part.replace("$", "$$") for part in command]
         self.folder = folder
         self.pids: list[int] = []  # while ranks run
-        self.told: signal.Signals | None = (
-            None  # the signal that was passed on, or came before there were ranks
-        )
+        # the signal that was passed on, or came before there were ranks
+        self.received: signal.Signals | None = None
 
     def run(self, ranks: int) -> Mapping[int, ProcessFailure]:
         """Start ranks, wait for all and return those that failed.
 
         Raises SignalException for a signal before they started.
         """
-        meeting = get_rendezvous_handler(
+        rendezvous = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
-                endpoint=f"{HERE}:0",
+                endpoint=f"{LOOPBACK}:0",
                 run_id=OURS + uuid.uuid4().hex,
                 min_nodes=1,
                 max_nodes=1,
-                local_addr=HERE,
+                local_addr=LOOPBACK,
             )
         )
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=meeting,
+            rdzv_handler=rendezvous,
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
             max_restarts=0,
-            local_addr=HERE,
+            local_addr=LOOPBACK,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.folder), self)
         try:
             return cast(RunResult, agent.run()).failures
         finally:
             self.pids = []
-            meeting.shutdown()
+            rendezvous.shutdown()
 
-    def hand_on(self, number: signal.Signals) -> None:
-        """Send each rank the signal that this process received; if there is none yet, none will be
-        started."""
-        self.told = number
+    def pass_on(self, number: signal.Signals) -> None:
+        """Send each rank the signal that this process received.
+
+        If there is none yet, none will be started.
+        """
+        self.received = number
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self, number: signal.Signals) -> None:
-        """Kill each rank and its child processes; the agent then finds them failed. Without ranks,
-        end here."""
+        """Kill each rank and its child processes; the agent then finds them failed.
+
+        Without ranks, end here.
+        """
         if not self.pids:
             end(number)
         for pid in self.pids:
@@ -229,36 +246,38 @@ class _Ranks:
 
 
 def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
-    at least 1."""
-    # of the outermost level
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdecimal() and int(asked):  # commands refuse others (`require_threads`)
-        return int(asked)
+    """Return the CPU threads per local rank.
+
+    OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1.
+    """
+    # a list has a number for each level of nested parallel regions: the outermost counts
+    threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+    threads = threads.strip()
+    if threads.isdecimal() and int(threads):  # commands refuse others (`require_threads`)
+        return int(threads)
     return max(1, cores() // ranks)
 
 
 def note_failure(error: Exception) -> None:
-    """Store the reason of this rank's failure for the launcher to print; call it while handling
-    `error`.
+    """Store the reason of this rank's failure for the launcher, while handling `error`.
 
     The first reason stands, for what follows is a consequence. It is noted before the world is
     left, which takes long if other ranks wait, and during which the launcher may stop this rank.
     """
-    note = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not note or not os.path.exists(note):
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not error_file or not os.path.exists(error_file):
         get_error_handler().record_exception(reported(error))
 
 
 def under_torchrun() -> bool:
-    """Return True if torchrun, or another launcher on torch's elastic agent, has started this
-    process as a rank."""
+    """Return True if a launcher on torch's elastic agent, as torchrun, has started this rank."""
     return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
 
 
-def restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be
-    their own.
+def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this rank's launcher has started the ranks before.
+
+    A checkpoint may then be their own.
 
     Variables that a shell has left in the environment of a process that no launcher has started do
     not count.
@@ -270,11 +289,13 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def must_tell() -> bool:
-    """Return True if this process prints its own failure, False if a launcher prints it after all
-    ranks have ended."""
-    return not started_here() and (
-        "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
-    )
+    """Return True if this process prints its own failure.
+
+    False if a launcher prints it after all ranks have ended.
+    """
+    if started_here():
+        return False
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
 
 
 def started_here() -> bool:
@@ -283,96 +304,109 @@ def started_here() -> bool:
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if Slurm shows this task one CUDA device of its own (--gpus-per-task), not all
-    devices of the node.
+    """Return True if Slurm shows this task one CUDA device of its own, not all of the node.
+
+    As with --gpus-per-task.
     """
     if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
         return False
+    if "SLURM_GPUS_PER_TASK" in environ:
+        return True
     tasks = environ.get("LOCAL_WORLD_SIZE")
     devices = environ.get("SLURM_GPUS_ON_NODE")
-    return "SLURM_GPUS_PER_TASK" in environ or bool(
-        tasks and devices and int(devices) >= int(tasks)
-    )
+    return bool(tasks and devices and int(devices) >= int(tasks))
 
 
 def first_failure(
-    failures: Mapping[int, ProcessFailure], told: signal.Signals | None = None
+    failures: Mapping[int, ProcessFailure], received: signal.Signals | None = None
 ) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first: the earliest to store a reason of its own.
 
     A rank that left because another hangs comes first: its reason names the cause. A lost
     connection is a consequence, whenever it was noted, and so is the end of a rank that the
-    launcher stopped before it had noted a reason. told: the signal that was passed on to the ranks.
-    The end of a rank by it is a consequence too, but may be the cause of lost
-    connections: not all ranks hear it at the same time. torch records the times of failures in
-    whole seconds; a rank that loses its peer fails within milliseconds.
+    launcher stopped before it had noted a reason. The end of a rank by the signal that was passed
+    on is a consequence too, but may be the cause of lost connections: not all ranks hear it at the
+    same time.
+
+    received: the signal that was passed on to the ranks, if there was one.
     """
 
     def order(rank: int) -> tuple[bool, int, float]:
         failure = failures[rank]
-        said = _said(failure)
+        reason = _noted_reason(failure)
+        # torch records the times of failures in whole seconds, but a rank that loses its peer fails
+        # within milliseconds: the time of the file is finer.
         note = Path(failure.error_file)
+        failed_at = note.stat().st_mtime if note.is_file() else failure.timestamp
         return (
-            not said.startswith(RankHangs.__name__),
-            _distance(said, failure.exitcode, told),
-            note.stat().st_mtime if note.is_file() else failure.timestamp,
+            not reason.startswith(RankHangs.__name__),
+            _distance_from_cause(reason, failure.exitcode, received),
+            failed_at,
         )
 
     rank = min(failures, key=order)
     return rank, failures[rank]
 
 
-def _distance(said: str, exitcode: int, told: signal.Signals | None) -> int:
+def _distance_from_cause(reason: str, exitcode: int, received: signal.Signals | None) -> int:
     """Return how far the end of a rank is from the cause of all ends: 0 if it may be the cause."""
-    if not said and told and exitcode in (-told, -signal.SIGTERM):
+    if not reason and received and exitcode in (-received, -signal.SIGTERM):
         return 1
-    if lost_connection(said) and not ended_on_purpose(said):
+    if lost_connection(reason) and not ended_on_purpose(reason):
         return 2
-    return 3 if not said and exitcode == -signal.SIGTERM else 0
+    return 3 if not reason and exitcode == -signal.SIGTERM else 0
 
 
 class RankHangs(Exception):
-    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
-    noticed it."""
+    """A rank hangs, and all leave.
+
+    The message names the rank that hangs, not the one that has noticed it.
+    """
 
 
-def lost_connection(said: str) -> bool:
-    """Return True if an error with this text follows from the end of another rank, or of the link
-    to it."""
-    return LOST.search(said) is not None
+def lost_connection(message: str) -> bool:
+    """Return True if an error with this text follows from the loss of another rank or the link."""
+    return LOST_CONNECTION.search(message) is not None
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if an error of torch's communication follows from the end of another rank, which
-    has its reason."""
+    """Return True if an error of torch's communication follows from the end of another rank.
+
+    That rank has the reason.
+    """
     return isinstance(error, RuntimeError) and lost_connection(str(error))
 
 
-def _said(failure: ProcessFailure) -> str:
+def _noted_reason(failure: ProcessFailure) -> str:
     """Return what `note_failure` stored, as "Type: message"; "" if the rank gave no reason."""
     # torch says str, but it is what record_exception wrote: {"message": ...}
     note: Any = failure.message
     return note["message"] if isinstance(note, dict) else ""
 
 
-def _own_code(failure: ProcessFailure) -> int:
-    return code_of(_said(failure), failure.exitcode)
+def _code_of_failure(failure: ProcessFailure) -> int:
+    return code_of(_noted_reason(failure), failure.exitcode)
 
 
 def _last_lines(rank: int, failure: ProcessFailure) -> str:
-    """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that
-    stopped itself (3).
+    """Return the lines that say how a rank ended and why.
+
+    One line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped
+    itself (3).
     """
-    code = _own_code(failure)
-    said = _said(failure)
-    if code < 0 and not said:
+    code = _code_of_failure(failure)
+    reason = _noted_reason(failure)
+    if code < 0 and not reason:
         return f"rank {rank} was ended by {failure.signal_name()}"
-    if said.startswith(RankHangs.__name__):
-        return said.partition(": ")[2]
-    lines = said.splitlines() or ["no reason given"]
-    reason = "\n".join(lines if code in (2, 3) else lines[:1])
-    how = f"was ended by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-    return f"rank {rank} {how}: {reason}"
+    if reason.startswith(RankHangs.__name__):
+        _, _, message = reason.partition(": ")  # which names the rank that hangs
+        return message
+    lines = reason.splitlines() or ["no reason given"]
+    shown = "\n".join(lines if code in (2, 3) else lines[:1])
+    ending = (
+        f"was ended by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
+    )
+    return f"rank {rank} {ending}: {shown}"
 
 
 def _shell_code(exitcode: int) -> int:
@@ -381,8 +415,7 @@ def _shell_code(exitcode: int) -> int:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Set the thread count that ranks inherit and silence the agent's log; restore both
-    afterwards."""
+    """Set the thread count that ranks inherit and silence the agent's log, within the context."""
     environment = dict(os.environ)
     handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left

@@ -15,16 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# the owner's process id is in the file, for people
 PREFIX = "megaprec_"
-OWNER = "owner"
+OWNER = "owner"  # the locked file; it holds the owner's process id, for people
 YOUNG = 60.0  # seconds in which a folder may not be locked yet
 
 
 @contextmanager
-def own_folder() -> Iterator[str]:
-    """Make a temporary folder for this launcher and remove it afterwards; first remove those
-    without an owner."""
+def launcher_folder() -> Iterator[str]:
+    """Make a temporary folder for this launcher and remove it afterwards.
+
+    Those without an owner are removed before.
+    """
     remove_leftovers(Path(tempfile.gettempdir()))
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX) as folder,
@@ -38,19 +39,26 @@ def own_folder() -> Iterator[str]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders of this user's launchers that have ended. Others, and what cannot be
-    removed, are left."""
-    for left in folder.glob(f"{PREFIX}*"):
+    """Remove the folders of this user's launchers that have ended.
+
+    Others, and what cannot be removed, are left.
+    """
+    for leftover in folder.glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if _abandoned(left):
-                shutil.rmtree(left)
+            if _is_abandoned(leftover):
+                shutil.rmtree(leftover)
 
 
-def _abandoned(folder: Path) -> bool:
-    """Return True if a launcher of this user made the folder and has ended. Raises OSError without
-    an owner file."""
-    found = folder.lstat()
-    if folder.is_symlink() or found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG:
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if a launcher of this user made the folder and has ended.
+
+    Raises OSError without an owner file.
+    """
+    status = folder.lstat()
+    # Whoever shares the folder for temporary files might put a link there.
+    if folder.is_symlink() or status.st_uid != os.getuid():
+        return False
+    if time.time() - status.st_mtime < YOUNG:
         return False
     with (folder / OWNER).open() as owner:
         try:

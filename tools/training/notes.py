@@ -22,6 +22,7 @@ def add_strict(parser: Any) -> None:
 def tell_notes(notes: Iterable[str], strict: bool) -> None:
     """Print the notes on stderr, on one rank. Raises UserError instead if `strict`."""
     lines = [f"note: {note}" for note in notes]
+    # Refused with all notes at once, so that one attempt shows all that is to be changed.
     if strict and lines:
         raise UserError(*(f"{line} (--strict)" for line in lines))
     if must_tell():
@@ -30,18 +31,21 @@ def tell_notes(notes: Iterable[str], strict: bool) -> None:
 
 
 def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
-    """Yield a note if the run that saved `file` beside its checkpoints was moved or copied, and
-    this is another place.
+    """Yield a note if the run that saved `file` was moved or copied, and this is another place.
+
+    file: the run file that lies beside the run's checkpoints.
 
     A folder that the command line names is meant.
     """
     folder = Path(file).parent
-    named = config.train.folder
-    if config.origin("train.folder") == "command line" or folder.resolve() == Path(named).resolve():
+    run_folder = config.train.folder
+    if config.origin("train.folder") == "command line":
+        return
+    if folder.resolve() == Path(run_folder).resolve():
         return
     if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
         yield (
-            f'train.folder = "{named}", as when {file} was saved, so this run goes on or '
-            "begins there and leaves "
-            f"{folder} as it is: train.folder={folder} goes on with the run in {folder}"
+            f'train.folder = "{run_folder}", as when {file} was saved, so this run goes on or '
+            f"begins there and leaves {folder} as it is: train.folder={folder} goes on with the "
+            f"run in {folder}"
         )

@@ -23,12 +23,12 @@ KEY = "train.seq_length"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a run in its data. samples: the number of the next sample, of the length that it
-    has now.
+class _DataPosition:
+    """The position of a run in its data.
 
-    repeated: tokens at the beginning of that sample that were read before. held_out: tokens that
-    were trained on, and that belong to the held-out part now.
+    samples: the number of the next sample, of the length that it has now. repeated: tokens at the
+    beginning of that sample that were read before. held_out: tokens that were trained on, and that
+    belong to the held-out part now.
     """
 
     samples: int
@@ -36,81 +36,87 @@ class Place:
     held_out: int = 0
 
 
-def other_length(store: Store, config: RunConfig) -> Iterator[Difference]:
-    """Yield a difference if samples of another length come in another order than those of the
-    checkpoint."""
-    before = _length_before(store, config)
+def other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+    """Yield a difference if another length of samples than the checkpoint's changes their order."""
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
-    if before == now or not read_progress(store).samples:
+    if before == now or not read_progress(checkpoint).samples:
         return
-    if config.data.blend or config.data.shuffle:
-        if config.data.shuffle:
-            why = "its samples come in another order"
-        else:
-            why = "each set of a blend counts its samples"
-        yield Difference(
-            "seq_length",
-            f"{KEY}: {before} -> {now}: {why}, so text of this epoch comes twice or not at all",
-        )
+    if config.data.shuffle:
+        reason = "its samples come in another order"
+    elif config.data.blend:
+        reason = "each set of a blend counts its samples"
+    else:
+        return
+    effect = "so text of this epoch comes twice or not at all"
+    yield Difference("seq_length", f"{KEY}: {before} -> {now}: {reason}, {effect}")
 
 
-def resumed_progress(store: Store, config: RunConfig, corpus: Corpus) -> TrainState:
-    """Return the progress that a run goes on with: the checkpoint's, its place in the data kept in
-    tokens."""
-    progress = read_progress(store)
-    return replace(progress, samples=_place(store, config, corpus).samples)
+def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:
+    """Return the progress that a run goes on with.
+
+    The checkpoint's, its position in the data kept in tokens.
+    """
+    progress = read_progress(checkpoint)
+    return replace(progress, samples=_data_position(checkpoint, config, corpus).samples)
 
 
-def place_notes(store: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a note about the place in the data if the length of samples has changed."""
-    before = _length_before(store, config)
+def position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a note about the position in the data if the length of samples has changed."""
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
     if before == now:
         return
-    place = _place(store, config, corpus)
-    tokens = read_progress(store).samples * before
+    position = _data_position(checkpoint, config, corpus)
+    tokens = read_progress(checkpoint).samples * before
     line = (
         f"{KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
-        f"{place.samples:,} of {now} "
+        f"{position.samples:,} of {now} tokens is next"
     )
-    line += "tokens is next"
-    if place.repeated:
-        line += f"; its first {place.repeated:,} tokens come again"
-    if place.held_out:
-        line += f"; {place.held_out:,} tokens that were trained on belong to the held-out part now"
+    if position.repeated:
+        line += f"; its first {position.repeated:,} tokens come again"
+    if position.held_out:
+        held_out = f"{position.held_out:,} tokens that were trained on"
+        line += f"; {held_out} belong to the held-out part now"
     yield line
 
 
-def _place(store: Store, config: RunConfig, corpus: Corpus) -> Place:
-    before = _length_before(store, config)
+def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
+    before = _saved_length(checkpoint, config)
     now = config.train.seq_length
-    samples = read_progress(store).samples
+    samples = read_progress(checkpoint).samples
     if before == now:
-        return Place(samples)
-    if not isinstance(corpus.train, Samples):
+        return _DataPosition(samples)
+    if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
         following, repeated = divmod(samples * before, now)
-        return Place(following, repeated)
-    of_an_epoch = count_training_samples(corpus.train.dataset, before, config.data.held_out)
-    epoch, inside = divmod(samples, of_an_epoch)
-    following, repeated = divmod(inside * before, now)
-    if following >= len(corpus.train):  # what is left of the epoch is shorter than a sample
-        following = len(corpus.train)
+        return _DataPosition(following, repeated)
+
+    old_epoch_samples = count_training_samples(corpus.train.dataset, before, config.data.held_out)
+    new_epoch_samples = len(corpus.train)
+    epoch, samples_in_epoch = divmod(samples, old_epoch_samples)
+    following, repeated = divmod(samples_in_epoch * before, now)
+    if following >= new_epoch_samples:  # what is left of the epoch is shorter than a sample
+        following = new_epoch_samples
         repeated = 0
     held_out = 0
     if corpus.held_out is not None:
-        trained = of_an_epoch if epoch else inside
-        held_out = max(0, trained * before - len(corpus.train) * now)
-    return Place(epoch * len(corpus.train) + following, repeated, held_out)
+        # The border to the held-out part is at a whole sample, and so has moved, too.
+        trained_samples = old_epoch_samples if epoch else samples_in_epoch
+        held_out = max(0, trained_samples * before - new_epoch_samples * now)
+    return _DataPosition(epoch * new_epoch_samples + following, repeated, held_out)
 
 
-def _length_before(store: Store, config: RunConfig) -> int:
-    """Return the length of the samples of the checkpoint's run; if that is not known, it is taken
-    for the run's own."""
-    saved = saved_keys(store).get(KEY)
+def _saved_length(checkpoint: Store, config: RunConfig) -> int:
+    """Return the length of the samples of the checkpoint's run.
+
+    The run's own if that is not known.
+    """
+    saved = saved_keys(checkpoint).get(KEY)
     if saved is None:
         return config.train.seq_length
     try:
         value = parse_toml(f"value = {saved}")["value"]
     except ValueError:
         return config.train.seq_length
-    return value if type(value) is int and value > 0 else config.train.seq_length
+    is_length = type(value) is int and value > 0  # not isinstance: true is no length
+    return value if is_length else config.train.seq_length

@@ -14,46 +14,50 @@ Read = TypeVar("Read")
 
 
 class Prefetch(Generic[Read]):
-    """Reads one position ahead. read: a function of the position alone, which may run in another
-    thread."""
+    """Reads one position ahead.
+
+    read: a function of the position alone, which may run in another thread.
+    """
 
     def __init__(self, read: Callable[[int], Read]) -> None:
         self._read = read
         self._ahead: _Ahead[Read] | None = None
 
     def take(self, position: int, following: int | None = None) -> Read:
-        """Return what is read at `position`, and begin to read at `following`. Raises what `read`
-        raises there."""
+        """Return what is read at `position`, and begin to read at `following`.
+
+        Raises what `read` raises there.
+        """
         ahead = self._ahead
         self._ahead = None
         if ahead is not None and ahead.position == position:
-            found = ahead.result()
+            batch = ahead.result()
         else:
-            found = self._read(position)
+            batch = self._read(position)
         if following is not None:
             self._ahead = _Ahead(self._read, following)
-        return found
+        return batch
 
 
 class _Ahead(Generic[Read]):
-    """A reading in a thread, which does not keep the process alive."""
+    """A reading in a thread, which does not keep the process alive: it is a daemon."""
 
     def __init__(self, read: Callable[[int], Read], position: int) -> None:
         self.position = position
-        self._found: list[Read] = []
+        self._results: list[Read] = []
         self._error: BaseException | None = None
         self._thread = Thread(target=self._run, args=(read,), name="prefetch", daemon=True)
         self._thread.start()
 
     def _run(self, read: Callable[[int], Read]) -> None:
         try:
-            self._found.append(read(self.position))
-        except BaseException as error:
+            self._results.append(read(self.position))
+        except BaseException as error:  # raised by `result`, in the thread that asks for it
             self._error = error
 
     def result(self) -> Read:
-        """Wait for the reading; return what it found or raise what it raised."""
+        """Wait for the reading; return what it read or raise what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._found[0]
+        return self._results[0]

@@ -22,7 +22,7 @@ from tools.journal.lines import LinesLost
 from tools.journal.trackers import Feed
 from tools.training.corpus import Corpus
 from tools.training.resume import resume_event
-from tools.training.saves import goes_on
+from tools.training.saves import resume_point
 
 
 @contextmanager
@@ -42,64 +42,75 @@ def recorded(
     folder = Path(config.train.folder)
     total = config.train.steps
     log = config.log
-    begun = progress().step
-    feeds = [Feed(name, folder, config.model_dump(mode="json"), begun) for name in log.to]
+    first_step = progress().step
+    settings = config.model_dump(mode="json")
+    feeds = [Feed(name, folder, settings, first_step) for name in log.to]
     with (
-        _naming_the_checkpoint(config, progress, begun),
-        Journal(folder, begun, total, log.every, log.progress, feeds) as journal,
+        _naming_the_checkpoint(config, progress, first_step),
+        Journal(folder, first_step, total, log.every, log.progress, feeds) as journal,
     ):
-        if begun >= total:
+        if first_step >= total:
             yield journal
             return
         if resumed:
             journal.write_event(resume_event(config, corpus, resumed))
-        why = ""
+        failure = ""
         try:
             yield journal
         except BaseException as error:
-            why = " ".join(str(error).split()) or type(error).__name__
+            failure = " ".join(str(error).split()) or type(error).__name__
             raise
         finally:
-            journal.write_event(_end_event(progress(), total, why, optimizer))
+            journal.write_event(_end_event(progress(), total, failure, optimizer))
 
 
 @contextmanager
 def _naming_the_checkpoint(
-    config: RunConfig, progress: Callable[[], TrainState], begun: int
+    config: RunConfig, progress: Callable[[], TrainState], first_step: int
 ) -> Iterator[None]:
-    """Add the newest whole checkpoint to the error of a file, and the reason why a run ended to one
-    while it ends.
+    """Add the newest whole checkpoint to the error of a file.
 
-    begun: the step after which this process began.
+    An error that is raised while a run ends gets the reason of that end, too.
+
+    first_step: the step after which this process began.
     """
     try:
         yield
     except LinesLost as error:
-        lost = [*error.problems]
+        problems = [*error.problems]
         cause = error.__context__
         while isinstance(cause, LinesLost):  # of another file, which was closed before
-            lost = [*cause.problems, *lost]
+            problems = [*cause.problems, *problems]
             cause = cause.__context__
         if isinstance(cause, UserError):  # as of the last save, which names the checkpoint
-            raise UserError(*lost, *cause.problems) from error
+            raise UserError(*problems, *cause.problems) from error
         if cause is not None:
             raise
-        raise UserError(*lost, goes_on(config.checkpoint_folder, progress().step)) from error
+        raise UserError(
+            *problems, resume_point(config.checkpoint_folder, progress().step)
+        ) from error
     except OSError as error:
-        if error.filename is None or progress().step == begun:  # no step is lost
+        step = progress().step
+        if error.filename is None or step == first_step:  # no step is lost
             raise
         raise UserError(
-            f"{file_error(error)}; {goes_on(config.checkpoint_folder, progress().step)}"
+            f"{file_error(error)}; {resume_point(config.checkpoint_folder, step)}"
         ) from error
 
 
 def _end_event(
-    progress: TrainState, total: int, why: str, optimizer: ParallelAMPOptimizer
+    progress: TrainState, total: int, failure: str, optimizer: ParallelAMPOptimizer
 ) -> dict[str, Any]:
+    """Return the event of the end of a run. failure: why it failed, "" if it did not."""
     complete = progress.step >= total
-    done = "all steps are taken" if complete else "it was asked to stop"
-    if complete and progress.skipped:
-        done = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
+    if failure:
+        reason = failure
+    elif not complete:
+        reason = "it was asked to stop"
+    elif progress.skipped:
+        reason = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
+    else:
+        reason = "all steps are taken"
     on_gpu = torch.cuda.is_initialized()
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
     return {
@@ -107,7 +118,7 @@ def _end_event(
         "step": progress.step,
         "applied": progress.applied,
         "complete": complete,
-        "why": why or done,
+        "why": reason,
         "peak_memory": peak,
         "memory_of": "device" if on_gpu else "process",
         "held_memory": sum(buffer.num_bytes() for buffer in optimizer.all_buffers()),

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megaprec.checkpoint.atomic import latest
+from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from tools.config.layouts import largest_fitting
@@ -35,12 +35,13 @@ from tools.training.endings import CODES, ended_on_purpose
 from tools.training.launch import Loss
 from tools.training.signals import SIGNALS
 
-ASKED = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
+STOP_SIGNALS = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 
 class Restarts:
-    """Decides after each failure on how many local ranks a run goes on; `again` is for
-    `launch_local`.
+    """Decides after each failure on how many local ranks a run goes on.
+
+    Its method `again` is the argument of `launch_local`.
 
     alone: returns a lock on the run folder.
     """
@@ -53,121 +54,129 @@ class Restarts:
         self.left = config.train.restarts
         self.ranks = config.world_size
         self.restarted = False
-        self._mark()
+        self._remember_start()
 
     def again(self, loss: Loss) -> int:
-        """Return the number of ranks to start after `loss`, 0 if the run ends; print the
-        decision."""
+        """Print and return how many ranks are started after `loss`; 0 if the run ends."""
         if not self.config.train.restarts or ended_by_choice(loss.exitcode):
             return 0
         try:
-            ranks = self._ranks_again()
+            ranks = self._ranks_to_start()
             if ranks:
-                self._go_on(loss, ranks)
+                self._record_restart(loss, ranks)
         except UserError as error:
-            return _not_restarted("; ".join(error.problems))
+            return _refuse_restart("; ".join(error.problems))
         return ranks
 
-    def _ranks_again(self) -> int:
+    def _ranks_to_start(self) -> int:
         if not self.left:
-            return _not_restarted(
+            return _refuse_restart(
                 f"the restarts are used up (train.restarts = {self.config.train.restarts})"
             )
-        if self._applied():
+        if self._has_applied_a_step():
             return self.ranks
-        smaller = self._smaller() if self.restarted and self.config.parallel.elastic else 0
-        return smaller or _not_restarted("no step was applied since the last start")
+        # A second start in vain: the rank that was lost may be one that cannot be started.
+        if self.restarted and self.config.parallel.elastic:
+            fitting = largest_fitting(self.config, self.ranks - 1)
+            if fitting and fitting.ranks:
+                return fitting.ranks
+        return _refuse_restart("no step was applied since the last start")
 
-    def _go_on(self, loss: Loss, ranks: int) -> None:
+    def _record_restart(self, loss: Loss, ranks: int) -> None:
         """Announce and record the restart."""
         step = newest_step(self.config)
+        lost = ""
         if ranks < self.ranks:
             lost = f", without rank {loss.rank}, which could not be started again"
-        else:
-            lost = ""
-        self.left = self.left - 1
+        self.left -= 1  # counted before the record, which names the restarts that are left
         self.ranks = ranks
         self.restarted = True
-        with self.alone():
-            rewind(
-                Path(self.config.train.folder),
-                step,
-                restart_event(step, ranks, loss.said, self.left),
-            )
-        where = f"from the checkpoint of step {step}" if step else "from the start"
+        event = restart_event(step, ranks, loss.message, self.left)
+        with self.alone():  # raises UserError if another run has begun in the folder
+            rewind(Path(self.config.train.folder), step, event)
+        origin = f"from the checkpoint of step {step}" if step else "from the start"
         left = f"{counted(self.left, 'restart')} left"
         print(
-            f"restart    {loss.said}: training goes on {where}{lost}; {left}",
+            f"restart    {loss.message}: training goes on {origin}{lost}; {left}",
             file=sys.stderr,
             flush=True,
         )
-        self._mark()
+        self._remember_start()
 
-    def _smaller(self) -> int:
-        """Return the number of ranks of the largest layout with one rank less than the last; 0 if
-        there is none."""
-        fitting = largest_fitting(self.config, self.ranks - 1)
-        return fitting.ranks if fitting else 0
-
-    def _mark(self) -> None:
+    def _remember_start(self) -> None:
         """Remember the state of the run before its ranks are started."""
         records = read_metrics(Path(self.config.train.folder))
-        self._last = records[-1] if records else None
-        self._step = newest_step(self.config)
+        self._last_record = records[-1] if records else None
+        self._start_step = newest_step(self.config)
 
-    def _applied(self) -> bool:
+    def _has_applied_a_step(self) -> bool:
         """Return True if the ranks have applied a step since they were started."""
         records = read_metrics(Path(self.config.train.folder))
-        if not records or records[-1] == self._last:  # not cut yet, nor added to
+        # Ranks remove the records of steps after the checkpoint when they resume; until then, and
+        # until they have added one, the last record is the old one.
+        if not records or records[-1] == self._last_record:
             return False
         return any(
-            record["step"] > self._step and record["outcome"] == "applied" for record in records
+            record["step"] > self._start_step and record["outcome"] == "applied"
+            for record in records
         )
 
 
 def ended_by_choice(exitcode: int) -> bool:
-    """Return True if a rank ended on purpose: wrong input, a run that stopped itself, a signal that
-    asked it to."""
-    return exitcode in CODES.values() or exitcode in {
-        code for number in ASKED for code in (-number, 128 + number)
-    }
+    """Return True if a rank ended on purpose.
+
+    By wrong input, a run that stopped itself, or a signal that asked it to.
+    """
+    by_signal = {-number for number in STOP_SIGNALS}
+    after_signal = {128 + number for number in STOP_SIGNALS}
+    return exitcode in CODES.values() or exitcode in by_signal | after_signal
 
 
 def newest_step(config: RunConfig) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged
-    one."""
+    """Return the step of the newest checkpoint, 0 if there is none.
+
+    Raises UserError for a damaged one.
+    """
     newest = latest(config.checkpoint_folder)
-    return int(newest.name.removeprefix("step_")) if newest else 0
+    return step_of(newest) if newest else 0
 
 
-def restart_event(step: int, ranks: int, why: str, left: int | None) -> dict[str, Any]:
-    """Return the event of a restart after `step`. left: restarts that are left, None if another
-    program counts."""
-    return {"event": "restart", "step": step, "ranks": ranks, "why": why, "left": left}
+def restart_event(step: int, ranks: int, reason: str, left: int | None) -> dict[str, Any]:
+    """Return the event of a restart after `step`.
+
+    left: restarts that are left, None if another program counts.
+    """
+    return {"event": "restart", "step": step, "ranks": ranks, "why": reason, "left": left}
 
 
-def _not_restarted(why: str) -> int:
-    print(f"not restarted: {why}", file=sys.stderr, flush=True)
+def _refuse_restart(reason: str) -> int:
+    """Print why the run is not restarted; return 0, the number of ranks to start."""
+    print(f"not restarted: {reason}", file=sys.stderr, flush=True)
     return 0
 
 
 def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the reason why ranks of this host ended on purpose before torchrun restarted them;
-    empty if they crashed.
+    """Return why ranks of this host ended on purpose before torchrun restarted them.
+
+    Empty if they crashed.
 
     torchrun gives the attempts of a host folders side by side, and each rank a file for its reason.
     A new attempt with the same number, after a host has joined, replaces its folder.
     """
-    own = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    count = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not count or own.parent.parent.name != f"attempt_{count}":
+    error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    attempt_folder = error_file.parent.parent
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or attempt_folder.name != f"attempt_{attempt}":
         return ""
-    before = own.parent.parent.with_name(f"attempt_{count - 1}")
-    reasons = (_reason(note) for note in sorted(before.glob("*/error.json")))
-    return next(filter(ended_on_purpose, reasons), "")
+    attempt_before = attempt_folder.with_name(f"attempt_{attempt - 1}")
+    for note in sorted(attempt_before.glob("*/error.json")):
+        reason = _read_reason(note)
+        if ended_on_purpose(reason):
+            return reason
+    return ""
 
 
-def _reason(note: Path) -> str:
+def _read_reason(note: Path) -> str:
     """Return the reason that `note_failure` has stored; empty if it is not whole."""
     try:
         return str(json.loads(read_whole(note))["message"]["message"])

@@ -3,9 +3,9 @@ that it prints then.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
@@ -22,7 +22,7 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
-from tools.training.arithmetic import moved
+from tools.training.arithmetic import arithmetic_changes
 from tools.training.changed_keys import (
     MARK,
     changed_keys,
@@ -39,11 +39,11 @@ from tools.training.data_identity import (
     other_settings,
     read_identity,
 )
-from tools.training.launch import restarted
-from tools.training.place_in_data import other_length, place_notes
+from tools.training.launch import was_restarted
+from tools.training.place_in_data import other_length, position_notes
 from tools.training.validation_sets import validation_prefixes
 
-KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
+RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
 
 def check_resumable(
@@ -54,224 +54,267 @@ def check_resumable(
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
     accepted, of `ALLOW`.
     """
-    store = newest(config.checkpoint_folder)
-    if store is None:
+    checkpoint = newest(config.checkpoint_folder)
+    if checkpoint is None:
         return
-    if not config.checkpoint.resume and not restarted():
+    # Ranks that a launcher has started again find the checkpoints of this very run.
+    if not config.checkpoint.resume and not was_restarted():
         raise UserError(
-            f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
-            "set another train.folder, or remove that checkpoint"
+            f"checkpoint.resume = false, but {checkpoint.path} is there from an earlier run: set "
+            "another train.folder, or remove that checkpoint"
         )
-    step = read_progress(store).step
-    read_watch(store)
+    step = read_progress(checkpoint).step
+    read_watch(checkpoint)  # raises UserError if it is damaged
     problems = [
-        *_other_model(store, corpus.model if corpus else config.model),
-        *_no_state(store, config),
+        *_other_model(checkpoint, corpus.model if corpus else config.model),
+        *_missing_state(checkpoint, config),
+        *_other_shards(checkpoint, config),
     ]
-    problems += _other_shards(store, config)
-    refused = [found for found in differences(store, config, corpus) if found.what not in allowed]
-    lines = [*problems, *(found.line for found in refused)]
+    refused = [
+        difference
+        for difference in differences(checkpoint, config, corpus)
+        if difference.what not in allowed
+    ]
+    # All are told at once; problems cannot be accepted, and so decide the remedy.
+    lines = [*problems, *(difference.line for difference in refused)]
     if problems:
         raise UserError(
-            *lines, f"this run cannot resume from {store.path}: set another train.folder"
+            *lines, f"this run cannot resume from {checkpoint.path}: set another train.folder"
         )
-    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
+    expected_name = checkpoint_path(config.checkpoint_folder, step).name
+    if expected_name != checkpoint.path.name:
         raise UserError(
-            f"{store.path} holds the state after step {step}: it was renamed; name it "
-            f"{place.name} again"
+            f"{checkpoint.path} holds the state after step {step}: it was renamed; name it "
+            f"{expected_name} again"
         )
     if refused:
-        flags = " ".join(
-            f"--allow {what}" for what in ALLOW if what in {found.what for found in refused}
-        )
+        refused_kinds = {difference.what for difference in refused}
+        flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
         raise UserError(
             *lines,
-            f"this run cannot resume from {store.path} with these changes: undo them, accept "
-            f"them with {flags}, or set "
-            "another train.folder",
+            f"this run cannot resume from {checkpoint.path} with these changes: undo them, accept "
+            f"them with {flags}, or set another train.folder",
         )
 
 
-def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -> list[Difference]:
-    """Return the differences between the data of the run and of the checkpoint, as far as the
-    checkpoint records its data.
+def differences(
+    checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
+) -> list[Difference]:
+    """Return the differences between the data of the run and of the checkpoint.
+
+    As far as the checkpoint records its data.
     """
-    identity = read_identity(store)
-    found = [*other_settings(identity, config.data, config.train)] if identity else []
-    found += other_length(store, config)
+    identity = read_identity(checkpoint)
+    changes = list[Difference]()
+    if identity:
+        changes += other_settings(identity, config.data, config.train)
+    changes += other_length(checkpoint, config)
     if corpus:
-        found += _other_tokenizer(store, corpus)
-        found += other_sets(identity, corpus.identity) if identity and corpus.identity else []
-    return found
+        changes += _other_tokenizer(checkpoint, corpus)
+        if identity and corpus.identity:
+            changes += other_sets(identity, corpus.identity)
+    return changes
 
 
-def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
+class _Remark(NamedTuple):
+    """A line of a resume. word: "changed" or "note"."""
+
+    word: str
+    text: str
+
+
+def resume_lines(config: RunConfig, corpus: Corpus, path: Path) -> Iterator[str]:
     """Yield the lines that a resumed run prints: changed keys, warnings and notes."""
-    yield from (f"{word:11}{said}" for word, said in _remarks(config, corpus, Store(checkpoint)))
+    for remark in _remarks(config, corpus, Store(path)):
+        yield f"{remark.word:11}{remark.text}"
 
 
-def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
-    """Return the record of a resume for events.jsonl: the same remarks, and the learning rates
-    around it."""
-    store = Store(checkpoint)
-    remarks = [*_remarks(config, corpus, store)]
-    progress = read_progress(store)
-    before, after = rates_around(store, config, progress)
+def resume_event(config: RunConfig, corpus: Corpus, path: Path) -> dict[str, Any]:
+    """Return the record of a resume for events.jsonl.
+
+    The same remarks, and the learning rates around it.
+    """
+    checkpoint = Store(path)
+    remarks = [*_remarks(config, corpus, checkpoint)]
+    progress = read_progress(checkpoint)
+    rate_before, rate_after = rates_around(checkpoint, config, progress)
     return {
         "event": "resume",
         "step": progress.step,
-        "checkpoint": str(checkpoint),
+        "checkpoint": str(path),
         "ranks": config.world_size,
-        "changed": [said for word, said in remarks if word == "changed"],
-        "notes": [said for word, said in remarks if word == "note"],
-        "lr_before": before,
-        "lr_next": after,
+        "changed": [remark.text for remark in remarks if remark.word == "changed"],
+        "notes": [remark.text for remark in remarks if remark.word == "note"],
+        "lr_before": rate_before,
+        "lr_next": rate_after,
     }
 
 
-def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[str, str]]:
-    """Yield ("changed" or "note", text) of a resume; nothing if no step is left."""
-    progress = read_progress(store)
+def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_Remark]:
+    """Yield the remarks on a resume; none if no step is left."""
+    progress = read_progress(checkpoint)
     if progress.step >= config.train.steps:
         return
-    if missing := [what for what, key in KEPT.items() if key not in store.index]:
-        lacks = f"keeps no record of {' and '.join(missing)} that it was trained with"
-        yield "note", f"{store.path} {lacks}, so what has changed is not known"
-    if not store.digests:
-        unchecked = (
-            "(an earlier version saved it), so nothing tells whether its files are what was saved"
-        )
-        yield "note", f"{store.path} has no digests {unchecked}"
-    told = [found.line for found in differences(store, config, corpus)]
-    keys = [
-        line
-        for line in changed_keys(store, config, progress)
-        if not any(same_key(line, other) for other in told)
-    ]
-    yield from (("changed", f"{line}{MARK}") for line in told)
-    yield from (("changed", line) for line in keys)
-    yield from (("changed", f"{line}{MARK}") for line in moved(store))
-    if any(line.startswith("train.init_from: ") for line in keys):
+    yield from _notes(_missing_records(checkpoint))
+
+    # A change of the data has a line that says more than the one of its key.
+    data_lines = [difference.line for difference in differences(checkpoint, config, corpus)]
+    data_keys = {_key_of(line) for line in data_lines}
+    all_key_lines = changed_keys(checkpoint, config, progress)
+    key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
+    for line in data_lines:
+        yield _Remark("changed", f"{line}{MARK}")
+    for line in key_lines:
+        yield _Remark("changed", line)
+    for line in arithmetic_changes(checkpoint):
+        yield _Remark("changed", f"{line}{MARK}")
+
+    if any(line.startswith("train.init_from: ") for line in key_lines):
+        weights = f"the run goes on with the weights of {checkpoint.path}"
+        yield _Remark("note", f"train.init_from: not used, for {weights}")
+    yield from _notes(position_notes(checkpoint, config, corpus))
+    yield from _notes(lr_jump(checkpoint, config, progress))
+
+
+def _notes(texts: Iterable[str]) -> Iterator[_Remark]:
+    return (_Remark("note", text) for text in texts)
+
+
+def _missing_records(checkpoint: Store) -> Iterator[str]:
+    """Yield a note if an earlier version saved the checkpoint, which lacks what later ones have."""
+    missing = [name for name, key in RECORDS.items() if key not in checkpoint.index]
+    if missing:
         yield (
-            "note",
-            f"train.init_from: not used, for the run goes on with the weights of {store.path}",
+            f"{checkpoint.path} keeps no record of {' and '.join(missing)} that it was trained "
+            "with, so what has changed is not known"
         )
-    yield from (("note", line) for line in place_notes(store, config, corpus))
-    yield from (("note", line) for line in lr_jump(store, config, progress))
+    if not checkpoint.digests:
+        yield (
+            f"{checkpoint.path} has no digests (an earlier version saved it), so nothing tells "
+            "whether its files are what was saved"
+        )
 
 
-def same_key(line: str, other: str) -> bool:
-    """Return True if both lines are about one key."""
-    return line.partition(":")[0] == other.partition(":")[0]
+def _key_of(line: str) -> str:
+    """Return the run-file key that a line about a change is about."""
+    return line.partition(":")[0]
 
 
-def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key of [model] that differs from the checkpoint. Keys that are new
-    since have their default in it.
+def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem for each key of [model] that differs from the checkpoint.
+
+    Keys that are new since have their default in it.
     """
-    saved, asked = (json.loads(m.model_dump_json()) for m in (read_model(store), model))
-    free = set(TRAINING)
+    saved = json.loads(read_model(checkpoint).model_dump_json())
+    current = json.loads(model.model_dump_json())
+    free_keys = set(TRAINING)
     if model.positions == "rope":
-        free.add("max_positions")  # no weight of the model has that size
+        free_keys.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:
-        free.add("vocab")  # not known yet
-    for key in asked:
-        if key not in free and saved.get(key) != asked[key]:
+        free_keys.add("vocab")  # not known yet
+    for key, value in current.items():
+        if key not in free_keys and saved.get(key) != value:
             yield (
-                f"model.{key} = {json.dumps(asked[key])}, but it is {json.dumps(saved.get(key))} "
-                "in the checkpoint"
+                f"model.{key} = {json.dumps(value)}, but it is {json.dumps(saved.get(key))} in "
+                "the checkpoint"
             )
 
 
-def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
-    others."""
-    was = saved_keys(store)
+def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
+    """Yield a problem if a canonical run would go on in another number of pieces.
+
+    Its bits would be others.
+    """
+    before = saved_keys(checkpoint)
     now = keys_of(config)
-    names = ("train.numerics", "train.canonical_shards")
     canonical = toml("canonical")
-    if was.get(names[0]) == now[names[0]] == canonical and was.get(names[1]) != now[names[1]]:
+    if not before.get("train.numerics") == now["train.numerics"] == canonical:
+        return
+    key = "train.canonical_shards"
+    if before.get(key) != now[key]:
         yield (
-            f"{names[1]} = {now[names[1]]}, but it is {was.get(names[1])} in the checkpoint: "
-            "sums in another number of "
-            'pieces have other bits; keep it, or set train.numerics = "fast"'
+            f"{key} = {now[key]}, but it is {before.get(key)} in the checkpoint: sums in another "
+            'number of pieces have other bits; keep it, or set train.numerics = "fast"'
         )
 
 
-def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of
-    Hugging Face."""
+def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
+    """Yield a problem if the checkpoint lacks state of the optimizer.
+
+    One of another rule or of Hugging Face does.
+    """
     rule = make_rule(config.optimizer)
-    numbers = store.index.get("optimizer")
-    lacking = [name for name in rule.names if not store.shapes(name)]
-    if isinstance(rule, Torch) and read_progress(store).applied and isinstance(numbers, dict):
-        lacking += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
-    if lacking:
+    numbers = checkpoint.index.get("optimizer")
+    missing = [name for name in rule.names if not checkpoint.shapes(name)]
+    # Numbers of a rule of torch begin with the first applied step.
+    if isinstance(rule, Torch) and read_progress(checkpoint).applied and isinstance(numbers, dict):
+        missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
+    if missing:
         yield (
-            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on "
-            "with: a run begins with "
-            f'weights alone by train.init_from = "{store.path}"'
+            f"{checkpoint.path} holds no {' and no '.join(missing)}, which the optimizer goes on "
+            f'with: a run begins with weights alone by train.init_from = "{checkpoint.path}"'
         )
 
 
 def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = ()) -> None:
-    """Raise UserError if the ids of weights or of a data set mean other tokens than the run's
-    tokenizer has.
+    """Raise UserError if ids of weights or of a data set mean other tokens than the tokenizer's.
 
     allowed: differences that are accepted, of `ALLOW`.
     """
-    problems = [] if "tokenizer" in allowed else [*other_tokens(config, corpus)]
-    if problems:
+    if "tokenizer" in allowed:
+        return
+    if problems := [*other_tokens(config, corpus)]:
         raise UserError(*problems)
 
 
 def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a problem for the weights of train.init_from and each data set that has another
-    tokenizer than the run."""
+    """Yield a problem for weights and data sets that have another tokenizer than the run.
+
+    These are the weights of train.init_from and each data set.
+    """
     if corpus.tokenizer is None:
         return
     tokenizer = corpus.tokenizer.path
     accept = "or accept it with --allow tokenizer"
-    begins = config.train.init_from and newest(config.checkpoint_folder) is None
-    weights = initial_model(Path(config.train.init_from)).tokenizer if begins else None
-    if weights and not same_tokens(weights, tokenizer):
-        yield (
-            f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
-            "train.init_from were trained with, "
-            f"{weights}, so equal ids mean other tokens: set data.tokenizer = "
-            f"{toml(str(weights))}, {accept}"
-        )
+    # A run that resumes does not use the weights of train.init_from.
+    if config.train.init_from and newest(config.checkpoint_folder) is None:
+        weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
+        if weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
+            yield (
+                f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
+                f"train.init_from were trained with, {weights_tokenizer}, so equal ids mean other "
+                f"tokens: set data.tokenizer = {toml(str(weights_tokenizer))}, {accept}"
+            )
     prefixes = [dataset.prefix for dataset in corpus.datasets]
     for prefix in [*prefixes, *validation_prefixes(config)]:
-        built_with = beside(prefix, ".model")
         record = read_record(prefix)
-        if record is None:
+        if record is None:  # its tokenizer is not known
             continue
-        same = has_built(corpus.tokenizer, record)
-        its_own = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
-        if same is None and its_own:
-            same = same_tokens(built_with, tokenizer)
-        if same is False:
-            its_tokenizer = f"{prefix}, {built_with}" if its_own else f"{prefix}"
+        built_with = beside(prefix, ".model")
+        has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
+        is_same = has_built(corpus.tokenizer, record)
+        if is_same is None and has_copy:
+            is_same = same_tokens(built_with, tokenizer)
+        if is_same is False:
+            built_by = f"{prefix}, {built_with}" if has_copy else f"{prefix}"
             yield (
-                f"data.tokenizer: {tokenizer} is not the tokenizer of {its_tokenizer}, so "
-                "equal ids "
+                f"data.tokenizer: {tokenizer} is not the tokenizer of {built_by}, so equal ids "
                 f"mean other tokens: build the data set again with --tokenizer {tokenizer}, "
                 f"{accept}"
             )
 
 
-def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
-    """Return a difference if the tokenizer is another one: equal token ids then mean different
-    tokens."""
-    was = read_tokenizer(store)
+def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
+    """Yield a difference if the tokenizer is another one.
+
+    Equal token ids then mean different tokens.
+    """
+    saved = read_tokenizer(checkpoint)
     tokenizer = corpus.tokenizer
-    if was and (tokenizer is None or not same_tokens(was, tokenizer.path)):
-        is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
-        yield Difference(
-            "tokenizer",
-            (
-                f"data.tokenizer: {is_not} the tokenizer that the checkpoint was trained with, of "
-                f"which {was} is a copy"
-            ),
+    if saved and (tokenizer is None or not same_tokens(saved, tokenizer.path)):
+        subject = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
+        line = (
+            f"data.tokenizer: {subject} the tokenizer that the checkpoint was trained with, of "
+            f"which {saved} is a copy"
         )
+        yield Difference("tokenizer", line)

@@ -31,11 +31,13 @@ class Saves:
         self._config = config
         self._optimizer = engine.optimizer
         self._fp8 = engine.fp8
-        self._leaves = {"compiled": engine.leaves.names} if config.train.compile != "off" else {}
+        self._compiled: dict[str, Any] = {}  # the entry about compiled modules, if there are any
+        if config.train.compile != "off":
+            self._compiled = {"compiled": engine.leaves.names}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
-        self._looked = False  # True when the model's buffers were looked at
-        self._told: set[str] = set()  # warnings
+        self._checked_buffers = False  # True when the model's buffers were looked at
+        self._printed_warnings: set[str] = set()
 
     @property
     def under_way(self) -> bool:
@@ -43,15 +45,17 @@ class Saves:
         return self._saving is not None
 
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
-        """Save the state after `step`. Waits for the save before, if that is not finished. extra,
-        files: see `save`."""
-        self._wait()
+        """Save the state after `step`.
+
+        Waits for the save before, if that is not finished. extra, files: see `save`.
+        """
+        self._wait()  # at most one save is under way
         settings = self._config.checkpoint
         self._saving = Saving(
             self._config.checkpoint_folder,
             step,
             self._optimizer,
-            extra | self._leaves,
+            extra | self._compiled,
             settings.kept,
             files,
             self._fp8,
@@ -61,27 +65,28 @@ class Saves:
             self._wait()
 
     def require_whole(self) -> None:
-        """Raise UserError on every rank if the model has state that training changes and that no
-        checkpoint can hold.
+        """Raise UserError on every rank if no checkpoint can hold all state that training changes.
 
         Looks once, after the first step, which is the first moment at which it shows.
         """
-        left_out = [] if self._looked else unsaved_buffers(self._optimizer)
-        self._looked = True
-        if left_out:
+        if self._checked_buffers:
+            return
+        self._checked_buffers = True
+        unsaved = unsaved_buffers(self._optimizer)
+        if unsaved:
+            others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
             raise UserError(
-                f"model.factory: {left_out[0]} is a buffer that training changes"
-                f"{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; checkpoints "
-                "hold parameters only, so "
-                "a resumed run would begin with another value: leave it out (a BatchNorm: "
-                "track_running_stats=False), "
-                "or register it with persistent=False if it may begin anew"
+                f"model.factory: {unsaved[0]} is a buffer that training changes{others}; "
+                "checkpoints hold parameters only, so a resumed run would begin with another "
+                "value: leave it out (a BatchNorm: track_running_stats=False), or register it "
+                "with persistent=False if it may begin anew"
             )
 
     def poll(self) -> None:
         """Take note of the outcome of the save that is under way, if there is one."""
-        if self._saving is not None and (outcome := self._saving.poll()) is not None:
-            self._note(outcome)
+        outcome = None if self._saving is None else self._saving.poll()
+        if outcome is not None:
+            self._record_outcome(outcome)
 
     def finish(self, step: int, stopped: str = "") -> None:
         """Wait for the last save of the run. Raises UserError on every rank if it failed.
@@ -91,33 +96,37 @@ class Saves:
         """
         self._wait()
         if self._problem:
-            lines = [f"{self._problem}; {goes_on(self._config.checkpoint_folder, step)}"]
-            raise UserError(*([f"training stopped: {stopped}"] if stopped else []), *lines)
+            lines = [f"training stopped: {stopped}"] if stopped else []
+            lines.append(f"{self._problem}; {resume_point(self._config.checkpoint_folder, step)}")
+            raise UserError(*lines)
 
     def _wait(self) -> None:
         if self._saving is not None:
-            self._note(self._saving.finish())
+            self._record_outcome(self._saving.finish())
 
-    def _note(self, outcome: Outcome) -> None:
+    def _record_outcome(self, outcome: Outcome) -> None:
         self._saving = None
+        self._print_warnings(outcome.warnings)
         self._problem = f"{outcome.path} is not saved: {outcome.problem}" if outcome.problem else ""
-        self._warn(outcome.warnings)
         if self._problem and self._optimizer.world.rank == 0:
-            again = "training goes on, and the next save is a new attempt"
-            print(f"warning    {self._problem}; {again}", file=sys.stderr, flush=True)
+            effect = "training goes on, and the next save is a new attempt"
+            print(f"warning    {self._problem}; {effect}", file=sys.stderr, flush=True)
 
-    def _warn(self, warnings: Sequence[str]) -> None:
+    def _print_warnings(self, warnings: Sequence[str]) -> None:
         """Print each warning once, and again if it was gone in the meantime."""
-        for line in (line for line in warnings if line not in self._told):
-            print(f"warning    {line}", file=sys.stderr, flush=True)
-        self._told = set(warnings)
+        for warning in warnings:
+            if warning not in self._printed_warnings:
+                print(f"warning    {warning}", file=sys.stderr, flush=True)
+        self._printed_warnings = set(warnings)
 
 
 def beside_the_state(
     config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint has besides the optimizer's state. watch: the state of the overflow
-    monitor."""
+    """Return what a checkpoint has besides the optimizer's state.
+
+    watch: the state of the overflow monitor.
+    """
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
         "progress": progress,
@@ -129,32 +138,38 @@ def beside_the_state(
         **arithmetic(),
         "run": keys_of(config),
     }
-    return extra | ({"data": corpus.identity.model_dump()} if corpus.identity else {})
+    if corpus.identity:
+        extra["data"] = corpus.identity.model_dump()
+    return extra
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:
-    """Return the tokenizer's file, and the settings beside it, which name the token that ends a
-    document."""
+    """Return the tokenizer's file and the settings beside it.
+
+    They name the token that ends a document.
+    """
     if not corpus.tokenizer:
         return []
     path = corpus.tokenizer.path
     return [file for file in (path, *settings_of(path)) if file.is_file()]
 
 
-def goes_on(folder: Path, step: int) -> str:
-    """Return the place from which the same command goes on, and the steps that are lost. step: the
-    last one taken."""
+def resume_point(folder: Path, step: int) -> str:
+    """Return where the same command goes on from, and the steps that are lost, in words.
+
+    step: the last one taken.
+    """
     try:
         newest = latest(folder)
     except UserError as error:
         return str(error)
     if newest is None:
-        kept = 0
+        saved = 0
         line = f"there is no whole checkpoint in {folder}: the same command starts anew"
     else:
-        kept = step_of(newest)
+        saved = step_of(newest)
         line = f"the newest whole checkpoint is {newest}: the same command goes on from it"
-    if kept < step:
-        steps = f"step {step}" if kept + 1 == step else f"steps {kept + 1} to {step}"
+    if saved < step:
+        steps = f"step {step}" if saved + 1 == step else f"steps {saved + 1} to {step}"
         line += f" and takes {steps} again"
     return line

@@ -20,17 +20,20 @@ OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """The run ended because of a signal, with its state saved. code: exit code of the command, 128
-    + signal."""
+    """The run ended because of a signal, with its state saved.
+
+    code: exit code of the command, 128 + signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.code = 128 + number
 
     @classmethod
-    def named_by(cls, said: str) -> "Stopped":
+    def named_by(cls, reason: str) -> "Stopped":
         """Return the exception whose text, which ends with the signal's name, a rank has noted."""
-        return cls(signal.Signals[said.rpartition(" ")[2]])
+        _, _, signal_name = reason.rpartition(" ")
+        return cls(signal.Signals[signal_name])
 
 
 def end(number: signal.Signals) -> None:
@@ -41,30 +44,33 @@ def end(number: signal.Signals) -> None:
 
 @contextmanager
 def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
-    """Within the context the first of SIGNALS calls `first` and later ones call `again`, except
-    repetitions of the first.
+    """Within the context the first of SIGNALS calls `first` and later ones call `again`.
+
+    Repetitions of the first within ECHO seconds call nothing.
 
     The old handlers are restored afterwards. An ignored SIGHUP (nohup) stays ignored. Must be used
     in the main thread.
     """
-    told: float | None = None
+    first_time: float | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        if told is None:
-            told = time.monotonic()
+        nonlocal first_time
+        if first_time is None:
+            first_time = time.monotonic()
             first(signal.Signals(number))
-        elif time.monotonic() - told > ECHO:
+        elif time.monotonic() - first_time > ECHO:
             again(signal.Signals(number))
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heard = [n for n in SIGNALS if n != signal.SIGHUP or before[n] != signal.SIG_IGN]
-    for number in heard:
+    old_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = list(SIGNALS)
+    if old_handlers[signal.SIGHUP] == signal.SIG_IGN:
+        handled.remove(signal.SIGHUP)
+    for number in handled:
         signal.signal(number, on_signal)
     # a launcher may have made Ctrl-C wait while this process began
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number in handled:
+            signal.signal(number, old_handlers[number])

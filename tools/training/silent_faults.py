@@ -12,22 +12,26 @@ from tools.config.run_file import RunConfig
 
 
 class FaultyHardware(Exception):
-    """Training stopped itself because a rank holds or computes wrong numbers. The command exits
-    with code 3.
+    """Training stopped itself because a rank holds or computes wrong numbers.
+
+    The command exits with code 3.
 
     hosts: names of the machines to leave out of the next start, each once.
     """
 
-    def __init__(self, said: str, hosts: tuple[str, ...]) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(message)
         self.hosts = hosts
 
 
 class Checks:
-    """The steps of a run that the sentinel checks, and their outcome. Without train.sentinel no
-    step is checked."""
+    """The steps of a run that the sentinel checks, and their outcome.
+
+    Without train.sentinel no step is checked.
+    """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
+        # On a CPU the project's own models compute the same bits each time; others may not.
         exact = engine.device.type == "cpu" and not config.model.factory
         self._every = config.train.sentinel
         self._sentinel = Sentinel(engine, exact) if self._every else None
@@ -50,39 +54,42 @@ class Checks:
         return self._sentinel.checking(number, share_of)
 
     def fields(self, step: int) -> dict[str, str]:
-        """Return the field of metrics.jsonl of a step, counted from 1, that was taken; empty if it
-        was not checked."""
+        """Return the field of metrics.jsonl of a step that was taken; empty if it was not checked.
+
+        step: counted from 1.
+        """
         if self._sentinel is None or not self.due(step):
             return {}
         self._last_clean = step
         return {"sentinel": "clean" if self._sentinel.recomputes else "not recomputed"}
 
     def outcome(
-        self, found: SilentFault, done: int, saved: int
+        self, silent_fault: SilentFault, done: int, saved: int
     ) -> tuple[dict[str, Any], FaultyHardware]:
         """Return the event of a fault, for events.jsonl, and the exception that ends the run.
 
         done: number of steps before the checked one, which was taken back. saved: step of the
         newest checkpoint, 0 if there is none.
         """
-        hosts = tuple(dict.fromkeys(found.fault.hosts))
-        head = {
+        fault = silent_fault.fault
+        event = {
             "event": "silent_fault",
             "step": done,
             "checked_step": done + 1,
             "microbatch": TRACED,
+            **fault.fields(),
+            "last_clean": self._last_clean,
+            "saved": saved,
         }
-        event = {**head, **found.fault.fields(), "last_clean": self._last_clean, "saved": saved}
-        before = f"step {saved}" if saved else "none"
-        clean = self._last_clean
-        if clean:
-            last = f"the last clean check was of step {clean}"
+        hosts = tuple(dict.fromkeys(fault.hosts))  # several ranks may share a host
+        checkpoint = f"step {saved}" if saved else "none"
+        if self._last_clean:
+            last_clean = f"the last clean check was of step {self._last_clean}"
         else:
-            last = "no check of this run was clean"
-        said = (
-            f"stopped in step {done + 1}, which was taken back: {found}; newest checkpoint: "
-            f"{before}; {last}"
+            last_clean = "no check of this run was clean"
+        message = (
+            f"stopped in step {done + 1}, which was taken back: {silent_fault}; newest "
+            f"checkpoint: {checkpoint}; {last_clean}; start again without host "
+            f"{' or '.join(hosts)}"
         )
-        return event, FaultyHardware(
-            f"{said}; start again without host {' or '.join(hosts)}", hosts
-        )
+        return event, FaultyHardware(message, hosts)

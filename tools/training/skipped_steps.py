@@ -12,28 +12,36 @@ from tools.convert.train_state import TrainState
 from tools.journal.records import NO_TOKENS_EVENT
 
 NOTHING_COUNTS = (
-    "data.eod_mask_loss leaves out the first token of each document, and the batch has no "
-    "other: put documents of one "
-    "token together, or take larger batches"
+    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: "
+    "put documents of one token together, or take larger batches"
 )
 
 
 class TrainingDiverged(Exception):
-    """Training stopped itself because steps keep overflowing or must not overflow. The command
-    exits with code 3."""
+    """Training stopped itself because steps keep overflowing or must not overflow.
+
+    The command exits with code 3.
+    """
 
 
 def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
-    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was
-    applied."""
-    if progress.step and not progress.applied:
-        falling = watch.scaling.kind == "dynamic" and not watch.hopeless
-        more = "the loss scale was still falling: take more steps, or lower precision.initial_scale"
-        advice = more if falling else watch.advice()
-        steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
-        raise TrainingDiverged(
-            f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+    """Raise TrainingDiverged if a run has ended and not one of its steps was applied.
+
+    Its state is saved.
+    """
+    if not progress.step or progress.applied:
+        return
+    # A dynamic scale begins high: a short run may end before it has fallen far enough.
+    if watch.scaling.kind == "dynamic" and not watch.hopeless:
+        advice = (
+            "the loss scale was still falling: take more steps, or lower precision.initial_scale"
         )
+    else:
+        advice = watch.advice()
+    steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+    raise TrainingDiverged(
+        f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+    )
 
 
 def overflow_event(
@@ -50,17 +58,20 @@ def overflow_event(
         "outcome": report.outcome,
         "loss": report.loss,
         "loss_scale": report.loss_scale,
-        "first_sample": samples.start,
+        "first_sample": samples.start,  # with the length enough: a batch is consecutive
         "num_samples": len(samples),
         "skipped_in_a_row": watch.in_a_row,
         "advice": watch.advice(),
-        "offenders": [_fields(offender, samples.start, data) for offender in report.offenders],
+        "offenders": [
+            _offender_fields(offender, samples.start, data) for offender in report.offenders
+        ],
     }
 
 
 def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
-    """Return the record for events.jsonl of a step that was skipped because no token of its batch
-    counts in the loss.
+    """Return the record for events.jsonl of a step of which no token counts in the loss.
+
+    The step was skipped.
 
     samples: positions of the global batch in the run's order.
     """
@@ -74,15 +85,16 @@ def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
     }
 
 
-def _fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
-    """Return the fields of an offender, with its samples as positions in the run's order and as
-    numbers in the data set.
+def _offender_fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
+    """Return the fields of an offender.
+
+    With its samples as positions in the run's order and as numbers in the data set.
     """
     fields = asdict(offender)
     if offender.samples is not None:
-        first, end = (start + sample for sample in offender.samples)
-        fields |= {
-            "samples": [first, end],
-            "sample_ids": data.labels(data.batch(first, end - first).ids),
-        }
+        first_in_batch, end_in_batch = offender.samples  # numbers within the global batch
+        first = start + first_in_batch
+        end = start + end_in_batch
+        fields["samples"] = [first, end]
+        fields["sample_ids"] = data.labels(data.batch(first, end - first).ids)
     return fields

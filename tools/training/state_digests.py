@@ -20,8 +20,10 @@ OF_STEP = ("outcome", "loss", "grad_norm", "loss_scale")
 
 
 class Digests:
-    """The digests of a run. Without log.digests none are computed. Methods that return events are
-    collective."""
+    """The digests of a run.
+
+    Without log.digests none are computed. Methods that return events are collective.
+    """
 
     def __init__(self, engine: Engine, config: RunConfig) -> None:
         self._every = config.log.digests
@@ -36,19 +38,29 @@ class Digests:
         """Return the event of a step that was taken: one if it is due, else none."""
         if not self.due(progress.step):
             return []
-        return [self._event(progress, {name: getattr(report, name) for name in OF_STEP})]
+        step_fields = {name: getattr(report, name) for name in OF_STEP}
+        return [self._event(progress, step_fields)]
 
     def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
-        """Return the event of a state that was loaded, if there is one. resumed: the checkpoint, or
-        None."""
-        if self._every and resumed:
+        """Return the event of a state that was loaded, if there is one.
+
+        resumed: the checkpoint, or None.
+        """
+        if self._every and resumed:  # whatever the step: it shows that the load was exact
             return [self._event(progress, {"loaded": str(resumed)})]
         return []
 
-    def _event(self, progress: TrainState, said: dict[str, Any]) -> dict[str, Any]:
-        found = self._state.make()
+    def _event(self, progress: TrainState, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of the state as it is now. fields: about the step or the load."""
+        tensor_digests = self._state.make()
         numbers = self._optimizer.numbers()
-        place = asdict(progress)
-        whole = folded(found, numbers, place)
-        state = {"state": whole, "numbers": numbers, "progress": place, "tensors": found}
-        return {"event": DIGEST, "step": progress.step, **said, **state}
+        progress_fields = asdict(progress)
+        return {
+            "event": DIGEST,
+            "step": progress.step,
+            **fields,
+            "state": folded(tensor_digests, numbers, progress_fields),
+            "numbers": numbers,
+            "progress": progress_fields,
+            "tensors": tensor_digests,
+        }

@@ -15,10 +15,14 @@ from tools.training.launch import note_failure
 from tools.training.signals import Stopped
 
 
-def stop_together(asked: int, world: Axis, device: torch.device, step: int) -> NoReturn:
-    """Raise Stopped on all ranks after `step`. asked: the signal that this rank received, 0 for
-    none."""
-    stopped = Stopped(int(world.max_(torch.tensor(float(asked), device=device)).item()))
+def stop_together(received: int, world: Axis, device: torch.device, step: int) -> NoReturn:
+    """Raise Stopped on all ranks after `step`. Collective over the world.
+
+    received: the signal that this rank received, 0 for none.
+    """
+    # Ranks may have received different signals: all stop by the highest.
+    number = world.max_(torch.tensor(float(received), device=device))
+    stopped = Stopped(int(number.item()))
     if world.rank == 0:
         print(
             f"{stopped} after step {step}, state saved: the same command goes on", file=sys.stderr

@@ -13,46 +13,51 @@ from megaprec.errors import UserError
 def tokenizer_notes(
     prefix: Path, record: dict[str, Any] | None, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
-    """Yield notes on a data set and the tokenizer of a run. record: what its build has recorded, if
-    anything.
+    """Yield notes on a data set and the tokenizer of a run.
 
-    Raises UserError if the data set was built with another tokenizer than the one that lies beside
-    it.
+    record: what its build has recorded, if anything. Raises UserError if the data set was built
+    with another tokenizer than the one that lies beside it.
     """
-    yield from tokenizer.notes if tokenizer else ()
+    if tokenizer:
+        yield from tokenizer.notes
     if record is None:
         return
     if unknown := record.get("unknown"):
         yield f"{prefix}: {unknown:,} of {record.get('tokens', 0):,} tokens stand for unknown text"
     if tokenizer is None:
         return
-    built = has_built(tokenizer, record)
-    if not built and tokenizer.path == beside(prefix, ".model"):
+    is_same = has_built(tokenizer, record)
+    # The file beside a data set must be its tokenizer; another one may have the same tokens.
+    if not is_same and tokenizer.path == beside(prefix, ".model"):
         raise UserError(
-            f"{tokenizer.path} is not the one that the data set was built with: copy both "
-            "again or build again"
+            f"{tokenizer.path} is not the one that the data set was built with: copy both again or "
+            "build again"
         )
-    if built is None:
+    if is_same is None:
         yield (
             f"{tokenizer.path} is not the file that {prefix} was built with: their tokens must "
             "mean the same"
         )
-    elif not built:
+    elif not is_same:
         yield (
             f"{tokenizer.path} is not the tokenizer that {prefix} was built with: equal ids mean "
             "other tokens"
         )
     if "eos" in record and record["eos"] != tokenizer.eos:
+        built_with = _describe_eos(record["eos"])
+        now = _describe_eos(tokenizer.eos)
         yield (
-            f"{prefix} was built with {_end(record['eos'])} at the end of each document, but "
-            f"{tokenizer.path} and the "
-            f"settings beside it now say {_end(tokenizer.eos)}: build it again, or set them back"
+            f"{prefix} was built with {built_with} at the end of each document, but "
+            f"{tokenizer.path} and the settings beside it now say {now}: build it again, or set "
+            "them back"
         )
 
 
-def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
-    """Yield a note if data sets (prefix: record) were built with different tokenizers; without a
-    record they may be."""
+def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
+    """Yield a note if data sets were built with different tokenizers.
+
+    records: by prefix; without a record they may be.
+    """
     built = [(prefix, record) for prefix, record in records.items() if record]
     for prefix, record in built:
         first_prefix, first = built[0]
@@ -66,5 +71,5 @@ def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]
             return
 
 
-def _end(eos: int | None) -> str:
+def _describe_eos(eos: int | None) -> str:
     return "no token" if eos is None else f"token {eos}"

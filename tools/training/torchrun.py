@@ -28,16 +28,21 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 SILENCE = 30.0  # seconds
-LOOK = 1.0  # seconds between two looks
-PROBE = 5  # seconds between the kernel's probes of a connection without traffic
+POLL_SECONDS = 1.0  # between two looks
+PROBE_SECONDS = 5  # between the kernel's probes of a connection without traffic
 PROBES = 127  # unanswered ones after which the kernel gives up: never before this module does
-ESTABLISHED = 1  # the first number of the kernel's tcp_info, which has 8 bytes and then words
-LAST_ACK = 20  # milliseconds since the other side has acknowledged something
+# The kernel's tcp_info: 8 bytes, then words of 32 bits.
+TCP_INFO = struct.Struct("8B24I")
+STATE = 0  # its index in tcp_info
+LAST_ACK = 20  # index of the milliseconds since the other side has acknowledged something
+ESTABLISHED = 1  # the state of a connection that is open
 
 
 class Connection:
-    """The connections of this process to the store at `address`, (host, port), of torchrun's
-    agents."""
+    """The connections of this process to the store of torchrun's agents.
+
+    address: (host, port) of the store.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -45,85 +50,96 @@ class Connection:
 
     def watch(self) -> None:
         """Look at them, and at the ranks of this machine, as long as this process lives."""
-        without = time.monotonic()  # when there was a rank last
-        told = without
+        last_with_ranks = time.monotonic()
+        last_message = last_with_ranks
         while not self.lost:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if any(_living_children()):
-                without = told = now
+                last_with_ranks = now
+                last_message = now
                 continue
-            self._end_silent(now - without)
-            if not self.lost and now > told + SILENCE:
-                told = now
-                _tell(
-                    f"this machine has had no ranks for {now - without:.0f} s: torchrun waits "
-                    "for other machines"
+            without_ranks = now - last_with_ranks
+            self._end_silent(without_ranks)
+            if not self.lost and now > last_message + SILENCE:
+                last_message = now
+                _print_message(
+                    f"this machine has had no ranks for {without_ranks:.0f} s: torchrun waits for "
+                    "other machines"
                 )
 
-    def _end_silent(self, alone: float) -> None:
-        """Shut them down if the other side is silent. alone: seconds without a rank, in which it
-        was probed."""
-        for one in _connected(self.address[1]):
-            _probe(one)
-            silence = _silence(one)
-            if min(silence, alone) > SILENCE:
-                host, port = self.address
+    def _end_silent(self, without_ranks: float) -> None:
+        """Shut them down if the other side is silent.
+
+        without_ranks: seconds without a rank, in which the other side was probed.
+        """
+        host, port = self.address
+        for connection in _connections_to(port):
+            _enable_probes(connection)
+            silence = _seconds_of_silence(connection)
+            if min(silence, without_ranks) > SILENCE:
                 self.lost = (
-                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing "
-                    f"for {silence:.0f} s, and "
-                    "no rank of this machine is left: the machine is down, or the link to it is cut"
+                    f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing for "
+                    f"{silence:.0f} s, and no rank of this machine is left: the machine is down, "
+                    "or the link to it is cut"
                 )
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _living_children() -> Iterator[int]:
-    """Yield the processes that this one has started and that have not ended; torchrun may be too
-    busy to bury them."""
+    """Yield the processes that this one has started and that have not ended.
+
+    One that has ended is listed until torchrun waits for it.
+    """
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (task / "children").read_text().split():
-                with suppress(OSError):
-                    if (
-                        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                        not in "ZX"
-                    ):
+                with suppress(OSError):  # it may end while it is looked at
+                    if _process_state(pid) not in "ZX":  # a zombie, or dead
                         yield int(pid)
 
 
-def _connected(port: int) -> Iterator[socket.socket]:
+def _process_state(pid: str) -> str:
+    """Return the letter of /proc/PID/stat for a process' state."""
+    # After the command's name in parentheses, which may hold spaces and parentheses itself.
+    _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return fields.split()[0]
+
+
+def _connections_to(port: int) -> Iterator[socket.socket]:
     """Yield this process' connections to the port of another process."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
-                    yield one
+            # A copy of the descriptor: closing it leaves the connection open.
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if connection.getpeername()[1] == port:
+                    yield connection
 
 
-def _probe(one: socket.socket) -> None:
+def _enable_probes(connection: socket.socket) -> None:
     """Let the kernel ask the other side for an answer when there is no traffic."""
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, PROBE),
-        (socket.TCP_KEEPINTVL, PROBE),
-        (socket.TCP_KEEPCNT, PROBES),
-    ):
-        one.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
-def _silence(one: socket.socket) -> float:
+def _seconds_of_silence(connection: socket.socket) -> float:
     """Return the seconds since the kernel of the other side has acknowledged something."""
-    told = struct.unpack("8B24I", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104))
-    return told[LAST_ACK] / 1000 if told[0] == ESTABLISHED else 0.0
+    content = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+    tcp_info = TCP_INFO.unpack(content)
+    return tcp_info[LAST_ACK] / 1000 if tcp_info[STATE] == ESTABLISHED else 0.0
 
 
-def _tell(what: str) -> None:
-    print(f"torchrun   {socket.gethostname()}: {what}", file=sys.stderr, flush=True)
+def _print_message(message: str) -> None:
+    print(f"torchrun   {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
 
 
-def _reason(error: RendezvousError) -> str:
+def _describe_failure(error: RendezvousError) -> str:
     if isinstance(error, RendezvousTimeoutError):
         return (
             "other machines did not come in the time for it (--rdzv-conf join_timeout=SECONDS, "
@@ -133,21 +149,23 @@ def _reason(error: RendezvousError) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with these options; return the exit code. Failures of ranks are raised, as
-    torchrun does."""
+    """Run torchrun with these options; return the exit code.
+
+    Failures of ranks are raised, as torchrun does.
+    """
     endpoint = run.parse_args(list(argv)).rdzv_endpoint
-    meeting = Connection(parse_rendezvous_endpoint(endpoint, DEFAULT_PORT))
+    connection = Connection(parse_rendezvous_endpoint(endpoint, DEFAULT_PORT))
     if sys.platform == "linux":
-        Thread(target=meeting.watch, daemon=True, name="connection to torchrun's store").start()
+        Thread(target=connection.watch, daemon=True, name="connection to torchrun's store").start()
     try:
         run.main(list(argv))
     except RendezvousError as error:
-        _tell(meeting.lost or _reason(error))
+        _print_message(connection.lost or _describe_failure(error))
         return 1
     except Exception:
-        if not meeting.lost:
+        if not connection.lost:
             raise
-        _tell(meeting.lost)
+        _print_message(connection.lost)
         return 1
     return 0
 

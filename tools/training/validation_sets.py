@@ -32,9 +32,12 @@ from tools.training.tokenizer_notes import tokenizer_notes
 
 
 @dataclass(frozen=True)
-class _Named:
-    """One set. key: the run-file key that names its source. prefix: of its data set, which may have
-    to be built."""
+class _ValidationSet:
+    """One set.
+
+    key: the run-file key that names its source. prefix: of its data set, which may have to be
+    built.
+    """
 
     key: str
     name: str
@@ -42,7 +45,8 @@ class _Named:
     prefix: Path
 
     @property
-    def ready(self) -> bool:
+    def tokenized(self) -> bool:
+        """Return True if the source is a tokenized data set, False if it is text."""
         return self.prefix == Path(self.source)
 
 
@@ -51,35 +55,41 @@ def check_validation(config: RunConfig, cache: Path) -> None:
 
     cache: folder of the data sets that are built of texts.
     """
-    for one in _sets(config.data, cache):
-        with _about(config, one):
-            IndexedDataset(one.prefix) if one.ready else _text(config.data, one)
+    for validation_set in _sets(config.data, cache):
+        with _naming(config, validation_set):
+            if validation_set.tokenized:
+                IndexedDataset(validation_set.prefix)
+            else:
+                open_text(validation_set.source, config.data)
 
 
 def build_validation(
     config: RunConfig, tokenizer: Tokenizer | None, vocab: int, cache: Path
 ) -> Iterator[str]:
-    """Build the data sets that are missing, and check all. One process at a time does so. Yields
-    notes for the user.
+    """Build the data sets that are missing, and check all.
+
+    One process at a time does so. Yields notes for the user.
 
     Raises UserError.
     """
     if config.data.validation and not config.train.eval_every:
         yield "data.validation is not evaluated, because train.eval_every is 0"
         return
-    for one in _sets(config.data, cache):
-        with _about(config, one):
-            if not one.ready:
-                _build(config.data, one, tokenizer, cache)
-            dataset = IndexedDataset(one.prefix)
+    for validation_set in _sets(config.data, cache):
+        prefix = validation_set.prefix
+        with _naming(config, validation_set):
+            if not validation_set.tokenized:
+                _build(config.data, validation_set, tokenizer, cache)
+            dataset = IndexedDataset(prefix)
             check_vocabulary(dataset, contents_of(dataset), vocab)
             yield from dataset.notes
-            yield from tokenizer_notes(one.prefix, read_record(one.prefix), tokenizer)
+            yield from tokenizer_notes(prefix, read_record(prefix), tokenizer)
 
 
 def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mapping[str, Samples]:
-    """Open the existing data sets by name; none if the run never evaluates. Raises UserError for
-    too short ones.
+    """Open the existing data sets by name; none if the run never evaluates.
+
+    Raises UserError for too short ones.
 
     begin: id of the token before each document, as in the training data; None: no token is put
         there.
@@ -87,73 +97,85 @@ def open_validation(config: RunConfig, cache: Path, begin: int | None) -> Mappin
     data = config.data
     train = config.train
     opened = dict[str, Samples]()
+    if not train.eval_every:
+        return opened
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
-    for one in _sets(data, cache) if train.eval_every else ():
-        with _about(config, one):
-            dataset = with_begin(IndexedDataset(one.prefix), begin)
-            opened[one.name] = Samples(
-                dataset, train.seq_length, train.seed, shuffle=False, resets=resets
-            )
-            opened[one.name].require_counted("evaluated samples")
+    for validation_set in _sets(data, cache):
+        with _naming(config, validation_set):
+            dataset = with_begin(IndexedDataset(validation_set.prefix), begin)
+            # In the order of the file: an evaluation takes the first samples.
+            samples = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
+            samples.require_counted("evaluated samples")
+            opened[validation_set.name] = samples
     return opened
 
 
 def validation_prefixes(config: RunConfig) -> Iterator[Path]:
     """Yield the prefix of each set that the run evaluates and that was given as tokens."""
-    for one in _sets(config.data, Path()) if config.train.eval_every else ():
-        if one.ready:
-            yield one.prefix
+    if not config.train.eval_every:
+        return
+    for validation_set in _sets(config.data, Path()):
+        if validation_set.tokenized:
+            yield validation_set.prefix
 
 
-def _sets(data: Data, cache: Path) -> Iterator[_Named]:
-    for n, one in enumerate(data.validation):
-        path = Path(one.source)
-        ready = beside(path, ".idx").is_file()
-        yield _Named(
-            f"data.validation[{n}].source",
-            one.name,
-            one.source,
-            path if ready else cache / f"eval-{one.name}",
-        )
+def _sets(data: Data, cache: Path) -> Iterator[_ValidationSet]:
+    for i, validation in enumerate(data.validation):
+        key = f"data.validation[{i}].source"
+        path = Path(validation.source)
+        tokenized = beside(path, ".idx").is_file()
+        prefix = path if tokenized else cache / f"eval-{validation.name}"
+        yield _ValidationSet(key, validation.name, validation.source, prefix)
 
 
-def _text(data: Data, one: _Named) -> Source:
-    if one.source.endswith((".bin", ".idx")):
-        raise UserError(f'give the common prefix of the .bin and .idx pair, "{one.source[:-4]}"')
-    return open_source(one.source, text_field=data.text_field)
+def open_text(source: str, data: Data, max_chars: int | None = None) -> Source:
+    """Open a text of [data].
+
+    Raises UserError, also for a file of a data set in place of its prefix.
+
+    max_chars: characters of the text that are used; None: all.
+    """
+    if source.endswith((".bin", ".idx")):
+        raise UserError(f'give the common prefix of the .bin and .idx pair, "{source[:-4]}"')
+    return open_source(source, text_field=data.text_field, max_chars=max_chars)
 
 
-def _build(data: Data, one: _Named, tokenizer: Tokenizer | None, cache: Path) -> None:
+def _build(
+    data: Data, validation_set: _ValidationSet, tokenizer: Tokenizer | None, cache: Path
+) -> None:
+    """Build the data set of a text, unless it is there."""
     if tokenizer is None:
         raise UserError(
-            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data "
-            "set of it"
+            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of "
+            "it"
         )
-    source = _text(data, one)
-    if reusable(one.prefix, source, tokenizer):
+    source = open_text(validation_set.source, data)
+    if reusable(validation_set.prefix, source, tokenizer):
         return
-    with alone(cache / ".lock", partial(_say_busy, cache)), building(source) as report:
+    # The lock is that of the training data: both are built in this folder.
+    with alone(cache / ".lock", partial(say_busy, cache)), building(source) as report:
         prepare(
             source,
-            one.prefix,
+            validation_set.prefix,
             tokenizer=tokenizer.path,
             workers=data.workers or cores(),
-            overwrite=not data.cache,
+            overwrite=not data.cache,  # other runs may use what is in data.cache
             on_progress=report,
         )
 
 
-def _say_busy(cache: Path) -> None:
+def say_busy(cache: Path) -> None:
+    """Say on stderr that this process waits for another one, which builds data in `cache`."""
     print(f"waiting for another process, which builds data in {cache}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _about(config: RunConfig, one: _Named) -> Iterator[None]:
+def _naming(config: RunConfig, validation_set: _ValidationSet) -> Iterator[None]:
     """Prefix the problems raised inside the context with the key and the source of a set."""
     try:
         yield
     except UserError as error:
-        hint = beside_run_file(config.origin("data.validation"), one.source)
-        raise UserError(
-            *(f"{one.key} = {toml(one.source)}: {problem}{hint}" for problem in error.problems)
-        ) from error
+        subject = f"{validation_set.key} = {toml(validation_set.source)}"
+        hint = beside_run_file(config.origin("data.validation"), validation_set.source)
+        problems = [f"{subject}: {problem}{hint}" for problem in error.problems]
+        raise UserError(*problems) from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
 from models.config import ModelConfig
-from models.packing import WHOLE, Packing
+from models.packing import UNPACKED, Packing
 from models.stages import Cut
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -23,7 +23,7 @@ from parallel.layers import (
     VocabParallelEmbedding,
     parameter,
 )
-from parallel.linear import Input, Linear
+from parallel.linear import InputLayout, Linear
 from parallel.loss import cross_entropy
 from parallel.norms import RMSNorm
 
@@ -69,7 +69,7 @@ class Stage(nn.Module):
             self.head = parameter(context, [rows], config.init_std)
 
     def forward(
-        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
+        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = UNPACKED
     ) -> Tensor:
         """int64 ids [s, b], or activations [s, b, hidden] ([s / tp, ...] where the sequence is cut)
         of the stage before -> activations, or logits [s, b, own rows of the vocabulary]. place:
@@ -81,7 +81,7 @@ class Stage(nn.Module):
         if not self.cut.last:
             return x
         c = self.context
-        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        lies = InputLayout.SEQUENCE if self.context.cut_sequence else InputLayout.COPIED
         products = c.products_of_head("head.weight")
         return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, products)
 

@@ -43,7 +43,7 @@ def file_error(error: OSError) -> str:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Add `path` to an OSError that names no file."""
     try:
         yield
@@ -56,21 +56,21 @@ def named(path: Path) -> Iterator[None]:
 def read_whole(path: Path) -> bytes:
     """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the
     middle of it."""
-    with named(path):
+    with naming_file(path):
         return path.read_bytes()
 
 
 @contextmanager
 def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
     """Open a file for reading. An OSError while it is read names it."""
-    with named(Path(path)), open(path, "rb", buffering=buffering) as file:
+    with naming_file(Path(path)), open(path, "rb", buffering=buffering) as file:
         yield cast(io.BufferedReader, file)
 
 
 def sync(path: Path) -> None:
     """Wait until the file, or the list of files of the folder, is on the disk. Raises OSError with
     the path."""
-    with named(path):
+    with naming_file(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -91,7 +91,7 @@ def make_folder(path: Path) -> None:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk; its name may not be. Raises OSError with the
     path."""
-    with named(path), path.open("wb", buffering=0) as file:
+    with naming_file(path), path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(content))
         os.fsync(file.fileno())
 
@@ -106,7 +106,7 @@ def append_line(path: Path, line: str) -> None:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        with named(path):
+        with naming_file(path):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")

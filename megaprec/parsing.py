@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megaprec.durable import named
+from megaprec.durable import naming_file
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
@@ -128,7 +128,7 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         if not stat.S_ISREG(mode):
             kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
-        with named(path), open(descriptor, "rb", closefd=False) as file:
+        with naming_file(path), open(descriptor, "rb", closefd=False) as file:
             # one byte more than is allowed: the file may grow while it is read
             content = file.read(most + 1) if status.st_size <= most else b""
     finally:

@@ -57,7 +57,7 @@ def context_problems(
         )
 
 
-def require_cut(
+def require_divisible_context(
     model: ModelConfig,
     plan: PrecisionPlan,
     context: int,
@@ -71,7 +71,7 @@ def require_cut(
         raise UserError(*problems)
 
 
-def require_whole(context: int, what: str) -> None:
+def require_uncut_sequences(context: int, what: str) -> None:
     """Raise UserError if sequences are cut over `context` ranks. what: the task that needs full
     ones."""
     if context > 1:

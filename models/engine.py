@@ -28,7 +28,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.context_limits import require_cut
+from models.context_limits import require_divisible_context
 from models.cutting import EngineOptions, MakeStage, build, cuts
 from models.dispatch import spread_experts
 from models.passes import OutsideVocabulary as OutsideVocabulary
@@ -104,7 +104,7 @@ def build_stages(
     check(forward_only(schedule))
     pp, tp, cp = (Axis.of(mesh, name) for name in ("pp", "tp", "cp"))
     canonical = options.canonical_shards > 0
-    require_cut(
+    require_divisible_context(
         config,
         plan,
         cp.size,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.optim.main_grad import Destination, cleared, destination
+from megaprec.optim.main_grad import Destination, cleared_main_grad, destination
 from parallel.context import Context
 from parallel.layers import parameter
 
@@ -98,7 +98,7 @@ def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) 
     if where is Destination.NOWHERE:
         return None
     if where is Destination.MAIN:
-        cleared(bias)[: len(gradient)].add_(gradient)
+        cleared_main_grad(bias)[: len(gradient)].add_(gradient)
         return None
     padded = torch.zeros_like(bias)
     padded[: len(gradient)].add_(gradient)

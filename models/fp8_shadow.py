@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
 from megaprec.optim.flat_buffer import Buffer
@@ -111,7 +111,7 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted]))
     loss, wide_loss, counted = losses.tolist()
     part = counted or math.nan  # without a token that counts there is no loss
-    sums_of_all_stages = everyones(sums, optimizer.world, optimizer.device)
+    sums_of_all_stages = gather_entries(sums, optimizer.world, optimizer.device)
     return Shadow.of(loss / part, wide_loss / part, sums_of_all_stages)
 
 

@@ -27,8 +27,8 @@ from megaprec.optim.main_grad import (
     Destination,
     begin_accumulation,
     destination,
-    require_as_read,
-    will_read_again,
+    note_weights_read,
+    require_unchanged_weights,
 )
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -61,7 +61,7 @@ class GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter
     ) -> Tensor:
-        will_read_again(ctx, *weights)
+        note_weights_read(ctx, *weights)
         ctx.save_for_backward(x, ends)
         ctx.weights = weights
         ctx.deferred = deferred
@@ -70,7 +70,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # Weights are not saved but read again, so they must not have changed since.
-        require_as_read(ctx)
+        require_unchanged_weights(ctx)
         saved_x, saved_ends = ctx.saved_tensors
         x = saved_x.detach()
         ends = saved_ends.detach()

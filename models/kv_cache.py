@@ -16,7 +16,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.blocks import Attention
 from models.config import ModelConfig
-from models.context_limits import require_whole
+from models.context_limits import require_uncut_sequences
 from models.flash_windows import Documents
 from models.latent_attention import LatentAttention
 from models.packing import Packing, causal_mask
@@ -85,7 +85,7 @@ class CachedStage(Stage):
         self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
     ) -> None:
         # A new token attends to all earlier ones, which would lie on other ranks.
-        require_whole(context.cp.size, "continue a text")
+        require_uncut_sequences(context.cp.size, "continue a text")
         super().__init__(config, context, cut, tied)
         self._capacity = 0
         self._text = torch.empty(0, 1, dtype=torch.int64)

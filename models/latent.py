@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megaprec.errors import UserError
 
 # The largest size of any kind: torch and other formats have 32-bit sizes in places.
-MOST = 2**31 - 1
+LARGEST_SIZE = 2**31 - 1
 
 
 class Latent(BaseModel):
@@ -28,18 +28,29 @@ class Latent(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     kv_rank: int = Field(
-        default=0, ge=0, le=MOST, description="width of the latent of keys and values; 0: none"
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="width of the latent of keys and values; 0: none",
     )
     query_rank: int = Field(
-        default=0, ge=0, le=MOST, description="width of the latent of queries; 0: without one"
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="width of the latent of queries; 0: without one",
     )
     rope_dim: int = Field(
-        default=0, ge=0, le=MOST, description="features of a head with rotary positions"
+        default=0, ge=0, le=LARGEST_SIZE, description="features of a head with rotary positions"
     )
     nope_dim: int = Field(
-        default=0, ge=0, le=MOST, description="features of a head's query and key without positions"
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="features of a head's query and key without positions",
     )
-    value_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head's value")
+    value_dim: int = Field(
+        default=0, ge=0, le=LARGEST_SIZE, description="features of a head's value"
+    )
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norms of the latents")
 
     @model_validator(mode="after")

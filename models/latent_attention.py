@@ -37,7 +37,7 @@ from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
-from parallel.linear import Input, Linear
+from parallel.linear import InputLayout, Linear
 from parallel.norms import RMSNorm
 
 
@@ -72,7 +72,7 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
         return Linear.apply(
-            x, self.weight, self.bias, Input.OWN, context.tp, context.deferred, self.products
+            x, self.weight, self.bias, InputLayout.OWN, context.tp, context.deferred, self.products
         )
 
 
@@ -143,7 +143,7 @@ class LatentAttention(Attention):
         if sizes.query_rank:
             query = Rows(f"{name}.query_up", query_width)
             self.query = ColumnParallelLinear(
-                context, sizes.query_rank, [query], bias=False, std=std, lies=Input.OWN
+                context, sizes.query_rank, [query], bias=False, std=std, lies=InputLayout.OWN
             )
         else:
             query = Rows(f"{name}.query", query_width)
@@ -153,7 +153,7 @@ class LatentAttention(Attention):
             Rows(f"{name}.value_up", config.heads * sizes.value_dim),
         ]
         self.key_value = ColumnParallelLinear(
-            context, sizes.kv_rank, stack, bias=False, std=std, lies=Input.OWN
+            context, sizes.kv_rank, stack, bias=False, std=std, lies=InputLayout.OWN
         )
 
     def key_value_shape(self) -> tuple[int, int]:

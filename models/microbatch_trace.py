@@ -27,7 +27,7 @@ from parallel.pipeline.instructions import (
     Program,
 )
 
-TRACED = 0  # the number of the traced micro-batch
+TRACED_MICROBATCH = 0  # the number of the traced micro-batch
 
 
 def message_name(number: int) -> str:
@@ -62,7 +62,7 @@ class MicrobatchTrace:
         turns: dict[int, int] = {}
         for stage in stages:
             order = [i.microbatch for i in program if i.op is Op.FORWARD and i.stage == stage]
-            turns[stage] = 0 if alone else order.index(TRACED)
+            turns[stage] = 0 if alone else order.index(TRACED_MICROBATCH)
         self._borders = BorderTrace(stages, turns)
         self._last = last
         self._in_flight = in_flight
@@ -85,7 +85,7 @@ class MicrobatchTrace:
         """Trace what `executor` is going to run."""
 
         def look(i: Instruction) -> None:
-            if i.microbatch == TRACED:
+            if i.microbatch == TRACED_MICROBATCH:
                 self._look(executor, i)
             elif i.op in INPUT_GRADIENTS:
                 # what it adds to no longer holds the traced micro-batch alone
@@ -98,9 +98,13 @@ class MicrobatchTrace:
         if i.op in RECEIVES:
             self._note_message(executor, Message.of(i), 1)
         if i.op is Op.FORWARD and i.stage < self._last:
-            self._note_message(executor, Message(MessageType.ACTIVATION, i.stage, TRACED), 0)
+            self._note_message(
+                executor, Message(MessageType.ACTIVATION, i.stage, TRACED_MICROBATCH), 0
+            )
         if i.op in INPUT_GRADIENTS and i.stage > 0:
-            self._note_message(executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED), 0)
+            self._note_message(
+                executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED_MICROBATCH), 0
+            )
         if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
             self._note_gradients(i.stage)
 
@@ -157,7 +161,7 @@ def _readable_parameters(
         instructions = [i for i in program if i.stage == number]
         first_input = next(i for i in instructions if i.op in INPUT_GRADIENTS)
         first_weight = next(i for i in instructions if i.op in WEIGHT_GRADIENTS)
-        if first_input.microbatch == first_weight.microbatch == TRACED:
+        if first_input.microbatch == first_weight.microbatch == TRACED_MICROBATCH:
             trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
             readable[number] = [parameter for parameter in trained if uses[parameter] == 1]
     return readable

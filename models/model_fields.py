@@ -18,7 +18,7 @@ from models.family_defaults import (
     default_ffn,
 )
 from models.initial_weights import InitialStd
-from models.latent import MOST, Latent
+from models.latent import LARGEST_SIZE, Latent
 from models.rope import RopeScaling
 from models.router import CORRECTED, PLAIN, RouterSettings
 
@@ -49,7 +49,9 @@ class ModelFields(BaseModel):
     )
     # Sizes.
     layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
-    hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
+    hidden: int = Field(
+        gt=0, le=LARGEST_SIZE, description="Hidden size: width of the residual stream."
+    )
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     latent: Latent = Field(
         default=Latent(),
@@ -73,7 +75,7 @@ class ModelFields(BaseModel):
             fields["latent"].head_dim or fields["hidden"] // fields["heads"]
         ),
         gt=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description=(
             "Width of one attention head; default, and if 0: model.hidden / model.heads; with "
             "model.latent the width of a query, rope_dim + nope_dim."
@@ -110,7 +112,7 @@ class ModelFields(BaseModel):
     ffn: int = Field(
         default_factory=default_ffn,
         gt=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description=(
             "Feed-forward width, of each expert in a model with experts; default: with a gate 8/3 "
             f"of model.hidden, rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times "
@@ -119,12 +121,15 @@ class ModelFields(BaseModel):
     )
     # Vocabulary and sequences.
     vocab: int = Field(
-        default=0, ge=0, le=MOST, description="Vocabulary size, in tokens; 0: the tokenizer's."
+        default=0,
+        ge=0,
+        le=LARGEST_SIZE,
+        description="Vocabulary size, in tokens; 0: the tokenizer's.",
     )
     max_positions: int = Field(
         default=1024,
         gt=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description="Longest sequence, in tokens; default in a run file: train.seq_length.",
     )
     # Norms.
@@ -247,7 +252,7 @@ class ModelFields(BaseModel):
     window: int = Field(
         default=0,
         ge=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description=(
             "Sliding window of attention, in tokens, the token itself included; 0: all tokens "
             "before."
@@ -342,13 +347,13 @@ class ModelFields(BaseModel):
     dense_ffn: int = Field(
         default_factory=lambda fields: fields["ffn"],
         gt=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description="Width of the feed-forward of model.dense_layers; default: model.ffn.",
     )
     shared_experts: int = Field(
         default=0,
         ge=0,
-        le=MOST,
+        le=LARGEST_SIZE,
         description=(
             "Width of a feed-forward beside the experts of a layer, which every token passes; "
             "0: none."

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.comm.axis import sent as copy_to_device
+from megaprec.comm.axis import copy_to_device as copy_to_device
 from megaprec.comm.layout import Part
 from megaprec.precision.gemm import Gemm
 from models.config import ModelConfig
@@ -33,7 +33,7 @@ from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
-from parallel.linear import Input, Linear, Widen
+from parallel.linear import InputLayout, Linear, Widen
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -76,7 +76,7 @@ class Expert(MLP):
 
     def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
         return Linear.apply(
-            x, layer.weight, layer.bias, Input.OWN, self.tp, self.deferred, layer.products
+            x, layer.weight, layer.bias, InputLayout.OWN, self.tp, self.deferred, layer.products
         )
 
 

@@ -46,7 +46,7 @@ from parallel.sequence_cut import take
 
 
 @dataclass(frozen=True)
-class Ahead:
+class FutureTokens:
     """The tokens that the modules of a step read and predict, and their losses. D: the number of
     modules.
 
@@ -64,7 +64,7 @@ class Ahead:
     scale: Tensor
     losses: Tensor
 
-    def of(self, rows: slice) -> "Ahead":
+    def of(self, rows: slice) -> "FutureTokens":
         """Return the part of a micro-batch, as [D, s, b]."""
 
         def by_position(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Ahead:
         return WithLoss.apply(hidden, stacked.mean(), self.scale)
 
 
-def look_ahead(
+def future_tokens(
     tokens: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -106,7 +106,7 @@ def look_ahead(
     cp: Axis,
     dp: Axis,
     divides: bool,
-) -> Ahead:
+) -> FutureTokens:
     """Return what the modules of a share read and predict. Collective over dp, of ranks that have
     the last stage.
 
@@ -135,7 +135,7 @@ def look_ahead(
     local_weights = local_part(weights)
     counted = [count_tokens(0, module, dp, divides, device) for module in local_weights]
     losses = torch.zeros(modules, dtype=torch.float64, device=device)
-    return Ahead(local_tokens, local_targets, local_weights, counted, scale, losses)
+    return FutureTokens(local_tokens, local_targets, local_weights, counted, scale, losses)
 
 
 def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaprec.comm.axis import Axis, sent
+from megaprec.comm.axis import Axis, copy_to_device
 from parallel.sequence_cut import take
 
 
@@ -66,13 +66,13 @@ class Packing:
         if device.type != "cpu" and self.documents is not None:
             counts = self.counted
         return Packing(
-            documents=None if self.documents is None else sent(self.documents, device),
-            positions=None if self.positions is None else sent(self.positions, device),
+            documents=None if self.documents is None else copy_to_device(self.documents, device),
+            positions=None if self.positions is None else copy_to_device(self.positions, device),
             counts=counts,
         )
 
 
-WHOLE = Packing()
+UNPACKED = Packing()
 """The packing in which every sample is treated as one document."""
 
 

@@ -15,15 +15,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megaprec.comm.axis import Axis, sent
+from megaprec.comm.axis import Axis, copy_to_device
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
-from models.mtp import Ahead, look_ahead
-from models.packing import WHOLE, Packing
+from models.mtp import FutureTokens, future_tokens
+from models.packing import UNPACKED, Packing
 from models.stages import Stage
 from models.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
@@ -58,7 +58,7 @@ class Share:
     targets: Tensor
     mask: Tensor | None = None
     first: int = 0
-    packing: Packing = WHOLE
+    packing: Packing = UNPACKED
 
     def cut(self, cp: Axis) -> "Share":
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
@@ -76,9 +76,9 @@ class Share:
         """Return this share on a device."""
         return replace(
             self,
-            tokens=sent(self.tokens, device),
-            targets=sent(self.targets, device),
-            mask=None if self.mask is None else sent(self.mask, device),
+            tokens=copy_to_device(self.tokens, device),
+            targets=copy_to_device(self.targets, device),
+            mask=None if self.mask is None else copy_to_device(self.mask, device),
             packing=self.packing.on(device),
         )
 
@@ -106,7 +106,7 @@ class Running:
     loss: Tensor
     outside: Tensor
     full_share: Share
-    ahead: Ahead | None = None
+    ahead: FutureTokens | None = None
 
     @property
     def num_tokens(self) -> Tensor:
@@ -230,14 +230,14 @@ class Passes:
         ahead = self._look_ahead(share, step, scale)
         return Running(local, counted, step, scale, loss, outside, share, ahead)
 
-    def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> Ahead | None:
+    def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> FutureTokens | None:
         """Return what the modules of multi-token prediction read and predict in training;
         collective over dp."""
         config = self.config
         if step is None or not config.mtp_layers:
             return None
         # the full share, because modules read tokens that other ranks of cp hold
-        return look_ahead(
+        return future_tokens(
             share.tokens.clamp(0, config.vocab - 1),
             share.targets.clamp(0, config.vocab - 1),
             share.mask,

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.waiting import waiting
-from models.context_limits import require_whole
+from models.context_limits import require_uncut_sequences
 from models.stages import Stage
 
 
@@ -65,7 +65,7 @@ class Relay:
 
         tokens: int64 [s, b], the same on all ranks of pp and tp. Collective over both.
         """
-        require_whole(self.any.context.cp.size, "run batches of any shape")
+        require_uncut_sequences(self.any.context.cp.size, "run batches of any shape")
         x = tokens.to(self.device)
         for number, stage in sorted(self.stages.items()):
             plan = stage.context.plan

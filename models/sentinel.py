@@ -21,18 +21,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.random import key
 from megaprec.diagnose.bit_digest import digest, hexadecimal
-from megaprec.diagnose.held_state import GRADIENT, Held, Holders, compare, held, strayed
-from megaprec.diagnose.silent_fault import Fault, Testimony, judge, rows
+from megaprec.diagnose.held_state import (
+    GRADIENT,
+    HeldDigest,
+    Holders,
+    compare,
+    digest_held_state,
+    find_strayed,
+)
+from megaprec.diagnose.silent_fault import Fault, Testimony, judge, read_trace
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import begin_accumulation, has_gradient
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.replicas import sharing_replicas
-from models.context_limits import require_whole
+from models.context_limits import require_uncut_sequences
 from models.engine import Engine
-from models.microbatch_trace import TRACED, MicrobatchTrace, message_name
+from models.microbatch_trace import TRACED_MICROBATCH, MicrobatchTrace, message_name
 from models.passes import Share, require_steady_scales
 from parallel.pipeline.instructions import Op
 
@@ -58,7 +65,7 @@ class Sentinel(StepObserver):
 
     def __init__(self, engine: Engine, exact: bool) -> None:
         require_steady_scales(engine.fp8, "compute a micro-batch again")
-        require_whole(engine.cp.size, "check steps for hardware that computes wrongly")
+        require_uncut_sequences(engine.cp.size, "check steps for hardware that computes wrongly")
         self.engine = engine
         self.optimizer = engine.optimizer
         self.exact = exact
@@ -116,8 +123,8 @@ class Sentinel(StepObserver):
         engine = self.engine
         optimizer = self.optimizer
         stages = engine.stages.values()
-        all_held = held(buffers, stages)
-        strays = strayed(buffers, optimizer.steps)
+        all_held = digest_held_state(buffers, stages)
+        strays = find_strayed(buffers, optimizer.steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
         any_strays = torch.stack([*strays.values(), no_stray]).any()
@@ -193,7 +200,7 @@ class Sentinel(StepObserver):
         return ((sent != received).any(1) & noted_twice).any()
 
     def _judge(
-        self, all_held: Sequence[Held], strays: Mapping[str, Tensor], suspect: int | None
+        self, all_held: Sequence[HeldDigest], strays: Mapping[str, Tensor], suspect: int | None
     ) -> Fault | None:
         """Return the verdict, the same on every rank. Collective. suspect: a replica whose
         micro-batch is in doubt."""
@@ -217,9 +224,9 @@ class Sentinel(StepObserver):
             gradients=gradients,
             strayed=[name for name, strayed_here in strays.items() if strayed_here],
             messages=_digests_of_messages(self._real),
-            traces={name: rows(trace.entries) for name, trace in traces.items()},
+            traces={name: read_trace(trace.entries) for name, trace in traces.items()},
         )
-        records = everyones({str(world.rank): asdict(testimony)}, world, optimizer.device)
+        records = gather_entries({str(world.rank): asdict(testimony)}, world, optimizer.device)
         testimonies = [Testimony.read(records[str(rank)]) for rank in range(world.size)]
         return judge(testimonies, suspect, self.neighbours, self.exact)
 
@@ -238,7 +245,9 @@ class Sentinel(StepObserver):
         lent.end()
         run = replace(lent, counted=local.counted)
         trace = self._trace(alone=True)
-        program = [i for i in passes.program if i.microbatch == TRACED and i.op is not Op.REDUCE]
+        program = [
+            i for i in passes.program if i.microbatch == TRACED_MICROBATCH and i.op is not Op.REDUCE
+        ]
         # what draws from torch's generators draws the same in the step itself
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
         with ExitStack() as inside:

@@ -59,14 +59,14 @@ from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.flash_windows import Documents
 from models.latent_attention import LatentAttention
-from models.mtp import Ahead, PredictionModule
-from models.packing import WHOLE, Packing, causal_mask
+from models.mtp import FutureTokens, PredictionModule
+from models.packing import UNPACKED, Packing, causal_mask
 from models.rope import RopeScaling, rotary_tables
 from models.softcap import softcap
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
-from parallel.linear import Add, Input, Linear
+from parallel.linear import Add, InputLayout, Linear
 from parallel.loss import cross_entropy
 from parallel.recomputation import recomputed
 from parallel.sequence_cut import positions_between, take
@@ -185,8 +185,8 @@ class Stage(nn.Module):
         self,
         x: Tensor,
         place: MicrobatchInfo | None = None,
-        packing: Packing = WHOLE,
-        ahead: Ahead | None = None,
+        packing: Packing = UNPACKED,
+        ahead: FutureTokens | None = None,
     ) -> Tensor:
         """Compute the stage; shapes as above.
 
@@ -225,7 +225,7 @@ class Stage(nn.Module):
     def _predict_ahead(
         self,
         hidden: Tensor,
-        ahead: Ahead,
+        ahead: FutureTokens,
         rotary: tuple[Tensor, Tensor] | None,
         place: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
@@ -312,7 +312,7 @@ class Stage(nn.Module):
 
     def _head_products(self, x: Tensor) -> Tensor:
         context = self.context
-        layout = Input.SEQUENCE if context.cut_sequence else Input.COPIED
+        layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         name = layout_of(self.head).parts[0].name
         products = context.products_of_head(name, self.config.head_grad_scale)
         return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)

@@ -25,7 +25,7 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.cutting import MakeStage
-from models.packing import WHOLE, Packing
+from models.packing import UNPACKED, Packing
 from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -101,7 +101,7 @@ class VirtualStage(nn.Module):
             yield from of_one_tensor
 
     def forward(
-        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
+        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = UNPACKED
     ) -> Tensor | tuple[Tensor, ...]:
         # ids are the same for all virtual ranks; activations are cut along the sequence
         if self.cut.first:

@@ -10,7 +10,7 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
-from megaprec.fp8.params import FP8Param, hold
+from megaprec.fp8.params import FP8Param, mark_fp8
 from megaprec.fp8.state import FP8State
 from megaprec.kinds import is_number
 from megaprec.precision.gemm import Gemm
@@ -131,7 +131,7 @@ class Context:
         codes = None  # of the weight, if it is stored in FP8
         if self.fp8.recipe.parameters:
             codes = FP8Param(self.fp8, layer)
-            hold(weight, codes)
+            mark_fp8(weight, codes)
         return FP8Gemm(self.fp8, layer, parts[0].dim, wide, self.tp, codes)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.precision.nested import mapped, tensors
+from megaprec.precision.nested import map_tensors, tensors
 
 JOIN_AND_SPLIT = (
     "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
@@ -194,7 +194,7 @@ def _follow(call: Call) -> Any:
         return result
     if cut_of is None:
         raise call.refuse("is not known to compute each feature from this feature alone")
-    return mapped(result, lambda y: mark_cut(y, cut_of(y)))
+    return map_tensors(result, lambda y: mark_cut(y, cut_of(y)))
 
 
 def _has_tensors(values: Any) -> bool:

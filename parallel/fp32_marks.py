@@ -13,7 +13,7 @@ from torch import nn
 
 from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
-from megaprec.fp8.params import release
+from megaprec.fp8.params import unmark_fp8
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.marks import compute_in_fp32, marked_parts
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
@@ -59,7 +59,7 @@ def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
             setattr(module, name, Gemm(plan.sensitive, plan.sensitive, plan.tf32))
     # weights of the part have no FP8 codes
     for parameter in module.parameters(recurse=False):
-        release(parameter)
+        unmark_fp8(parameter)
     for table in module.buffers(recurse=False):
         if table.is_floating_point():
             table.data = table.data.to(plan.sensitive)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Layout, Part, attach
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import Destination, cleared, destination
+from megaprec.optim.main_grad import Destination, cleared_main_grad, destination
 from parallel import collectives
 from parallel.context import Context
-from parallel.linear import Add, Input, Linear
+from parallel.linear import Add, InputLayout, Linear
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,19 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         std: float = 0.02,
-        lies: Input | None = None,
+        lies: InputLayout | None = None,
     ) -> None:
         super().__init__()
         if gather_output and context.cut_sequence:
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
         self.context = context
         self.gather_output = gather_output
-        default_layout = Input.SEQUENCE if context.cut_sequence else Input.COPIED
+        default_layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         self.input_layout = lies or default_layout
         tp = context.tp
         matrices = [Rows(name, output)] if isinstance(output, int) else list(output)
-        weight_parts, bias_parts = [], []
+        weight_parts = []
+        bias_parts = []
         for matrix in matrices:
             if matrix.rows % (matrix.shards or tp.size):
                 raise ValueError(
@@ -167,7 +168,7 @@ class RowParallelLinear(nn.Module):
             x,
             self.weight,
             None,
-            Input.OWN,
+            InputLayout.OWN,
             tp,
             self.context.deferred,
             self.products,
@@ -272,7 +273,7 @@ class Lookup(torch.autograd.Function):
         if target is Destination.NOWHERE:
             return None, None, None, None, None
         if target is Destination.MAIN:
-            total = cleared(ctx.weight)
+            total = cleared_main_grad(ctx.weight)
         else:
             total = torch.zeros_like(ctx.weight)
         if foreign is not None:

@@ -21,18 +21,18 @@ from megaprec.errors import UserError
 from megaprec.optim.main_grad import (
     Destination,
     begin_accumulation,
-    cleared,
+    cleared_main_grad,
     destination,
     has_main_grad,
-    require_as_read,
-    will_read_again,
+    note_weights_read,
+    require_unchanged_weights,
 )
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue
 
 
-class Input(Enum):
+class InputLayout(Enum):
     """The layout of a linear layer's input over tp."""
 
     OWN = "each rank its own features"
@@ -58,7 +58,7 @@ class Linear(torch.autograd.Function):
         x: Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        input_layout: Input,
+        input_layout: InputLayout,
         tp: Axis,
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
@@ -77,8 +77,8 @@ class Linear(torch.autograd.Function):
         ctx.dtype = x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         # The backward pass reads the weight again, and must find the same values.
-        will_read_again(ctx, weight)
-        is_sharded = input_layout is Input.SEQUENCE
+        note_weights_read(ctx, weight)
+        is_sharded = input_layout is InputLayout.SEQUENCE
         full_input = tp.gather(x) if is_sharded else x
         y, saved = ctx.products.forward(_as_matrix(full_input), weight)
         if is_sharded:  # keep the shard only; the backward pass gathers it again
@@ -92,7 +92,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        require_as_read(ctx)
+        require_unchanged_weights(ctx)
         weight = ctx.weight
         products = ctx.products
         if ctx.needs_input_grad[1]:
@@ -138,7 +138,7 @@ def _start_weight_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
     The returned function waits for the result and returns it. Deferred work gathers only then,
     because the full input would otherwise be kept until it runs.
     """
-    if ctx.input_layout is not Input.SEQUENCE:
+    if ctx.input_layout is not InputLayout.SEQUENCE:
         return Pending((), saved)
     products = ctx.products
     shard = saved[0]
@@ -161,9 +161,9 @@ def _start_input_gradient(
     """
     grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype)
     grad_x = grad_x.view(*shape[:-1], ctx.weight.shape[1])
-    if ctx.input_layout is Input.SEQUENCE:
+    if ctx.input_layout is InputLayout.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
-    if ctx.input_layout is Input.OWN:
+    if ctx.input_layout is InputLayout.OWN:
         return Pending((), grad_x)
     finish_sum = ctx.tp.start_sum_(grad_x)
 
@@ -199,7 +199,7 @@ def add_gradient(
     summed = rows.sum(0, dtype=sum_dtype(vector, rows.dtype))
     if target is Destination.AUTOGRAD:
         return summed.to(vector.dtype)
-    cleared(vector).add_(summed)
+    cleared_main_grad(vector).add_(summed)
     return None
 
 
@@ -242,7 +242,7 @@ class Add(torch.autograd.Function):
         if target is Destination.NOWHERE:
             return grad, None, None
         if target is Destination.MAIN:
-            total = cleared(ctx.parameter)
+            total = cleared_main_grad(ctx.parameter)
         else:
             total = torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
@@ -273,5 +273,5 @@ class Widen(torch.autograd.Function):
         if target is Destination.AUTOGRAD:
             return grad.to(ctx.parameter.dtype), None
         if target is Destination.MAIN:
-            cleared(ctx.parameter).add_(grad)
+            cleared_main_grad(ctx.parameter).add_(grad)
         return None, None

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import AXES
 from megaprec.comm.gloo_threads import waiting_their_turn
-from megaprec.comm.groups import split
+from megaprec.comm.groups import make_groups
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
 from parallel.described_world import require_sound, slurm_environment
@@ -92,7 +92,7 @@ def _group(runs: torch.Tensor) -> dist.ProcessGroup:
     is only one."""
     world_group = dist.group.WORLD
     assert world_group is not None
-    return world_group if len(runs) == 1 else split(runs)
+    return world_group if len(runs) == 1 else make_groups(runs)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def _leave_world(gpu: torch.device | None) -> None:
     thread.join(PARTING)
 
 
-def told_by_first(
+def broadcast_from_first(
     store: dist.Store,
     make: Callable[[], dict[str, Any]],
     waiting: Callable[[float], None] = lambda seconds: None,

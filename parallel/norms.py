@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part
-from megaprec.optim.main_grad import destination, require_as_read, will_read_again
+from megaprec.optim.main_grad import destination, note_weights_read, require_unchanged_weights
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.leaves import PLAIN, Leaves
@@ -85,13 +85,13 @@ class Normalize(torch.autograd.Function):
         ctx.weight = weight
         ctx.offset = offset
         ctx.leaves = leaves
-        will_read_again(ctx, weight)
+        note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        require_as_read(ctx)
+        require_unchanged_weights(ctx)
         x, inverse = ctx.saved_tensors
         weight_dtype = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.optim.main_grad import destination, require_as_read, will_read_again
+from megaprec.optim.main_grad import destination, note_weights_read, require_unchanged_weights
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.linear import add_gradient
@@ -83,13 +83,13 @@ class _NormalizeSharded(torch.autograd.Function):
         ctx.tp = tp
         ctx.part = part
         ctx.offset = offset
-        will_read_again(ctx, weight)
+        note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(output_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        require_as_read(ctx)
+        require_unchanged_weights(ctx)
         x, inverse = ctx.saved_tensors
         normalized = x * inverse
         grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)

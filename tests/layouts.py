@@ -17,7 +17,7 @@ from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.cutting import EngineOptions
 from models.engine import Engine, Share
-from models.packing import WHOLE, Packing
+from models.packing import UNPACKED, Packing
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
@@ -216,12 +216,14 @@ def packings(run: Run) -> list[Packing]:
             sample[torch.randperm(run.length, generator=generator)[: run.borders - 1]] = 1
         places = torch.arange(run.length).expand(run.samples, -1)
         positions = places - (places * begins).cummax(1).values if run.reset else None
-        found.append(Packing(begins.cumsum(1), positions) if run.borders else WHOLE)
+        found.append(Packing(begins.cumsum(1), positions) if run.borders else UNPACKED)
     return found
 
 
 def share_of(
-    mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None], packing: Packing = WHOLE
+    mesh: DeviceMesh | None,
+    batch: tuple[Tensor, Tensor, Tensor | None],
+    packing: Packing = UNPACKED,
 ) -> Share:
     dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     n = len(batch[0]) // size

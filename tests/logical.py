@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.optim.main_grad import cleared
+from megaprec.optim.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport
@@ -175,7 +175,7 @@ def give(optimizer: ParallelAMPOptimizer, step: int, fine: int = 1024) -> None:
                 share(part.name, step, fine, index, dp.size * len(stages) * copies)
                 * optimizer.scale
             )
-            cleared(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
+            cleared_main_grad(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
 
 
 def make_optimizer(mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megaprec.fp8.matmul import chosen
+from megaprec.fp8.matmul import choose_kernel
 
 TE_DType = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
 TORCH = {name: dtype for dtype, name in TE_DType.items()}
@@ -158,16 +158,16 @@ def install() -> None:
 @contextmanager
 def installed(version: str = "2.20.2") -> Iterator[Counter[str]]:
     """Puts it in for a while; how often it is called is counted."""
-    chosen.cache_clear()
+    choose_kernel.cache_clear()
     CALLS.clear()
     with patch.dict(sys.modules, modules(version)):
         yield CALLS
-    chosen.cache_clear()
+    choose_kernel.cache_clear()
 
 
 @contextmanager
 def missing() -> Iterator[None]:
     """As if it were not installed, wherever that is so or not."""
-    chosen.cache_clear()
+    choose_kernel.cache_clear()
     with patch.dict(sys.modules, {"transformer_engine": None}):
         yield

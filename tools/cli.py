@@ -50,8 +50,8 @@ from tools.commands import (
 from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
-from tools.training.endings import CODES, ON_PURPOSE, reported
-from tools.training.launch import is_consequence, must_tell, note_failure, started_here
+from tools.training.endings import CODES, ON_PURPOSE, as_user_error
+from tools.training.launch import is_consequence, is_local_rank, note_failure, prints_own_failure
 from tools.training.signals import Stopped
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
@@ -108,20 +108,20 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        if must_tell():
+        if prints_own_failure():
             print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         note_failure(error)
-        cause = reported(error)
+        cause = as_user_error(error)
         if isinstance(cause, Stopped):  # the first rank has printed it
             return cause.code
-        if is_consequence(cause) and started_here():
+        if is_consequence(cause) and is_local_rank():
             # the launcher tells the reason of the rank that was first
             return 1
         if not isinstance(cause, ON_PURPOSE):
             raise
-        if must_tell():
+        if prints_own_failure():
             lines = cause.problems if isinstance(cause, UserError) else [cause]
             print(*lines, sep="\n", file=sys.stderr)
         return CODES[type(cause)]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaprec.durable import reading
 
-OWN = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
-OTHERS = "sha256"  # key in checkpoint.json: digests of the other files, by name
+OWN_DIGEST = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
+FILE_DIGESTS = "sha256"  # key in checkpoint.json: digests of the other files, by name
 
 
 def file_digest(file: Path) -> str:
@@ -26,19 +26,19 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def raw(values: Tensor) -> memoryview:
+def tensor_bytes(values: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor, in logical order."""
     # any stride is contiguous if there is one element
     flat = values.contiguous().as_strided((values.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
-def sealed(index: dict[str, Any]) -> bytes:
+def seal_index(index: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint.json: `index` and, at the end, its digest."""
     text = json.dumps(index, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
     without_brace = text[:-2]  # it ends with a line of "}"
-    return f'{without_brace},\n "{OWN}": "{digest}"\n}}'.encode()
+    return f'{without_brace},\n "{OWN_DIGEST}": "{digest}"\n}}'.encode()
 
 
 def is_sealed(content: bytes, index: Any) -> bool:
@@ -46,6 +46,6 @@ def is_sealed(content: bytes, index: Any) -> bool:
 
     True also if there is no digest at all, as in checkpoints of earlier versions.
     """
-    if not isinstance(index, dict) or not {OWN, OTHERS} & index.keys():
+    if not isinstance(index, dict) or not {OWN_DIGEST, FILE_DIGESTS} & index.keys():
         return True
-    return content == sealed({key: value for key, value in index.items() if key != OWN})
+    return content == seal_index({key: value for key, value in index.items() if key != OWN_DIGEST})

@@ -21,7 +21,7 @@ from pydantic import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megaprec.checkpoint.digests import OTHERS, is_sealed
+from megaprec.checkpoint.digests import FILE_DIGESTS, is_sealed
 from megaprec.checkpoint.ranges import Block, blocks, stored_shape
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
@@ -184,7 +184,7 @@ class Store:
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each file, in hex; empty if an earlier version saved the
         checkpoint."""
-        return self.index.get(OTHERS, {})
+        return self.index.get(FILE_DIGESTS, {})
 
     def files_of(self, kind: str) -> set[str]:
         """Return the files that contain tensors of a kind: weight, exp_avg, exp_avg_sq or fp8."""
@@ -369,7 +369,7 @@ def _require_known_format(path: Path, index: Any) -> None:
             f"{path} has checkpoint format {version!r}; this version reads 1 to {FORMAT}"
         )
     # every version that wrote "data" also wrote digests
-    if "data" in index and OTHERS not in index:
+    if "data" in index and FILE_DIGESTS not in index:
         raise UserError(
             f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it"
         )

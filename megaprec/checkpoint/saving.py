@@ -34,15 +34,15 @@ from megaprec.checkpoint.atomic import (
     partial_path,
     remove_leftovers,
 )
-from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
+from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.fp8_scales import add_fp8
 from megaprec.checkpoint.keeping import USUAL, Keep, make_way, record_save, remove_expired
 from megaprec.checkpoint.ranges import stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
-from megaprec.comm.everyones import everyones
-from megaprec.durable import file_error, named, read_whole, sync, write_file
+from megaprec.comm.everyones import gather_entries
+from megaprec.durable import file_error, naming_file, read_whole, sync, write_file
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -216,7 +216,7 @@ class Saving:
             del files[name]
         if self._world.rank == 0:
             digests |= {file.name: _copy(file, partial) for file in self._files}
-        part = {"tensors": self._snapshot.entries, OTHERS: digests}
+        part = {"tensors": self._snapshot.entries, FILE_DIGESTS: digests}
         _write_list(partial, self._world.rank, part)
 
     def _merge(self, partial: Path) -> None:
@@ -260,7 +260,7 @@ class Saving:
             local: dict[str, str] = {}
             if isinstance(self._error, OSError):
                 local[str(self._world.rank)] = file_error(self._error)
-            problem, *_ = everyones(local, self._world, self._device).values()
+            problem, *_ = gather_entries(local, self._world, self._device).values()
         warnings = tuple(dict.fromkeys(self._warnings))  # each once
         return Outcome(checkpoint_path(self.folder, self.step), problem, warnings)
 
@@ -293,7 +293,7 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
         local = dict.fromkeys(error.problems, "problem")
     if not optimizer.world.max_(torch.tensor(float(bool(local)), device=optimizer.device)):
         return []  # as nearly always: the texts cost more messages
-    kinds = everyones(local, optimizer.world, optimizer.device)
+    kinds = gather_entries(local, optimizer.world, optimizer.device)
     if problems := [text for text, kind in kinds.items() if kind == "problem"]:
         raise UserError(*problems)
     return list(kinds)
@@ -301,7 +301,7 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
 def _copy(file: Path, folder: Path) -> str:
     """Copy a file into the folder, and return its SHA-256."""
-    with named(folder / file.name):
+    with naming_file(folder / file.name):
         copy = Path(shutil.copy(file, folder))
     sync(copy)
     return file_digest(copy)
@@ -326,9 +326,9 @@ def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
         for key, entry in part["tensors"].items():
             merged = tensors.setdefault(key, {**entry, "chunks": []})
             merged["chunks"] += entry["chunks"]
-        digests |= part[OTHERS]
+        digests |= part[FILE_DIGESTS]
         file.unlink()
-    return {"tensors": tensors, OTHERS: digests}
+    return {"tensors": tensors, FILE_DIGESTS: digests}
 
 
 def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> None:
@@ -343,7 +343,7 @@ def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> 
             )
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     full_index = {**index, "format": FORMAT, "files": files, **part}
-    write_file(partial / INDEX, sealed(full_index))
+    write_file(partial / INDEX, seal_index(full_index))
 
 
 def _count_elements(chunk: dict[str, Any]) -> int:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.digests import raw
-from megaprec.durable import named, write_all
+from megaprec.checkpoint.digests import tensor_bytes
+from megaprec.durable import naming_file, write_all
 
 PIECE = 1 << 20  # bytes that are hashed and written at a time
 NAMES = {  # dtypes in the header of a safetensors file
@@ -43,7 +43,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
     Raises OSError with the path.
     """
     digest = hashlib.sha256()
-    with named(path), path.open("wb", buffering=0) as file:
+    with naming_file(path), path.open("wb", buffering=0) as file:
         for piece in _pieces(tensors):
             digest.update(piece)
             write_all(file.fileno(), piece)
@@ -57,7 +57,7 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     yield memoryview(_header({name: tensors[name] for name in order}))
     for name in order:
-        values = raw(tensors[name])
+        values = tensor_bytes(tensors[name])
         for start in range(0, len(values), PIECE):
             yield values[start : start + PIECE]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import gloo
-from megaprec.comm.groups import split
+from megaprec.comm.groups import make_groups
 from megaprec.comm.waiting import Pending, waiting
 from megaprec.errors import UserError
 
@@ -121,7 +121,7 @@ class Axis:
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank
-        return Axis(name, rank, size, split(runs), runs)
+        return Axis(name, rank, size, make_groups(runs), runs)
 
     def in_runs(self, size: int, new_name: str) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
@@ -138,7 +138,7 @@ class Axis:
         if size == self.size:  # needs no new process group
             return Axis(new_name, self.rank, size, self.group, self.runs)
         runs = self.runs.reshape(-1, size)
-        return Axis(new_name, self.rank % size, size, split(runs), runs)
+        return Axis(new_name, self.rank % size, size, make_groups(runs), runs)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
@@ -346,7 +346,7 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return `values` copied to `device`.
 
     The copy to a GPU goes through pinned memory and is asynchronous; otherwise the host would wait

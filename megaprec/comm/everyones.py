@@ -18,7 +18,7 @@ _ROUND = 1 << 24  # bytes of text that one collective transfers
 _WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
-def everyones(
+def gather_entries(
     mine: dict[str, Any],
     world: Axis,
     device: torch.device,
@@ -26,12 +26,12 @@ def everyones(
     """All-gather the entries of every rank and return them merged in rank order, later ranks
     winning. Collective."""
     merged: dict[str, Any] = {}
-    for text in everyones_texts(json.dumps(mine).encode(), world, device):
+    for text in gather_texts(json.dumps(mine).encode(), world, device):
         merged |= json.loads(text)
     return merged
 
 
-def everyones_texts(
+def gather_texts(
     mine: bytes,
     world: Axis,
     device: torch.device,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import split
+from megaprec.comm.groups import make_groups
 from megaprec.errors import UserError
 
 
@@ -53,7 +53,7 @@ class ExpertAxes:
         stage_size = 1 if mesh is None else mesh.size() // pp.size
         # 0: as other feed-forwards are cut
         tensor = tensor or tp.size
-        if problem := misfit(stage_size // tp.size, tp.size, expert, tensor):
+        if problem := describe_misfit(stage_size // tp.size, tp.size, expert, tensor):
             raise UserError(problem)
         if mesh is None or (expert == 1 and tensor == tp.size):
             return None
@@ -72,7 +72,7 @@ class ExpertAxes:
         return range(first, first + experts_per_rank)
 
 
-def misfit(
+def describe_misfit(
     data: int,
     tensor: int,
     expert: int,
@@ -104,4 +104,4 @@ def _axis(
     size = planes.shape[dim]
     # a row for each group of ranks that differ in this coordinate only
     runs = planes.movedim(dim, -1).reshape(-1, size)
-    return Axis(name, rank, size, split(runs) if size > 1 else None, runs)
+    return Axis(name, rank, size, make_groups(runs) if size > 1 else None, runs)

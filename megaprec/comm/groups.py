@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _world, default_pg_timeout
 from megaprec.comm.gloo_threads import waiting_their_turn
 
 
-def split(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
+def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Make a process group of each row of `runs` and return this rank's.
 
     runs: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in none of

@@ -181,7 +181,7 @@ def _quantile_lines() -> _Lines:
     )
 
 
-def places(
+def logical_indices(
     part: Part,
     first: int,
     last: int,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
-from megaprec.comm.groups import split
+from megaprec.comm.groups import make_groups
 
 # different sets of tied pipeline ranks to which one rank may belong
 _MAX_SETS = 4
@@ -35,7 +35,7 @@ def tied_axes(
     axes: dict[tuple[int, ...], Axis] = {}
     for members in _all_gather_sets(pp, local_sets, device_of(mesh)):
         runs = pp.runs[:, list(members)]
-        group = split(runs)  # by every rank, also by those that are no members
+        group = make_groups(runs)  # by every rank, also by those that are no members
         if pp.rank in members:
             axes[members] = Axis(
                 "tied",

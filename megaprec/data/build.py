@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data import intact
-from megaprec.data.files import beside, write_whole
+from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.readers import Piece
 from megaprec.data.text import Source, TextDigest, has_digest
@@ -38,7 +38,7 @@ from megaprec.data.tokenizer import (
 )
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
-from megaprec.durable import named, reading
+from megaprec.durable import naming_file, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -139,8 +139,8 @@ def _existing(
     """
     try:
         if tokenizer is None:
-            trained = beside(prefix, ".model")
-            if not (beside(prefix, ".idx").exists() and trained.is_file()):
+            trained = with_suffix(prefix, ".model")
+            if not (with_suffix(prefix, ".idx").exists() and trained.is_file()):
                 return None
             tokenizer = load_tokenizer(trained)
         return reusable(
@@ -176,11 +176,11 @@ def build(
     """
     _refuse_overwriting(prefix, overwrite)
     inputs = made_of(source, tokenizer)
-    resume = beside(prefix, ".resume")
+    resume = with_suffix(prefix, ".resume")
     state = _interrupted_state(prefix, inputs)
     try:
         # an error of the disk that names no file names the prefix
-        with named(prefix):
+        with naming_file(prefix):
             text = TextDigest()
             report = on_progress or (lambda *totals: None)
             ids = _write(
@@ -210,10 +210,10 @@ def build(
             **_digests(prefix),
         }
         content = json.dumps(inputs | counts | contents, indent=2)
-        write_whole(beside(prefix, ".json"), f"{content}\n".encode())
+        write_whole(with_suffix(prefix, ".json"), f"{content}\n".encode())
     except OSError:
         # without its record, the set could not be built again
-        beside(prefix, ".idx").unlink(missing_ok=True)
+        with_suffix(prefix, ".idx").unlink(missing_ok=True)
         raise
     resume.unlink(missing_ok=True)
     return BuildResult(
@@ -228,10 +228,10 @@ def build(
 def _digests(prefix: Path) -> dict[str, Any]:
     """Return the digests of both files, and of the blocks of a large .bin, some of which a run
     checks at its start."""
-    bin_file = beside(prefix, ".bin")
+    bin_file = with_suffix(prefix, ".bin")
     digests: dict[str, Any] = {
         "bin_sha256": _sha256(bin_file),
-        "idx_sha256": _sha256(beside(prefix, ".idx")),
+        "idx_sha256": _sha256(with_suffix(prefix, ".idx")),
     }
     if bin_file.stat().st_size > intact.WHOLE:
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
@@ -255,7 +255,7 @@ def reusable(
     Raises UserError if file sizes show that the data set is damaged; `megaprec.data.intact` checks
     its content.
     """
-    idx = beside(prefix, ".idx")
+    idx = with_suffix(prefix, ".idx")
     if not idx.exists():
         return None
     try:
@@ -329,7 +329,7 @@ def _has_the_text(
         return False
     record[SAME] = [*_same_texts(record), source.identity()][-MAX_SAME:]
     with suppress(OSError):  # then it is read again the next time
-        write_whole(beside(prefix, ".json"), f"{json.dumps(record, indent=2)}\n".encode())
+        write_whole(with_suffix(prefix, ".json"), f"{json.dumps(record, indent=2)}\n".encode())
     return True
 
 
@@ -398,11 +398,11 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
     """Return the state of an interrupted build of exactly the same inputs if it is complete, else
     the initial one."""
     try:
-        saved = parse_json(read_text(beside(prefix, ".resume")))
+        saved = parse_json(read_text(with_suffix(prefix, ".resume")))
         mark = Mark(**saved["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
         complete = all(
-            beside(prefix, f"{suffix}.part").stat().st_size >= size
+            with_suffix(prefix, f"{suffix}.part").stat().st_size >= size
             for suffix, size in sizes.items()
         )
         same_counts = saved["counts"].keys() == asdict(_Counts()).keys()
@@ -446,11 +446,11 @@ def _write(
                 saved_chars = counts.chars
                 state.mark = writer.mark()
                 content = json.dumps({"made_of": made_of, **asdict(state)})
-                write_whole(beside(prefix, ".resume"), content.encode())
+                write_whole(with_suffix(prefix, ".resume"), content.encode())
         if counts.documents == 0:
             raise UserError(f"{source.name} has no text; give a source with at least one document")
         # An old record must not remain beside the new data set.
-        beside(prefix, ".json").unlink(missing_ok=True)
+        with_suffix(prefix, ".json").unlink(missing_ok=True)
     return writer.ids
 
 
@@ -471,14 +471,14 @@ def _count_unknown(
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
-    idx = beside(prefix, ".idx")
+    idx = with_suffix(prefix, ".idx")
     if idx.exists() and not overwrite:
         raise UserError(
             f"{idx} exists and was made of another text or tokenizer; choose another prefix or "
             "remove it"
         )
-    record = beside(prefix, ".json")
-    beside_data = idx.exists() or beside(prefix, ".bin").exists()
+    record = with_suffix(prefix, ".json")
+    beside_data = idx.exists() or with_suffix(prefix, ".bin").exists()
     if record.exists() and not _may_replace(record, beside_data):
         raise UserError(
             f"{record} would be replaced by the record of the data set, and no build has made it: "

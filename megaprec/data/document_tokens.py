@@ -75,7 +75,7 @@ def with_begin(
             'again from its text without begin tokens, or set data.begin = "none" to take it as it '
             "is"
         )
-    return Begun(dataset, begin)
+    return WithBeginTokens(dataset, begin)
 
 
 def document_tokens(
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
     last: int
 
 
-class Begun(IndexedDataset):
+class WithBeginTokens(IndexedDataset):
     """A data set in which the token `begin` stands before each document, which its files do not
     hold.
 

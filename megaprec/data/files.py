@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megaprec.durable import make_folder, named, sync
+from megaprec.durable import make_folder, naming_file, sync
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+def with_suffix(prefix: Path, suffix: str) -> Path:
     """Return the path `PREFIX` + `suffix`; a dot in the prefix's name stays (`v1.2.bin`)."""
     return prefix.parent / (prefix.name + suffix)
 
@@ -32,8 +32,8 @@ def open_part(path: Path, size: int = 0) -> BinaryIO:
         them.
     """
     make_folder(path.parent)
-    file = beside(path, ".part").open("r+b" if size else "wb")
-    with named(Path(file.name)):
+    file = with_suffix(path, ".part").open("r+b" if size else "wb")
+    with naming_file(Path(file.name)):
         file.truncate(size)
     file.seek(size)
     return file
@@ -45,7 +45,7 @@ def publish(part: BinaryIO, path: Path) -> None:
 
     Raises OSError with the path.
     """
-    with named(Path(part.name)):
+    with naming_file(Path(part.name)):
         part.flush()
         os.fsync(part.fileno())
         part.close()
@@ -69,7 +69,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically, so that no reader ever sees part of it."""
     part = open_part(path)
     try:
-        with named(Path(part.name)):
+        with naming_file(Path(part.name)):
             part.write(content)
         publish(part, path)
     except BaseException:
@@ -78,7 +78,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
+def exclusive_lock(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
     """Context manager that locks the file `lock` against all other processes, on any machine.
 
     The file and its folder are created if they are missing. busy: called if another process has the

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprec.data.files import beside, write_whole
+from megaprec.data.files import with_suffix, write_whole
 from megaprec.durable import reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
@@ -98,7 +98,7 @@ def corrupt(path: Path, why: str) -> UserError:
 
 
 def _record_path(path: Path) -> Path:
-    return beside(path.with_name(path.name.removesuffix(".idx")), ".checked")
+    return with_suffix(path.with_name(path.name.removesuffix(".idx")), ".checked")
 
 
 def _check_and_record(index: Index) -> None:

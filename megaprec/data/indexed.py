@@ -31,7 +31,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.data.files import beside, discard, open_part, publish
+from megaprec.data.files import discard, open_part, publish, with_suffix
 from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
 from megaprec.durable import reading
 from megaprec.errors import UserError
@@ -91,9 +91,9 @@ class IndexedWriter:
         self._vocab_size = vocab_size
         self._code = UINT16_CODE if vocab_size < UINT16_VOCABULARY else INT32_CODE
         mark = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
-        self._bin = open_part(beside(prefix, ".bin"), mark.tokens)
-        self._lengths = open_part(beside(prefix, ".lengths"), mark.lengths)
-        self._documents = open_part(beside(prefix, ".documents"), mark.documents)
+        self._bin = open_part(with_suffix(prefix, ".bin"), mark.tokens)
+        self._lengths = open_part(with_suffix(prefix, ".lengths"), mark.lengths)
+        self._documents = open_part(with_suffix(prefix, ".documents"), mark.documents)
         self._sequences = mark.lengths // 4
         self._open = mark.open  # tokens of the open sequence
         self.ids = mark.ids[0], mark.ids[1]  # the smallest and largest id that was written
@@ -180,8 +180,8 @@ class IndexedWriter:
         """Publish the pair. An older pair of the same name ceases to be readable before it is
         replaced."""
         assert not self._open, "a document was begun and not ended"
-        bin_path = beside(self._prefix, ".bin")
-        idx_path = beside(self._prefix, ".idx")
+        bin_path = with_suffix(self._prefix, ".bin")
+        idx_path = with_suffix(self._prefix, ".idx")
         idx = open_part(idx_path)
         try:
             self._write_index(idx.write)
@@ -265,8 +265,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path, again: bool = False) -> None:
         self.prefix = prefix
-        idx_path = beside(prefix, ".idx")
-        bin_path = beside(prefix, ".bin")
+        idx_path = with_suffix(prefix, ".idx")
+        bin_path = with_suffix(prefix, ".bin")
         for path in (idx_path, bin_path):
             if not path.is_file():
                 raise UserError(

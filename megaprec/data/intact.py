@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megaprec.data.files import beside, write_whole
+from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.durable import reading
@@ -83,8 +83,8 @@ def contents_of(
     """
     dataset.require_ids()
     record = read_record(dataset.prefix)
-    bin_file = beside(dataset.prefix, ".bin")
-    idx_file = beside(dataset.prefix, ".idx")
+    bin_file = with_suffix(dataset.prefix, ".bin")
+    idx_file = with_suffix(dataset.prefix, ".idx")
     idx_digest = _digest_of_index(idx_file, bin_file)
     _compare(record, idx_file, idx_digest, remedy)
     is_small = bin_file.stat().st_size <= WHOLE
@@ -150,7 +150,7 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
 
     Raises UserError if it is damaged.
     """
-    path = beside(prefix, ".json")
+    path = with_suffix(prefix, ".json")
     if not os.path.lexists(path):
         return None
     # Whatever is wrong with the record, the error is the same.
@@ -229,7 +229,7 @@ def place_of(dataset: IndexedDataset, token: int) -> str:
     """Return the place of a token in the data set, in words."""
     document = int(dataset.documents_of(token, 1)[0])
     place = dataset.stored_place(token)
-    return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {place}"
+    return f"in document {document} of {with_suffix(dataset.prefix, '.bin')}, token {place}"
 
 
 def _compare(

@@ -329,7 +329,8 @@ def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
 
     while position < len(content):
         key = read_varint()
-        number, wire_type = key >> 3, key & 7
+        number = key >> 3
+        wire_type = key & 7
         if wire_type == 0:
             yield number, read_varint()
             continue

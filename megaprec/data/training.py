@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import sentencepiece
 
-from megaprec.data.files import beside, write_whole
+from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
@@ -95,7 +95,7 @@ def train_sentencepiece(
         line = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
         error = UserError(line) if nearest is None else ImpossibleVocabulary(line, nearest)
         raise error from problem
-    return _publish(beside(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
+    return _publish(with_suffix(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
 
 
 def _escape(line: str) -> str:

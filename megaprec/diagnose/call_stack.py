@@ -97,10 +97,10 @@ def _unescape(text: str) -> str:
 def main_stack() -> tuple[bool, list[str]]:
     """Return True if the main thread is in a transfer between ranks, and its innermost lines
     outside of libraries."""
-    return summary(main_calls())
+    return summarize_calls(main_calls())
 
 
-def summary(calls: Sequence[Call]) -> tuple[bool, list[str]]:
+def summarize_calls(calls: Sequence[Call]) -> tuple[bool, list[str]]:
     """Return what `main_stack` returns, for a thread with these calls."""
     waits = False
     lines: list[str] = []

@@ -23,7 +23,7 @@ GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldDigest:
     """The digest of elements that a rank holds.
 
     key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of an
@@ -43,17 +43,17 @@ class Held:
     expert: bool = False
 
 
-def held(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[Held]:
+def digest_held_state(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[HeldDigest]:
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
     dp ranks share."""
-    digests: list[Held] = []
+    digests: list[HeldDigest] = []
     for buffer in buffers:
         digests += _weights(buffer)
         digests += _shard_of_state(buffer)
     return digests + list(_frozen(parts))
 
 
-def _weights(buffer: Buffer) -> Iterator[Held]:
+def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of the weights in a buffer; each replica holds all of them."""
     layout = layout_of(buffer.parameters[0])
     for piece in buffer.pieces:
@@ -61,7 +61,7 @@ def _weights(buffer: Buffer) -> Iterator[Held]:
         yield _digest_of(WEIGHT, piece.part, values, layout, own=False)
 
 
-def _shard_of_state(buffer: Buffer) -> Iterator[Held]:
+def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
     layout = layout_of(buffer.parameters[0])
     for kind, values in _tensors_of_state(buffer).items():
@@ -96,7 +96,7 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     return tensors
 
 
-def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
+def _frozen(parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
     """Yield the digests of the parameters that are not trained; they are in no buffer."""
     for part in parts:
         for parameter in part.parameters():
@@ -115,9 +115,9 @@ def _digest_of(
     layout: Layout,
     own: bool,
     span: str = "",
-) -> Held:
+) -> HeldDigest:
     shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
-    return Held(
+    return HeldDigest(
         key=f"{kind} {part.name}{shard}{span}",
         kind=kind,
         copies=part.copies,
@@ -128,7 +128,7 @@ def _digest_of(
     )
 
 
-def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
+def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     """Return bool [] by parameter, True if this rank's slice of its weights is not the masters,
     rounded.
 
@@ -178,7 +178,7 @@ class Holders:
 
 
 def compare(
-    all_held: Sequence[Held],
+    all_held: Sequence[HeldDigest],
     pp: Axis,
     others: Holders,
     experts: Holders | None,
@@ -207,13 +207,13 @@ def compare(
     return Agreement(*differs.unbind())
 
 
-def _select(items: Sequence[Held], gradients: bool) -> list[Held]:
+def _select(items: Sequence[HeldDigest], gradients: bool) -> list[HeldDigest]:
     """Return the items that are gradients, or those that are not."""
     return [item for item in items if (item.kind == GRADIENT) == gradients]
 
 
 def _differ(
-    items: Sequence[Held],
+    items: Sequence[HeldDigest],
     holders: Holders,
     copy_counts: Sequence[int],
     device: torch.device,
@@ -236,7 +236,7 @@ def _differ(
     return differs
 
 
-def _fold(items: Sequence[Held], device: torch.device) -> Tensor:
+def _fold(items: Sequence[HeldDigest], device: torch.device) -> Tensor:
     """Return one digest of many: int64 [1, 2]; zeros if there is none."""
     if items:
         digests = torch.stack([item.digest for item in items])

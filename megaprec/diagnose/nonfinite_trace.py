@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.precision.nested import mapped, tensors
+from megaprec.precision.nested import map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Trace(AbstractContextManager["Trace"]):
             largest = max(largest, self.look(f"input of {_describe(path)}", tensor, caller))
         self._entering[path] = largest
         watch = partial(self._watch, hook=partial(self._check_input_gradient, path))
-        return mapped(args, watch), mapped(kwargs, watch)
+        return map_tensors(args, watch), map_tensors(kwargs, watch)
 
     def _leave(
         self,
@@ -188,7 +188,7 @@ class Trace(AbstractContextManager["Trace"]):
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.look(f"output of {_describe(path)}", tensor, path)
         check = partial(self._check_output_gradient, path, caller)
-        return mapped(output, partial(self._watch, hook=check))
+        return map_tensors(output, partial(self._watch, hook=check))
 
     def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         """Return a view of the tensor with a gradient hook. A view, because the tensor may be used

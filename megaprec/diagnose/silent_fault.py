@@ -65,7 +65,7 @@ def _parse_trace(trace: Iterable[Sequence[Any]]) -> Trace:
     return tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
 
 
-def rows(entries: Iterable[Entry]) -> Trace:
+def read_trace(entries: Iterable[Entry]) -> Trace:
     """Return the entries of a trace, read from the device."""
     return tuple(
         (entry.moment, entry.what, entry.module, hexadecimal(entry.digest)) for entry in entries

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.diagnose.bit_digest import hexadecimal
 from megaprec.diagnose.logical_digest import digest_terms
@@ -45,7 +45,7 @@ class StateDigest:
                 terms = terms + local[name]
             local[name] = terms
         if self._names is None:
-            self._names = sorted(everyones(dict.fromkeys(local), world, device))
+            self._names = sorted(gather_entries(dict.fromkeys(local), world, device))
         # zeros where this rank has nothing of a tensor: all ranks sum one table
         nothing = _zero_terms(device)
         table = torch.stack([local.get(name, nothing) for name in self._names])
@@ -121,7 +121,7 @@ def _zero_terms(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-def folded(digests: Digests, *tables: Mapping[str, object]) -> str:
+def fold_digests(digests: Digests, *tables: Mapping[str, object]) -> str:
     """Return one digest of all digests and of JSON tables, as 32 hexadecimal digits."""
     text = json.dumps([digests, *tables], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()

@@ -40,7 +40,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "nemo": nemo,
 }
 FIELDS = tuple(field.name for field in fields(PrecisionPlan) if field.name != "origin")
-BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
+RELATED_KEYS = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 """Run-file keys that belong to mixed precision in some system."""
 
 
@@ -88,7 +88,7 @@ def differences(plan: PrecisionPlan, expressed: PrecisionPlan) -> list[str]:
         value = getattr(plan, name)
         expressed_value = getattr(expressed, name)
         if value != expressed_value:
-            lines.append(f"{name} = {shown(value)}; it has {shown(expressed_value)}")
+            lines.append(f"{name} = {format_value(value)}; it has {format_value(expressed_value)}")
     return lines
 
 
@@ -97,14 +97,17 @@ def _lost_settings(settings: Mapping[str, Any], resolved: Resolved) -> list[str]
     wanted = {key: _without_defaults(value) for key, value in settings.items()}
     expressed = {key: decision.value for key, decision in resolved.settings.items()}
     # of keys that a system lacks, only those that it might be expected to have
-    missing = [key for key in wanted if key not in expressed and key in BESIDE]
+    missing = [key for key in wanted if key not in expressed and key in RELATED_KEYS]
     changed = [key for key in expressed if key in wanted and wanted[key] != expressed[key]]
     # what a configuration decides beyond what was asked for
     added = [key for key in expressed if key not in wanted]
     return [
-        *(f"{key} = {shown(wanted[key])}; it has no key for it" for key in missing),
-        *(f"{key} = {shown(wanted[key])}; it has {shown(expressed[key])}" for key in changed),
-        *(f"{key} would become {shown(expressed[key])}" for key in added),
+        *(f"{key} = {format_value(wanted[key])}; it has no key for it" for key in missing),
+        *(
+            f"{key} = {format_value(wanted[key])}; it has {format_value(expressed[key])}"
+            for key in changed
+        ),
+        *(f"{key} would become {format_value(expressed[key])}" for key in added),
     ]
 
 
@@ -116,7 +119,7 @@ def _without_defaults(value: Any) -> Any:
     return value
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value of a plan as a few words."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
@@ -140,5 +143,5 @@ def _format_changes(value: Any) -> str:
     for value_field in fields(value):
         name = value_field.name
         if name != "kind" and getattr(value, name) != value_field.default:
-            parts.append(f"{name} {shown(getattr(value, name))}")
+            parts.append(f"{name} {format_value(getattr(value, name))}")
     return ", ".join(parts)

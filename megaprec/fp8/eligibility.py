@@ -37,7 +37,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     """
     name = parts[0].name
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
-    reasons = {asked_for(recipe, part.name, layers) for part in parts}
+    reasons = {excluded_by(recipe, part.name, layers) for part in parts}
     if "" in reasons and len(reasons) > 1:
         names = " and ".join(part.name for part in parts)
         raise UserError(
@@ -53,7 +53,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     return Eligibility(name, shape)
 
 
-def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
+def excluded_by(recipe: FP8Recipe, name: str, layers: int) -> str:
     """Return the key that keeps the products with this weight in high precision; empty if there is
     none."""
     for pattern in recipe.wide:
@@ -69,7 +69,7 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
     return ""
 
 
-def not_computed(recipe: FP8Recipe) -> dict[str, str]:
+def unsupported_settings(recipe: FP8Recipe) -> dict[str, str]:
     """Return the fields of `recipe` that are read and translated but not computed: field -> the
     behaviour instead."""
     reasons = {

@@ -60,7 +60,7 @@ def multiply(
     if not a.values.numel() or not b.values.numel():
         return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
     b_in_squares = b.block[0] == 128
-    kernel, _ = chosen(
+    kernel, _ = choose_kernel(
         _sharing(a, b),
         a.values.dtype,
         b_in_squares,
@@ -100,7 +100,7 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     return product.mul_(row_scales).mul_(column_scales.t()).to(out)
 
 
-def ways(
+def describe_kernels(
     recipe: FP8Recipe,
     device: torch.device,
     out: torch.dtype,
@@ -118,7 +118,7 @@ def ways(
         dtype = total if name == "weight gradient" else out
         in_squares = kind == "blockwise" and b_role == "weight"
         a_format = format_of(recipe, a_role)
-        kernel, why = chosen(
+        kernel, why = choose_kernel(
             kind,
             a_format,
             in_squares,
@@ -151,7 +151,7 @@ def _has_blocks_in_rows(a: Codes, b: Codes) -> bool:
 
 
 @cache
-def chosen(
+def choose_kernel(
     kind: Kind,
     a_format: torch.dtype,
     square: bool,

@@ -77,13 +77,13 @@ class FP8Param:
         return self.state.scale(self.name, "weight").expand_as(amax)
 
 
-def hold(parameter: nn.Parameter, fp8_param: FP8Param) -> None:
+def mark_fp8(parameter: nn.Parameter, fp8_param: FP8Param) -> None:
     """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high
     precision."""
     parameter.megaprec_fp8 = fp8_param  # type: ignore[attr-defined]
 
 
-def release(parameter: nn.Parameter) -> None:
+def unmark_fp8(parameter: nn.Parameter) -> None:
     """Mark the parameter to be stored in high precision after all. To be called before a buffer
     takes it over."""
     if hasattr(parameter, "megaprec_fp8"):

@@ -33,7 +33,7 @@ from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
-from megaprec.fp8.eligibility import Eligibility, eligibility, not_computed
+from megaprec.fp8.eligibility import Eligibility, eligibility, unsupported_settings
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
@@ -107,7 +107,7 @@ class FP8State:
         Raises UserError for a recipe with settings that are not computed, or for a backend that is
         not available.
         """
-        if recipe is not None and (lacking := not_computed(recipe)):
+        if recipe is not None and (lacking := unsupported_settings(recipe)):
             raise UserError(
                 *(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items())
             )

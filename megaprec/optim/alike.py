@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones_texts
+from megaprec.comm.everyones import gather_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.dtensors import is_dtensor
@@ -54,7 +54,7 @@ def require_equal_on_all_ranks(
     local = _Facts(ranks.pp.rank, texts_of_settings, list(_describe_parameters(model_parts)))
     if _differ(local, ranks):
         text_of_rank = json.dumps(asdict(local))
-        texts = everyones_texts(text_of_rank.encode(), ranks.world, ranks.device)
+        texts = gather_texts(text_of_rank.encode(), ranks.world, ranks.device)
         raise UserError(*_differences([_Facts(**json.loads(text)) for text in texts]))
     _require_distinct_names(model_parts, ranks)
     require_same_weights(model_parts, ranks, (ranks.dp, ranks.tp), "begin with")
@@ -77,7 +77,7 @@ def _require_distinct_names(model_parts: Sequence[nn.Module], ranks: Ranks) -> N
     if num_stages.amax() < 2:
         return
     local = json.dumps([ranks.pp.rank, names])
-    texts = everyones_texts(local.encode(), ranks.pp, ranks.device)
+    texts = gather_texts(local.encode(), ranks.pp, ranks.device)
     stages: dict[str, int] = {}
     for stage, names_of_stage in map(json.loads, texts):
         for name in names_of_stage:

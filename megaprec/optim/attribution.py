@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones_texts
+from megaprec.comm.everyones import gather_texts
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.grad_stats import sum_of_squares
 from megaprec.optim.step_report import LOSS, Offender
@@ -170,7 +170,7 @@ def _gather_findings(
     # the least bad ones, which come last, are left out
     while sum(map(len, lines)) > _MAX_BYTES:
         lines.pop()
-    texts = everyones_texts(b"".join(lines), world, device)
+    texts = gather_texts(b"".join(lines), world, device)
     gathered = b"".join(texts).splitlines()
     rows = map(json.loads, gathered)
     return [_Finding(start, Offender(**fields)) for start, fields in rows]

@@ -12,7 +12,7 @@ from megaprec.optim.dtensors import is_dtensor
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
-def conflicts(plan: PrecisionPlan, dp: int) -> Iterator[str]:
+def canonical_conflicts(plan: PrecisionPlan, dp: int) -> Iterator[str]:
     """Yield a line for each setting that is incompatible with canonical sums. dp: number of
     data-parallel ranks."""
     if dp & (dp - 1):  # no power of two
@@ -32,7 +32,7 @@ def require_canonical(
     model_parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
 ) -> None:
     """Raise UserError if the sums over these parameters' gradients would depend on the layout."""
-    problems = list(conflicts(plan, dp.size))
+    problems = list(canonical_conflicts(plan, dp.size))
     if tp.size > 1:
         problems.append(
             f"canonical = True: the sums over {tp.size} tensor-parallel ranks depend on their "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer, OwnedPiece, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
@@ -55,7 +55,7 @@ def gather_tensors(
                     key = _state_key(kind, owned.piece)
                     counted[key].append(_Counted(owned, values))
     tensors: dict[str, Tensor] = {}
-    all_headers = everyones(headers, world, device)
+    all_headers = gather_entries(headers, world, device)
     # sorted: all ranks sum the same tensor at the same time
     for key, (shape, dtype) in sorted(all_headers.items()):
         full = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
@@ -79,7 +79,7 @@ def load_tensors(
             problems.append(
                 f"{key} of the state is {tensor.dtype}: must be a floating-point tensor"
             )
-    keys = everyones(local_keys, world, device)
+    keys = gather_entries(local_keys, world, device)
     for key in tensors:
         if key not in keys:
             problems.append(f"{key} of the state is not in the model")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import layout_of
 from megaprec.optim.consensus import DIGEST_BITS
 from megaprec.optim.flat_buffer import Buffer
@@ -94,7 +94,7 @@ def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
     the world."""
     local = {f"{ranks.world.rank}": [ranks.pp.rank, *settings]}
     of_stages: dict[int, list[str]] = {}
-    for stage, *lines in everyones(local, ranks.world, ranks.device).values():
+    for stage, *lines in gather_entries(local, ranks.world, ranks.device).values():
         of_stage = of_stages.setdefault(stage, lines)
         for mine, theirs in zip(of_stage, lines, strict=False):
             if mine != theirs:
@@ -111,7 +111,7 @@ def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: 
 
     here: this rank's coordinates, in words.
     """
-    by_rank = everyones({here: list(names)}, world, device)
+    by_rank = gather_entries({here: list(names)}, world, device)
     num_ranks = Counter(chain.from_iterable(by_rank.values()))
     clauses: list[str] = []
     for rank, missing_names in by_rank.items():

@@ -43,7 +43,7 @@ class Destination(Enum):
     NOWHERE = "nobody asked for it"
 
 
-class Guarded(nn.Parameter):
+class GuardedParameter(nn.Parameter):
     """A parameter whose `grad` raises UserError while its gradients of this step are in
     `main_grad`."""
 
@@ -100,16 +100,16 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     parameter.megaprec_has_gradient = False  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_accumulate_in_thread)
     accumulate_autograd_grad(parameter)
-    if not isinstance(parameter, Guarded):
+    if not isinstance(parameter, GuardedParameter):
         parameter.__class__ = _guarded_class(type(parameter))
 
 
 @cache
-def _guarded_class(kind: type[nn.Parameter]) -> type[Guarded]:
+def _guarded_class(kind: type[nn.Parameter]) -> type[GuardedParameter]:
     """Return the class of guarded parameters of this kind, which may be a user's own."""
     if kind is nn.Parameter:
-        return Guarded
-    return new_class(f"Guarded{kind.__name__}", (Guarded, kind))
+        return GuardedParameter
+    return new_class(f"Guarded{kind.__name__}", (GuardedParameter, kind))
 
 
 def has_main_grad(parameter: nn.Parameter) -> bool:
@@ -148,7 +148,7 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     return Destination.MAIN
 
 
-def will_read_again(ctx: Any, *weights: Tensor) -> None:
+def note_weights_read(ctx: Any, *weights: Tensor) -> None:
     """Note in the forward pass that the backward pass of `ctx` reads these weights too, which must
     be the same then."""
     ctx.weights_read = [
@@ -156,7 +156,7 @@ def will_read_again(ctx: Any, *weights: Tensor) -> None:
     ]
 
 
-def require_as_read(ctx: Any) -> None:
+def require_unchanged_weights(ctx: Any) -> None:
     """Raise UserError if weights that the forward pass read were changed since: the gradient would
     be of neither.
 
@@ -206,7 +206,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     return parameter.main_grad, is_first  # type: ignore[attr-defined]
 
 
-def cleared(parameter: nn.Parameter) -> Tensor:
+def cleared_main_grad(parameter: nn.Parameter) -> Tensor:
     """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as
     having a gradient."""
     main_grad, is_first = begin_accumulation(parameter)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer, Piece
@@ -37,7 +37,7 @@ from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.update_rules import Step, StepOf, UpdateRule
 from megaprec.optim.update_tile import Tile
-from megaprec.precision.patterns import matched, require_used
+from megaprec.precision.patterns import match_patterns, require_used
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MatrixUpdates:
         # Without experts on ranks of their own, all ranks of a stage have the same matrices.
         if not any(buffer.of_experts for buffer in self.buffers):
             return local
-        of_stage = everyones(local, stage, device)
+        of_stage = gather_entries(local, stage, device)
         return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
 
     def _runs_in(
@@ -242,14 +242,14 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     if rule.by_adamw != NOT_HIDDEN:
         require_used(key, rule.by_adamw, names, world, device)
     else:
-        is_matched = torch.tensor(float(any(matched(NOT_HIDDEN, names))), device=device)
+        is_matched = torch.tensor(float(any(match_patterns(NOT_HIDDEN, names))), device=device)
         if not world.max_(is_matched):
             raise UserError(
                 f"{key}: no parameter is called {' or '.join(NOT_HIDDEN)}, so Muon cannot tell "
                 "embeddings and heads, which AdamW should update, from hidden layers: give their "
                 f"patterns, [] for none; names are like {names[0]}"
             )
-    problems = everyones(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
+    problems = gather_entries(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
     if problems:
         raise UserError(*problems)
 

@@ -114,7 +114,7 @@ class MicrobatchTree:
         return num_bytes
 
 
-def sums_set_aside(count: int) -> int:
+def num_waiting_sums(count: int) -> int:
     """Return how many more gradients are kept while `count` micro-batches are added in their
     order."""
     length = _run_length(count)

@@ -28,7 +28,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.params import fp8_param_of
 from megaprec.optim.dtensors import is_dtensor, require_spread_over_all
 from megaprec.optim.flat_buffer import param_dtype
-from megaprec.precision.marks import keeping_marked
+from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
@@ -385,7 +385,7 @@ def plan_with_marked(
     sorted_names = sorted(names)
     require_used("precision.keep_fp32", plan.keep_fp32, sorted_names, world, device)
     require_used("optimizer.groups", groups, sorted_names, world, device)
-    return keeping_marked(model_parts, plan, world, device)
+    return keep_marked_in_fp32(model_parts, plan, world, device)
 
 
 def move_rest(

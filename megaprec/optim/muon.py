@@ -152,7 +152,7 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     return rule.names[:1] if by_muon else rule.names[1:]
 
 
-def least_moments(rule: UpdateRule) -> int:
+def min_moments(rule: UpdateRule) -> int:
     """Return the smallest number of moments that a rule keeps of a parameter."""
     # Muon's own matrices have its momentum alone
     return 1 if isinstance(rule, Muon) else len(rule.names)

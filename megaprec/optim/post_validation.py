@@ -48,7 +48,7 @@ class _Guessed:
 
 
 @dataclass(frozen=True)
-class Settled:
+class SettledStep:
     """A step whose outcome is known. stands: True if the guess was right; else weights and scale
     have changed again."""
 
@@ -56,7 +56,7 @@ class Settled:
     stands: bool
 
 
-def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[str]:
+def post_validation_conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[str]:
     """Yield a line for each setting of precision that is incompatible with post-validation."""
     after = 'optimizer.validation = "after" finds a bad step when the next one has begun'
     if on_nonfinite == "raise":
@@ -94,7 +94,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
                 "lr: an LR scheduler may move on before a step is settled; give each `take` "
                 "its rate"
             )
-        problems = list(conflicts(self.plan.on_nonfinite, self.plan.fp8))
+        problems = list(post_validation_conflicts(self.plan.on_nonfinite, self.plan.fp8))
         if problems:
             raise UserError(*problems)
         self._guessed: _Guessed | None = None
@@ -158,7 +158,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         return None
 
     @torch.no_grad()
-    def settle(self) -> Settled | None:
+    def settle(self) -> SettledStep | None:
         """Run the second half of a step, if one is not settled; otherwise return None.
 
         It may wait for the first halves of other ranks. Raises RuntimeError as `step` does, with
@@ -176,9 +176,9 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             self._memory.forget_gradients()
             for observer in self.observers:
                 observer.outcome(report)
-            return Settled(report, stands=True)
+            return SettledStep(report, stands=True)
         self._go_back(guessed)
-        return Settled(self._conclude(guessed.numbers), stands=False)
+        return SettledStep(self._conclude(guessed.numbers), stands=False)
 
     def num_copied_bytes(self) -> int:
         """Return the memory of the copies on this rank, in bytes; it is kept from the first guess

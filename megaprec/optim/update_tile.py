@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.layout import Part
-from megaprec.comm.random import bits, key, places
+from megaprec.comm.random import bits, key, logical_indices
 from megaprec.precision.rounding import join, split, stochastic
 
 
@@ -53,7 +53,9 @@ class Draw:
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
         for span in self.spans:
             part = span.part
-            index = places(part, span.start, span.start + span.last - span.first, self.device)
+            index = logical_indices(
+                part, span.start, span.start + span.last - span.first, self.device
+            )
             stream = key(self.seed, "rounding", name, part.name)
             # the step is above bit 40, so no element of one step has the number of another step
             step = steps.long() << 40

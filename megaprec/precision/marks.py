@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.precision.nested import mapped, tensors
+from megaprec.precision.nested import map_tensors, tensors
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
@@ -120,10 +120,10 @@ def compute_in_fp32(
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal output_dtype
         output_dtype = out(_first_floating_dtype((args, kwargs)))
-        return mapped((args, kwargs), lambda x: x.to(wide) if x.is_floating_point() else x)
+        return map_tensors((args, kwargs), lambda x: x.to(wide) if x.is_floating_point() else x)
 
     def narrow(_: nn.Module, __: Any, outputs: Any) -> Any:
-        return mapped(outputs, lambda x: x.to(output_dtype) if x.dtype == wide else x)
+        return map_tensors(outputs, lambda x: x.to(output_dtype) if x.dtype == wide else x)
 
     module.register_forward_pre_hook(widen, with_kwargs=True)
     module.register_forward_hook(narrow)
@@ -149,7 +149,7 @@ def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
     return parameters
 
 
-def keeping_marked(
+def keep_marked_in_fp32(
     parts: Sequence[nn.Module],
     plan: PrecisionPlan,
     world: Axis,
@@ -176,6 +176,6 @@ def keeping_marked(
     # As a rule nothing is marked: one number costs less than an exchange of names.
     if not world.max_(torch.tensor(float(len(local_names)), device=device)):
         return plan, ()
-    names = tuple(sorted(everyones(dict.fromkeys(sorted(local_names)), world, device)))
+    names = tuple(sorted(gather_entries(dict.fromkeys(sorted(local_names)), world, device)))
     patterns = (*plan.keep_fp32, *map(escape, names))  # names are meant literally
     return replace(plan, keep_fp32=patterns), names

@@ -22,9 +22,9 @@ from megaprec.precision.marks import compute_in_fp32, marked_parts, note_cast, r
 from megaprec.precision.marks import mark_fp32 as mark_fp32
 from megaprec.precision.marks import module_has_fp32_attr as module_has_fp32_attr
 from megaprec.precision.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
-from megaprec.precision.nested import mapped
+from megaprec.precision.nested import map_tensors
 from megaprec.precision.parallel_modes import Group, ParallelMode, axes_of, known_group
-from megaprec.precision.patterns import matched, unmatched
+from megaprec.precision.patterns import match_patterns, unmatched_problems
 from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan, dtype_name
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -91,12 +91,12 @@ class NaiveAMPModel(nn.Module):
         if self.training or self._first_eval:
             average_buffers(self.model, *self._axes)
             self._first_eval = False
-        args, kwargs = mapped(
+        args, kwargs = map_tensors(
             (args, kwargs), lambda x: x.to(self.dtype) if x.dtype == torch.float32 else x
         )
         outputs = self.model(*args, **kwargs)
         if self.output_to_fp32:
-            return mapped(outputs, lambda x: x.float() if x.dtype in HALVES else x)
+            return map_tensors(outputs, lambda x: x.float() if x.dtype in HALVES else x)
         return outputs
 
     def train(self, mode: bool = True) -> Self:
@@ -134,8 +134,8 @@ class PlannedModel(nn.Module):
                 "parallel.parallelize, or leave fp8 out of the plan"
             )
         names = [name for name, _ in model.named_parameters()]
-        matches = matched(plan.keep_fp32, names)
-        if unused := list(unmatched("keep_fp32", plan.keep_fp32, matches, names)):
+        matches = match_patterns(plan.keep_fp32, names)
+        if unused := list(unmatched_problems("keep_fp32", plan.keep_fp32, matches, names)):
             raise UserError(*unused)
         self.model = model
         self.plan = plan
@@ -272,4 +272,4 @@ def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with its floating-point tensors, at any depth, cast to `dtype`."""
-    return mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)

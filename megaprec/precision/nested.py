@@ -23,14 +23,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return `value` with `change` applied to each tensor in it; no container of `value` is
     modified."""
     if isinstance(value, Tensor):
         return change(value)
     changes: dict[Any, Any] = {}
     for key, item in _items(value).items():
-        new_item = mapped(item, change)
+        new_item = map_tensors(item, change)
         if new_item is not item:
             changes[key] = new_item
     return _replace_items(value, changes) if changes else value

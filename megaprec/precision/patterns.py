@@ -7,19 +7,19 @@ from fnmatch import fnmatchcase
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.errors import UserError, did_you_mean
 
 NORMS = ("*norm.weight", "*norm.bias")
 """Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
 
 
-def matched(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
+def match_patterns(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
     """Return, for each pattern, True if it matches at least one of the names."""
     return [any(fnmatchcase(name, pattern) for name in names) for pattern in patterns]
 
 
-def unmatched(
+def unmatched_problems(
     key: str,
     patterns: Sequence[str],
     matches: Sequence[bool],
@@ -57,8 +57,10 @@ def require_used(
     """
     if not patterns:
         return
-    local_matches = torch.tensor(matched(patterns, names), dtype=torch.float32, device=device)
+    local_matches = torch.tensor(
+        match_patterns(patterns, names), dtype=torch.float32, device=device
+    )
     matches = world.max_(local_matches).tolist()
-    if any(unmatched(key, patterns, matches, [])):
-        all_names = list(everyones(dict.fromkeys(names), world, device))
-        raise UserError(*unmatched(key, patterns, matches, all_names))
+    if any(unmatched_problems(key, patterns, matches, [])):
+        all_names = list(gather_entries(dict.fromkeys(names), world, device))
+        raise UserError(*unmatched_problems(key, patterns, matches, all_names))

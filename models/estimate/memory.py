@@ -27,9 +27,15 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import EngineOptions
-from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
-from models.mtp import Ahead, look_ahead
-from models.packing import WHOLE, Packing
+from models.estimate.storage import (
+    Device,
+    LiveMemory,
+    SimulatedAxis,
+    simulated_experts,
+    without_storage,
+)
+from models.mtp import FutureTokens, future_tokens
+from models.packing import UNPACKED, Packing
 from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -40,7 +46,7 @@ FEW = (2, 8, 32)  # layers of the smaller of two stages from which a deeper one 
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationBytes:
     """Bytes of one micro-batch on one rank.
 
     activations: kept from the forward to the backward, or to its first half.
@@ -89,7 +95,7 @@ def kept_bytes(
     tp: int = 1,
     device: Device = "cpu",
     cp: int = 1,
-) -> list[Kept]:
+) -> list[ActivationBytes]:
     """Return the bytes that each stage keeps on each of `tp` x `cp` ranks; arguments as for
     `StageMemory`."""
     memory = StageMemory(config, plan, options, tp=tp, cp=cp, device=device)
@@ -120,11 +126,11 @@ class StageMemory:
     device: Device = "cpu"
     halves: bool = True
     packed: bool = False
-    _measured: dict[tuple[object, ...], Kept] = field(
+    _measured: dict[tuple[object, ...], ActivationBytes] = field(
         default_factory=dict, repr=False, compare=False
     )
 
-    def kept(self, cut: Cut) -> Kept:
+    def kept(self, cut: Cut) -> ActivationBytes:
         """Return what a stage keeps.
 
         If its layers are equal, that is what a stage of few of them keeps, and as much more for
@@ -153,7 +159,7 @@ class StageMemory:
             kinds.append((position < recomputed, config.window, config.experts, named and layer))
         return tuple(kinds)
 
-    def _run(self, cut: Cut) -> Kept:
+    def _run(self, cut: Cut) -> ActivationBytes:
         """Return what a stage keeps, by running it; the result of an equal stage if one was run
         before."""
         key = (cut.first, cut.last, self._layer_kinds(cut))
@@ -180,7 +186,7 @@ class StageMemory:
             options.sequence,
             recompute=options.recompute,
             fp8=FP8State(recipe, self.config.layers, tp, device=device),
-            experts=lone_experts(self.tp, options.expert, options.expert_tensor),
+            experts=simulated_experts(self.tp, options.expert, options.expert_tensor),
             cp=SimulatedAxis("cp", 0, self.cp),
             ring=options.ring,
             leaves=options.leaves,
@@ -193,7 +199,7 @@ def by_name(plan: PrecisionPlan) -> bool:
     return bool(plan.keep_fp32 or (fp8 and (fp8.first_layers or fp8.last_layers or fp8.wide)))
 
 
-def _grows_steadily(fewer: Kept, one_more: Kept) -> bool:
+def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
     """Return True if peaks grow by as much with each further layer.
 
     A peak is the largest of several sums of which each grows with the number of layers at its own
@@ -205,14 +211,16 @@ def _grows_steadily(fewer: Kept, one_more: Kept) -> bool:
     return one_more.forward - fewer.forward == growth and (halves or not one_more.input)
 
 
-def _extrapolate(fewer: Kept, one_more: Kept, further: int) -> Kept:
+def _extrapolate(
+    fewer: ActivationBytes, one_more: ActivationBytes, further: int
+) -> ActivationBytes:
     """Return what a stage with `further` layers more than the first keeps. one_more: with one layer
     more."""
     values: dict[str, int] = {}
-    for part in fields(Kept):
+    for part in fields(ActivationBytes):
         least = getattr(fewer, part.name)
         values[part.name] = least + further * (getattr(one_more, part.name) - least)
-    return Kept(**values)
+    return ActivationBytes(**values)
 
 
 def message_bytes(
@@ -223,7 +231,7 @@ def message_bytes(
     return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-def _measure(stage: Stage, memory: StageMemory) -> Kept:
+def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
     """Return what `stage` keeps, by running its passes."""
     seq_length = memory.options.seq_length // memory.cp
     micro_batch = memory.options.micro_batch
@@ -236,14 +244,16 @@ def _measure(stage: Stage, memory: StageMemory) -> Kept:
     if memory.packed:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
-        packing = WHOLE
+        packing = UNPACKED
     # separate runs: a whole backward frees what the first half of a split one keeps
     whole = _passes(stage, seq_length, micro_batch, packing, split=False)
     split = _passes(stage, seq_length, micro_batch, packing, split=True) if memory.halves else whole
     return replace(split, backward=whole.backward, buffers=buffers)
 
 
-def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, split: bool) -> Kept:
+def _passes(
+    stage: Stage, seq_length: int, micro_batch: int, packing: Packing, split: bool
+) -> ActivationBytes:
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is
     then 0."""
     deferred = stage.context.deferred
@@ -267,8 +277,8 @@ def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, s
             work.popleft()()
     weight = live.peak - put_off
     if split:
-        return Kept(activations, put_off, forward, 0, backward, weight)
-    return Kept(activations, 0, forward, backward, 0, 0)
+        return ActivationBytes(activations, put_off, forward, 0, backward, weight)
+    return ActivationBytes(activations, 0, forward, backward, 0, 0)
 
 
 def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
@@ -296,11 +306,11 @@ def _output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tenso
     return stage.losses(output, torch.zeros(seq_length, micro_batch, dtype=torch.int64)).sum()
 
 
-def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> Ahead:
+def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
     """Return what modules of multi-token prediction read and predict of one micro-batch."""
     cp = stage.context.cp
     ids = torch.zeros(micro_batch, seq_length * cp.size, dtype=torch.int64)
-    ahead = look_ahead(
+    ahead = future_tokens(
         ids,
         ids,
         None,

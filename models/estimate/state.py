@@ -28,7 +28,13 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import build
 from models.estimate.memory import by_name
-from models.estimate.storage import Device, LiveMemory, SimulatedAxis, lone_experts, without_storage
+from models.estimate.storage import (
+    Device,
+    LiveMemory,
+    SimulatedAxis,
+    simulated_experts,
+    without_storage,
+)
 from models.stages import Cut, Stage
 from parallel.context import Context
 
@@ -138,7 +144,7 @@ def _build_stages(
 ) -> Iterable[Stage]:
     """Return the stages of a pipeline rank."""
     tp = SimulatedAxis("tp", 0, sharding.tp)
-    experts = lone_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
+    experts = simulated_experts(sharding.tp, sharding.expert, sharding.expert_tensor)
     fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
     context = Context(plan, tp, fp8=fp8, experts=experts)
     stages = build(

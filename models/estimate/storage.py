@@ -124,7 +124,7 @@ class SimulatedAxis(Axis):
         return lambda: tensor
 
 
-def lone_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
+def simulated_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
     """Return the axes of the first of the ranks that share experts; None if these lie as other
     feed-forwards do.
 

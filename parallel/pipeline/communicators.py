@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import pairings, split
+from megaprec.comm.groups import make_groups, pairings
 from parallel.pipeline.instructions import Channel, Message, MessageType
 
 
@@ -39,7 +39,7 @@ def communicators(
     for numbers in pairings((channel.source, channel.destination) for channel in channels):
         separate = [channels[number] for number in numbers]
         pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in separate]
-        group = split(torch.cat(pairs), dist.get_backend(axis.group))
+        group = make_groups(torch.cat(pairs), dist.get_backend(axis.group))
         for channel in separate:
             # this rank is in one of the pairs at most
             if axis.rank in (channel.source, channel.destination):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.everyones import everyones_texts
+from megaprec.comm.everyones import gather_texts
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.kinds import is_number, quoted
@@ -110,7 +110,7 @@ def require_alike(
         {name: repr(value) for name, value in everywhere.items()},
         {name: repr(value) for name, value in in_replica.items()},
     ]
-    texts = everyones_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
+    texts = gather_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
     # by name and replica; -1: all replicas
     seen: dict[tuple[str, int], str] = {}
     for replica, shared, inner in map(json.loads, texts):
@@ -155,7 +155,7 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
         return
     digests = {"inputs": _digest(inputs), "targets": _digest(targets)}
     local = json.dumps([optimizer.dp.rank, digests]).encode()
-    texts = everyones_texts(local, optimizer.world, optimizer.device)
+    texts = gather_texts(local, optimizer.world, optimizer.device)
     of_replica: dict[int, dict[str, str]] = {}
     for replica, of_rank in map(json.loads, texts):
         first = of_replica.setdefault(replica, of_rank)

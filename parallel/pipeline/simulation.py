@@ -51,7 +51,7 @@ class Mark(NamedTuple):
     note: str
 
 
-class Refused(UserError):
+class RefusedSchedule(UserError):
     """A schedule that cannot be run.
 
     spans: the instructions that would run before it deadlocks.
@@ -327,7 +327,7 @@ class _Simulation:
         if not notes:
             return
         marks = {rank: Mark(self.next_index[rank], note) for rank, note in sorted(notes.items())}
-        raise Refused(
+        raise RefusedSchedule(
             "this schedule cannot finish", schedule=self.schedule, spans=self.spans, marks=marks
         )
 

@@ -22,7 +22,7 @@ from parallel.pipeline.instructions import (
 )
 from parallel.pipeline.posting import moved
 from parallel.pipeline.schedules import Schedule, complete
-from parallel.pipeline.simulation import Mark, Refused, Span, sends_under_way, simulate
+from parallel.pipeline.simulation import Mark, RefusedSchedule, Span, sends_under_way, simulate
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
@@ -43,7 +43,7 @@ def check(schedule: Schedule) -> None:
     if faults:
         # reversed, so that the first fault of a rank is the one that is kept
         marks = {fault.rank: Mark(fault.index, fault.note) for fault in reversed(faults)}
-        raise Refused(
+        raise RefusedSchedule(
             *(f"rank {fault.rank}: {fault.note}" for fault in faults),
             schedule=schedule,
             spans=_spans_before(schedule, marks),
@@ -65,7 +65,7 @@ def _spans_before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Spa
         programs.append(program[: marks[rank].at] if rank in marks else program)
     try:
         return simulate(replace(schedule, programs=tuple(programs)))
-    except Refused as deadlock:
+    except RefusedSchedule as deadlock:
         return deadlock.spans
 
 

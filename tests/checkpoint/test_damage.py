@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import integrity, reader, shard_file
 from megaprec.checkpoint.atomic import checkpoints
-from megaprec.checkpoint.digests import file_digest, raw
+from megaprec.checkpoint.digests import file_digest, tensor_bytes
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load, save
@@ -158,7 +158,7 @@ def test_what_is_hashed_in_memory_is_what_is_in_the_file(tmp_path: Path) -> None
                 read.get_tensor(name).dtype == values.dtype
                 and read.get_tensor(name).shape == values.shape
             )
-            assert bytes(raw(read.get_tensor(name))) == bytes(raw(values))
+            assert bytes(tensor_bytes(read.get_tensor(name))) == bytes(tensor_bytes(values))
     tensors["flags"][1] = True
     assert write_shard(tmp_path / "x", tensors) != digest
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import everyones as module
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones, everyones_texts
+from megaprec.comm.everyones import gather_entries, gather_texts
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -26,10 +26,10 @@ def test_each_text_comes_once_in_the_order_of_the_last_rank_that_has_it(mesh: De
     for round_bytes in (7, 1 << 20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_ROUND", round_bytes)
-            assert everyones_texts(texts[world.rank], world, CPU) == [b"", b"one " * 9]
+            assert gather_texts(texts[world.rank], world, CPU) == [b"", b"one " * 9]
     values = [{"a": 1, "b": [0.1, None]}, {"a": 2, "ü": "\n"}, {"a": 1, "b": [0.1, None]}]
     # later ranks win
-    assert everyones(values[world.rank], world, CPU) == {
+    assert gather_entries(values[world.rank], world, CPU) == {
         "a": 1,
         "b": [0.1, None],
         "ü": "\n",
@@ -74,7 +74,7 @@ def test_what_travels_is_24_bytes_a_rank_and_each_different_text_once() -> None:
     whole: dict[str, Any] = {}
     for value in values:
         whole |= value
-    assert everyones(values[0], world, CPU) == whole
+    assert gather_entries(values[0], world, CPU) == whole
     assert world.moved == [24 * ranks, sum(map(len, texts))]
 
 
@@ -86,5 +86,5 @@ def test_no_message_is_taken_apart_byte_by_byte(monkeypatch: pytest.MonkeyPatch)
     )
     draw = random.Random(0)
     texts = tuple(draw.randbytes(draw.randrange(2000)) for _ in range(500))
-    assert everyones_texts(texts[0], Counted("world", 0, len(texts), texts=texts), CPU) == [*texts]
+    assert gather_texts(texts[0], Counted("world", 0, len(texts), texts=texts), CPU) == [*texts]
     assert max(sizes, default=0) <= 16

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import groups
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import pairings, split
+from megaprec.comm.groups import make_groups, pairings
 from tests.ranks import run_ranks
 
 
@@ -21,7 +21,7 @@ def members_of_splits(mesh: DeviceMesh, uneven: bool) -> list[list[int]]:
         dist.new_group([0, 1])
     found = []
     for rows in ([[0, 1], [2, 3]], [[1, 2]], [[0, 2], [3, 1]]):
-        group = split(torch.tensor(rows))
+        group = make_groups(torch.tensor(rows))
         ranks = (
             Axis("row", group.rank(), group.size(), group)
             .gather(torch.tensor([dist.get_rank()]))
@@ -57,7 +57,7 @@ def test_a_world_that_can_be_split_is_split_by_one_call_with_every_rank_in_a_row
     monkeypatch.setattr(dist, "split_group", split_group)
     dist.init_process_group("fake", rank=0, world_size=6)
     try:
-        split(torch.tensor([[4, 1], [2, 5]]))
+        make_groups(torch.tensor([[4, 1], [2, 5]]))
     finally:
         dist.destroy_process_group()
     assert calls == [[[4, 1], [2, 5], [0], [3]]]

@@ -13,7 +13,7 @@ from tools import cli
 from tools.bisect.sides import Side, must_be_equal, other_keys
 from tools.config.run_file import load_run
 from tools.prove.damage import turn_one_sign
-from tools.training.state_digests import OF_STEP
+from tools.training.state_digests import STEP_FIELDS
 
 ADDED_OTHERWISE = [
     "parallel.tensor=2",
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_was_changed_before_a_resume_is_named_and_not_the_step
     before["state"] = after["state"] = before["tensors"][kind][name] = after["tensors"][kind][
         name
     ] = "0" * 32
-    loaded = {key: value for key, value in before.items() if key not in OF_STEP} | {
+    loaded = {key: value for key, value in before.items() if key not in STEP_FIELDS} | {
         "loaded": "b/step_00000002"
     }
     (room / "b" / "digests.jsonl").write_text(

@@ -17,7 +17,7 @@ import pytest
 from tools.cli import main, parser_of_all
 from tools.commands import keys
 from tools.commands.completion import SHELLS, _bash_script, _completions, _fish_script
-from tools.commands.keys import described
+from tools.commands.keys import describe_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,7 +102,7 @@ def test_a_misspelt_command_is_answered_with_the_closest_one(
 def test_keys_are_listed_by_table_or_by_a_part_of_the_name(
     words: list[str], there: set[str], not_there: set[str]
 ) -> None:
-    listed = {line.split()[0] for line in described(words).splitlines() if line}
+    listed = {line.split()[0] for line in describe_keys(words).splitlines() if line}
     assert there <= listed
     assert not not_there & listed
 
@@ -119,8 +119,8 @@ def test_a_word_that_no_key_has_is_refused_with_the_closest_key(
 
 @pytest.mark.parametrize("width", [60, 80, 110])
 def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> None:
-    wrapped = described(width=width)
-    whole = described()
+    wrapped = describe_keys(width=width)
+    whole = describe_keys()
     assert max(map(len, wrapped.splitlines())) <= width
     keys = [line.split()[0] for line in whole.splitlines() if "." in line.partition(" ")[0]]
     assert [

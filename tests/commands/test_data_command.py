@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data.files import alone
+from megaprec.data.files import exclusive_lock
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
 from tools.commands.data import add_parser
@@ -102,7 +102,7 @@ def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
 ) -> None:
     words = ("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
     with ThreadPoolExecutor(1) as other:
-        with alone(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
+        with exclusive_lock(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
             waiting = other.submit(command, *words)
             said = ""
             deadline = time.monotonic() + 600

@@ -19,7 +19,7 @@ from models.kv_cache import CachedStage
 from tests import oracle
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
-from tools.text.generation import Generation, harmless
+from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import load_model
 from tools.text.sampling import Sampling
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_stands_alone_and_can_be_moved(
 def test_control_characters_do_not_reach_a_terminal(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert harmless("a\tü\n\x1b[2J\x07") == "a\tü\n\ufffd[2J\ufffd"
+    assert escape_control_characters("a\tü\n\x1b[2J\x07") == "a\tü\n\ufffd[2J\ufffd"
     monkeypatch.setattr("tools.commands.generate.Generation.__iter__", lambda _: iter("\x1b[2J"))
     assert generate(prompt="x") == "x\x1b[2J\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -18,8 +18,8 @@ from models.presets import preset
 from models.stages import Stage
 from parallel.context import Context
 from tools.cli import main
-from tools.commands.precision import understand
-from tools.config.precision_advice import RULES, Scene, advice
+from tools.commands.precision import read_precision
+from tools.config.precision_advice import RULES, PlanInRun, advice
 from tools.config.precision_modules import rows
 from tools.convert.core.rules import logical_shapes
 
@@ -162,13 +162,13 @@ def pasted(tmp_path: Path) -> Any:
 def test_a_pasted_configuration_is_understood(
     text: str, fields: dict[str, Any], settings: Any, pasted: Any
 ) -> None:
-    found = understand(pasted(text, "file.txt"))
+    found = read_precision(pasted(text, "file.txt"))
     assert {name: getattr(found.plan, name) for name in fields} == fields
     assert {key: found.settings[key].value for key in settings} == settings
 
 
 def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
-    found = understand(pasted(INTERNEVO))
+    found = read_precision(pasted(INTERNEVO))
     assert "model.heads" not in found.settings
     assert any(
         "num_attention_heads of model: `NUM_ATTENTION_HEAD` is not defined" in note
@@ -176,7 +176,7 @@ def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
     )
     assert any(
         "NxD leaves ZeRO-1 off" in n
-        for n in understand(pasted('x = {"use_master_weights": False}')).notes
+        for n in read_precision(pasted('x = {"use_master_weights": False}')).notes
     )
 
 
@@ -252,8 +252,8 @@ def test_translate_prints_toml_that_reads_back_and_says_what_is_lost(
     assert (
         "clip_grad = 1" in out and "# not said: masters_in_checkpoint = yes; it has no" not in out
     )
-    found = understand(pasted(NXD))
-    again = understand(pasted(out, "nemo.toml"))
+    found = read_precision(pasted(NXD))
+    again = read_precision(pasted(out, "nemo.toml"))
     assert again.plan == replace(found.plan, masters_in_checkpoint=True)
 
 
@@ -264,8 +264,8 @@ def test_native_says_all_of_a_plan(
     path = pasted(text)
     assert main(["precision", "translate", str(path), "--to", "native"]) == 0
     out = capsys.readouterr().out
-    found = understand(path)
-    again = understand(pasted(out, "native.toml"))
+    found = read_precision(path)
+    again = read_precision(pasted(out, "native.toml"))
     assert again.plan == found.plan
     assert {k: v.value for k, v in again.settings.items()} == {
         k: v.value for k, v in found.settings.items()
@@ -338,22 +338,22 @@ def test_split_masters_take_two_bytes() -> None:
 
 NONE = LossScaling()
 UNWISE = {
-    "_unscaled_fp16": Scene(plan("fp16", NONE)),
-    "_constant_scale": Scene(plan("fp16", LossScaling("constant", 8.0))),
-    "_high_first_scale": Scene(plan("fp16")),
-    "_narrow_sums": Scene(plan("bf16", gradients="bf16"), microbatches=9),
-    "_narrow_reduction": Scene(plan("bf16", reduce="bf16"), replicas=9),
-    "_no_masters": Scene(plan("bf16", masters="none")),
-    "_idle_stochastic_rounding": Scene(plan("bf16", rounding="stochastic")),
-    "_narrow_moments": Scene(plan("bf16", moments="bf16")),
-    "_masters_not_saved": Scene(plan("bf16", masters_in_checkpoint=False)),
-    "_narrow_buffers": Scene(plan("bf16", buffers=BF16)),
-    "_wide_pipeline": Scene(plan("bf16", pipeline=FP32)),
-    "_narrow_pipeline": Scene(plan("fp32", pipeline=BF16)),
-    "_idle_tf32": Scene(plan("bf16", tf32=True)),
-    "_ignored_overflow": Scene(plan("bf16", on_nonfinite="ignore")),
-    "_short_history": Scene(plan("bf16", fp8=FP8Recipe(amax_algo="most_recent"))),
-    "_uncast_inputs": Scene(plan("bf16", cast_inputs="none")),
+    "_unscaled_fp16": PlanInRun(plan("fp16", NONE)),
+    "_constant_scale": PlanInRun(plan("fp16", LossScaling("constant", 8.0))),
+    "_high_first_scale": PlanInRun(plan("fp16")),
+    "_narrow_sums": PlanInRun(plan("bf16", gradients="bf16"), microbatches=9),
+    "_narrow_reduction": PlanInRun(plan("bf16", reduce="bf16"), replicas=9),
+    "_no_masters": PlanInRun(plan("bf16", masters="none")),
+    "_idle_stochastic_rounding": PlanInRun(plan("bf16", rounding="stochastic")),
+    "_narrow_moments": PlanInRun(plan("bf16", moments="bf16")),
+    "_masters_not_saved": PlanInRun(plan("bf16", masters_in_checkpoint=False)),
+    "_narrow_buffers": PlanInRun(plan("bf16", buffers=BF16)),
+    "_wide_pipeline": PlanInRun(plan("bf16", pipeline=FP32)),
+    "_narrow_pipeline": PlanInRun(plan("fp32", pipeline=BF16)),
+    "_idle_tf32": PlanInRun(plan("bf16", tf32=True)),
+    "_ignored_overflow": PlanInRun(plan("bf16", on_nonfinite="ignore")),
+    "_short_history": PlanInRun(plan("bf16", fp8=FP8Recipe(amax_algo="most_recent"))),
+    "_uncast_inputs": PlanInRun(plan("bf16", cast_inputs="none")),
 }
 
 
@@ -367,5 +367,5 @@ def test_every_rule_warns_of_what_is_unwise_and_of_nothing_else() -> None:
         plan("fp64"),
         plan("fp16", LossScaling("dynamic", 65536.0)),
     ):
-        assert advice(Scene(wise, microbatches=64, replicas=64)) == []
-    assert advice(Scene(plan("bf16", gradients="bf16"), microbatches=8, replicas=8)) == []
+        assert advice(PlanInRun(wise, microbatches=64, replicas=64)) == []
+    assert advice(PlanInRun(plan("bf16", gradients="bf16"), microbatches=8, replicas=8)) == []

@@ -13,7 +13,7 @@ import pytest
 
 from tests.runs import write_run
 from tools.console.streams import guard_streams, spare_output
-from tools.training.endings import reported
+from tools.training.endings import as_user_error
 
 ROOT = Path(__file__).parents[2]
 FULL = "standard output: No space left on device (ENOSPC): free some room there"
@@ -81,7 +81,7 @@ def test_output_that_is_lost_ends_a_command_with_an_error_that_names_it(
         try:
             print("lost", flush=True)
         except OSError as error:
-            tell(reported(error))
+            tell(as_user_error(error))
         sys.stdout.flush()  # as Python does at the end
 
     assert said(program, full, buffered=buffered) == f"{FULL}\n"

@@ -14,9 +14,9 @@ from megaprec.errors import UserError
 from tests.other_systems import FOR_MEGATRON, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
-from tools.convert.megatron.keys import ONLY, READ
+from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
 from tools.convert.megatron.kinds import COUNT, KINDS, NUMBER, SIZE, SWITCH, WORD
-from tools.convert.megatron.layout import model_of
+from tools.convert.megatron.layout import model_of_args
 
 # numbers or lists: read by rules
 FORMS = {
@@ -60,18 +60,18 @@ def edited(folder: Path, to: Path, rank: str, change: Callable[[dict[str, Any]],
 
 
 def test_every_argument_that_is_read_has_a_kind() -> None:
-    assert not {*READ.split()} - KINDS.keys() - FORMS - ONLY.keys()
-    assert not KINDS.keys() & ONLY.keys() and not FORMS & KINDS.keys()
+    assert not {*READ_ARGUMENTS.split()} - KINDS.keys() - FORMS - ALLOWED_VALUES.keys()
+    assert not KINDS.keys() & ALLOWED_VALUES.keys() and not FORMS & KINDS.keys()
 
 
 def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
     args = vars(torch.load(file_of(written, "00_000"), weights_only=False)["args"])
-    model_of(args, None)
+    model_of_args(args, None)
     for key, kind in KINDS.items():
         for value in ODD[kind]:
             with pytest.raises(UserError, match=rf"Megatron's {key} = .* is not {kind}"):
-                model_of({**args, key: value}, None)
-    model_of(
+                model_of_args({**args, key: value}, None)
+    model_of_args(
         {**args, "moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.01]}, None
     )
 
@@ -82,7 +82,7 @@ def test_windows_are_said_of_every_layer_and_no_other(skip: list[int], written: 
     with pytest.raises(
         UserError, match=r"window_attn_skip_freq = .* has not a value for each of 4 layers"
     ):
-        model_of({**args, "window_size": (4, 0), "window_attn_skip_freq": skip}, None)
+        model_of_args({**args, "window_size": (4, 0), "window_attn_skip_freq": skip}, None)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import head_sizes, matches
-from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES, ONLY, READ
-from tools.convert.megatron.layout import model_of
+from tools.convert.megatron.keys import ALIASES, ALLOWED_VALUES, FREE, FREE_PREFIXES, READ_ARGUMENTS
+from tools.convert.megatron.layout import model_of_args
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core
 PRELOADED = MEGATRON
@@ -245,7 +245,7 @@ def arguments() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_field_and_argument_is_accounted_for() -> None:
-    known = {*ONLY, *READ.split(), *ALIASES, *FREE}
+    known = {*ALLOWED_VALUES, *READ_ARGUMENTS.split(), *ALIASES, *FREE}
     names = [*config_fields(), *arguments()]
     assert len(names) > 250
     assert not [name for name in names if name not in known and not name.startswith(FREE_PREFIXES)]
@@ -343,7 +343,7 @@ def judge(kind: str, change: dict[str, Any]) -> str:
     }
     said |= config | model | yarn | unused
     try:
-        ours = model_of(said, None)
+        ours = model_of_args(said, None)
     except UserError as error:
         names = {*change, *(ALIASES.get(name, name) for name in change)}
         if any(name in str(error) for name in names):

@@ -37,7 +37,7 @@ from tests.other_systems import (
 from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, model_of
+from tools.convert.megatron.layout import args_of, model_of_args
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -258,9 +258,9 @@ def test_modules_that_are_none_of_ours_are_refused_by_name(
         family="llama", layers=4, hidden=16, heads=2, vocab=64, max_positions=16, mtp_layers=MODULES
     )
     args = args_of(model, 128, 1, 1, False, torch.float32)
-    assert model_of(args, 64).mtp_layers == MODULES
+    assert model_of_args(args, 64).mtp_layers == MODULES
     with pytest.raises(UserError) as refused:
-        model_of(args | changes, 64)
+        model_of_args(args | changes, 64)
     assert says in str(refused.value)
 
 

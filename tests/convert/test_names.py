@@ -33,8 +33,8 @@ from tools.convert.core.transforms import (
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.folder import open_hf
-from tools.convert.hf.write_config import model_type, to_hugging_face
-from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of, part_shape
+from tools.convert.hf.write_config import config_of, model_type
+from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of_args, part_shape
 
 SIZES = st.builds(
     lambda kv, groups, half, turned: Heads(kv * groups, kv, 2 * half, min(2 * turned, 2 * half)),
@@ -116,13 +116,13 @@ def test_the_logical_shapes_are_those_of_the_model(kind: str) -> None:
 def test_a_configuration_survives_the_way_to_ours_and_back(kind: str) -> None:
     model = from_hugging_face(CONFIGS[kind])
     assert model_type(model) == CONFIGS[kind]["model_type"]
-    assert from_hugging_face(to_hugging_face(model, "float32")) == model
+    assert from_hugging_face(config_of(model, "float32")) == model
 
 
 @pytest.mark.parametrize("kind", sorted(IN_MEGATRON))
 def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
     model = from_hugging_face(megatrons(kind))
-    again = model_of(args_of(model, 256, 2, 1, True, torch.float32), None)
+    again = model_of_args(args_of(model, 256, 2, 1, True, torch.float32), None)
     ours = model.model_dump()
     theirs = again.model_dump()
     differs = {key for key in ours if ours[key] != theirs[key]}

@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_modules
-from tools.convert.hf.write_config import model_type, omitted_settings, to_hugging_face
+from tools.convert.hf.write_config import config_of, model_type, omitted_settings
 from tools.convert.megatron.layout import args_of
 from tools.convert.megatron.layout import omitted_fields as unsaid_by_args
 
@@ -85,7 +85,7 @@ def test_a_model_that_no_family_says_is_refused_by_what_makes_it_so(
     changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        to_hugging_face(ModelConfig.model_validate(SIZES | changes), "float32")
+        config_of(ModelConfig.model_validate(SIZES | changes), "float32")
     (line,) = refused.value.problems
     assert said in line and len(line) < 250
 

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprec.data.document_tokens import Begun, DocumentTokens, document_tokens, with_begin
+from megaprec.data.document_tokens import (
+    DocumentTokens,
+    WithBeginTokens,
+    document_tokens,
+    with_begin,
+)
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.errors import UserError
 
@@ -29,7 +34,7 @@ def written(folder: Path, documents: list[list[int]]) -> IndexedDataset:
 def test_a_stream_with_begin_tokens_is_each_document_after_its_begin_token(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], data: st.DataObject
 ) -> None:
-    begun = Begun(written(tmp_path_factory.mktemp("begun"), documents), BEGIN)
+    begun = WithBeginTokens(written(tmp_path_factory.mktemp("begun"), documents), BEGIN)
     whole = [[BEGIN, *document] for document in documents]
     flat = [token for document in whole for token in document]
     numbers = [number for number, document in enumerate(whole) for _ in document]
@@ -54,7 +59,7 @@ def test_a_data_set_that_has_the_token_before_its_documents_is_taken_as_it_is(
     assert with_begin(there, BEGIN) is there
     ended = written(tmp_path, [[1, 2, 7], [3, 7]])
     assert with_begin(ended, 7) is ended, "the end of the document before is the begin token"
-    assert isinstance(with_begin(ended, BEGIN), Begun)
+    assert isinstance(with_begin(ended, BEGIN), WithBeginTokens)
     with pytest.raises(UserError, match=r"some documents begin with token 1, .*data.begin"):
         with_begin(ended, 1)
 
@@ -62,7 +67,7 @@ def test_a_data_set_that_has_the_token_before_its_documents_is_taken_as_it_is(
 def test_what_stands_before_documents_is_what_a_model_sees_there(tmp_path: Path) -> None:
     ended = written(tmp_path, [[1, 2, 7], [3, 7]])
     assert document_tokens(ended, BEGIN, 7) == DocumentTokens(7, 7)
-    assert document_tokens(Begun(ended, BEGIN), BEGIN, 7) == DocumentTokens(BEGIN, 7)
+    assert document_tokens(WithBeginTokens(ended, BEGIN), BEGIN, 7) == DocumentTokens(BEGIN, 7)
     assert document_tokens(ended, None, 9) == DocumentTokens(None, None), (
         "no document ends with the token"
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megaprec.data import index_check, intact
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.index_check import Index, known_check
 from megaprec.data.indexed import HEADER, IndexedDataset, IndexedWriter
 from megaprec.data.intact import contents_of
@@ -62,7 +62,7 @@ def test_a_large_index_is_checked_once_and_again_when_it_or_its_tokens_change(
     assert len(checks) == 1
     IndexedDataset(prefix, again=True)
     assert len(checks) == 2
-    idx = beside(prefix, ".idx")
+    idx = with_suffix(prefix, ".idx")
     os.utime(idx, ns=(0, idx.stat().st_mtime_ns + 1))
     IndexedDataset(prefix)
     assert len(checks) == 3
@@ -70,7 +70,7 @@ def test_a_large_index_is_checked_once_and_again_when_it_or_its_tokens_change(
     for _ in range(2):
         assert IndexedDataset(prefix).num_documents == 501
     assert len(checks) == 4
-    beside(prefix, ".checked").write_text("{}")
+    with_suffix(prefix, ".checked").write_text("{}")
     IndexedDataset(prefix)
     assert len(checks) == 5
 
@@ -80,7 +80,7 @@ def test_a_file_that_has_just_changed_is_not_recorded(
 ) -> None:
     monkeypatch.setattr(index_check, "SETTLED", 10**12)
     IndexedDataset(prefix := made(tmp_path))
-    assert not beside(prefix, ".checked").exists()
+    assert not with_suffix(prefix, ".checked").exists()
 
 
 def test_a_folder_that_may_not_be_written_to_costs_a_check_at_each_opening(
@@ -107,11 +107,13 @@ def test_the_range_of_ids_in_the_record_counts_for_blocks_that_are_not_read(
     assert (contents.low, contents.high) == (0, 6)
     record = {"bin_sha256": "", "idx_sha256": contents.idx_sha256}
     for ids, expected in (([3, 999], (0, 999)), ([0, 4], (0, 6)), (None, (0, 6))):
-        beside(prefix, ".json").write_text(json.dumps({**record, "ids": ids} if ids else record))
+        with_suffix(prefix, ".json").write_text(
+            json.dumps({**record, "ids": ids} if ids else record)
+        )
         contents = contents_of(IndexedDataset(prefix))
         assert (contents.low, contents.high) == expected
     for wrong in ("ab", [1], ["a", 2], 7):
-        beside(prefix, ".json").write_text(json.dumps({**record, "ids": wrong}))
+        with_suffix(prefix, ".json").write_text(json.dumps({**record, "ids": wrong}))
         with pytest.raises(UserError, match=r"set\.json is damaged"):
             contents_of(IndexedDataset(prefix))
 
@@ -144,8 +146,11 @@ def test_damage_at_the_ends_is_caught_at_every_opening(
 ) -> None:
     prefix = made(tmp_path)
     IndexedDataset(prefix)
-    overwrite(beside(prefix, ".idx"), at(500), content)
-    assert known_check(beside(prefix, ".idx"), beside(prefix, ".bin").stat().st_size) is not None
+    overwrite(with_suffix(prefix, ".idx"), at(500), content)
+    assert (
+        known_check(with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin").stat().st_size)
+        is not None
+    )
     with pytest.raises(UserError, match="corrupt index"):
         IndexedDataset(prefix)
 
@@ -156,7 +161,7 @@ def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_di
     prefix = made(tmp_path)
     IndexedDataset(prefix)
     before = contents_of(IndexedDataset(prefix))
-    overwrite(beside(prefix, ".idx"), pointers(500) + 8 * 250, b"\xff")
+    overwrite(with_suffix(prefix, ".idx"), pointers(500) + 8 * 250, b"\xff")
     caught = 0
     for _ in range(100):
         try:
@@ -174,7 +179,7 @@ def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_di
 def test_a_bin_of_another_size_is_refused(tmp_path: Path) -> None:
     prefix = made(tmp_path)
     IndexedDataset(prefix)
-    with beside(prefix, ".bin").open("ab") as file:
+    with with_suffix(prefix, ".bin").open("ab") as file:
         file.write(b"\0\0")
     with pytest.raises(UserError, match=r"describes \d+ bytes of tokens where set.bin has"):
         IndexedDataset(prefix)

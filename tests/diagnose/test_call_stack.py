@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.diagnose.call_stack import Call, calls_of, main_calls, main_stack, summary
+from megaprec.diagnose.call_stack import Call, calls_of, main_calls, main_stack, summarize_calls
 
 ROOT = Path(__file__).parents[2]
 FRAMES = {"_current_frames", "_current_exceptions", "f_back"}
@@ -62,8 +62,11 @@ def test_paths_that_are_not_ascii_are_read_as_they_are() -> None:
 
 def test_a_transfer_that_the_users_own_code_makes_is_a_wait() -> None:
     calls = [Call("torch/distributed/distributed_c10d.py", 1, "barrier"), Call("mine.py", 7, "f")]
-    assert summary(calls) == (True, ["mine.py:7 f"])
-    assert summary([Call("mine.py", 7, "f"), *calls]) == (False, ["mine.py:7 f", "mine.py:7 f"])
+    assert summarize_calls(calls) == (True, ["mine.py:7 f"])
+    assert summarize_calls([Call("mine.py", 7, "f"), *calls]) == (
+        False,
+        ["mine.py:7 f", "mine.py:7 f"],
+    )
 
 
 def test_no_watcher_walks_the_frames_of_a_running_thread() -> None:

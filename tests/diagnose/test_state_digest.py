@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import load, save
-from megaprec.diagnose.state_digest import Digests, StateDigest, folded
+from megaprec.diagnose.state_digest import Digests, StateDigest, fold_digests
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tests.layouts import LAYOUTS, Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
@@ -129,4 +129,4 @@ def test_what_changes_is_named_and_nothing_else(what: str) -> None:
         if before[kind][name] != after[kind][name]
     ]
     assert sorted(apart) == sorted(changed)
-    assert folded(before) != folded(after)
+    assert fold_digests(before) != fold_digests(after)

@@ -15,8 +15,8 @@ import torch
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 from tests.runs import steps, train_on, write_run
-from tools.commands.precision import Understood, understand
-from tools.config.native_keys import native
+from tools.commands.precision import PrecisionOfFile, read_precision
+from tools.config.native_keys import native_keys_of
 from tools.console.toml import toml
 
 BF16 = torch.bfloat16
@@ -198,10 +198,10 @@ SNIPPETS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def read(name: str, folder: Path) -> Understood:
+def read(name: str, folder: Path) -> PrecisionOfFile:
     path = folder / "snippet.py"
     path.write_text(SNIPPETS[name][0])
-    return understand(path, pick=SNIPPETS[name][1])
+    return read_precision(path, pick=SNIPPETS[name][1])
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -216,7 +216,7 @@ def trained(name: str, folder: Path, tensor: int, pipeline: int) -> list[dict[st
     be applied."""
     found = read(name, folder)
     scaling = replace(found.plan.scaling, initial=min(found.plan.scaling.initial, 1024.0))
-    keys = native(replace(found.plan, scaling=scaling))
+    keys = native_keys_of(replace(found.plan, scaling=scaling))
     keys |= {
         key: entry.value
         for key, entry in found.settings.items()

@@ -11,7 +11,7 @@ from megaprec.dialects import nemo
 from megaprec.dialects.reading import Resolved
 from megaprec.dialects.translate import DIALECTS, differences, translate
 from megaprec.errors import UserError
-from tools.config.native_keys import native, plan_of
+from tools.config.native_keys import native_keys_of, plan_of
 from tools.config.precision_settings import FP8, Precision
 
 
@@ -252,7 +252,7 @@ def test_native_keys_say_all_of_any_plan(system: str, data: st.DataObject) -> No
     resolved = resolved_or_none(system, data.draw(CONFIGS[system]))
     if resolved is None:
         return
-    keys = native(resolved.plan)
+    keys = native_keys_of(resolved.plan)
     precision = {
         key.removeprefix("precision."): value
         for key, value in keys.items()

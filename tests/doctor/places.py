@@ -6,18 +6,18 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tools.doctor.place import Place
+from tools.doctor.place import RankContext
 
 HOSTS = ("alpha", "beta", "gamma", "delta")
 
 
-def place(folder: Path, layout: tuple[int, int, int] = (1, 1, 1)) -> Place:
+def place(folder: Path, layout: tuple[int, int, int] = (1, 1, 1)) -> RankContext:
     """This rank of the joined world, each on a host of its own; one rank on alpha if none is
     joined."""
     joined = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     store = _get_default_store() if joined else dist.HashStore()
-    made = Place(rank, size, 0, HOSTS[rank], store, layout, "cpu", folder, 0)
+    made = RankContext(rank, size, 0, HOSTS[rank], store, layout, "cpu", folder, 0)
     if rank == 0:
         made.tell("hosts", HOSTS[:size])
     return made

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tools.doctor import clocks, links, shared
 from tools.doctor.finding import OK, WRONG, Finding
 from tools.doctor.links import Pair
-from tools.doctor.place import Place
+from tools.doctor.place import RankContext
 
 
 def read_clocks(mesh: DeviceMesh, folder: Path, ahead: float) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def look(mesh: DeviceMesh, folder: Path, fault: str) -> dict[str, Any]:
     return shared.probe(here)
 
 
-def look_elsewhere(here: Place, fault: str) -> dict[str, Any]:
+def look_elsewhere(here: RankContext, fault: str) -> dict[str, Any]:
     """A host with another filesystem, empty or with the first content only."""
-    told = Place.told
+    told = RankContext.told
     other = here.folder / "other"
     other.mkdir()
     if fault == "stale":
@@ -74,7 +74,7 @@ def look_elsewhere(here: Place, fault: str) -> dict[str, Any]:
     with (
         patch.object(shared, "VISIBLE_SECONDS", 0.3),
         patch.object(
-            Place,
+            RankContext,
             "told",
             lambda p, key, seconds: str(other) if key == "shared/one" else told(p, key, seconds),
         ),

@@ -12,7 +12,7 @@ import pytest
 from tests.doctor.places import place
 from tools.doctor import questions
 from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding, ok, verdict
-from tools.doctor.place import Place, format_ranks
+from tools.doctor.place import RankContext, format_ranks
 from tools.doctor.questions import Check, conduct
 
 
@@ -25,7 +25,7 @@ def check(part: Any, together: bool = False, seconds: float = 600.0) -> Check:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankContext:
     """Rank 0 of two. The other one never answers unless a test answers for it."""
     monkeypatch.setattr(questions, "GRACE_SECONDS", 0.05)
     made = replace(place(tmp_path), size=2)
@@ -34,7 +34,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return made
 
 
-def test_a_rank_that_does_not_answer_is_named_and_nothing_waits_for_it(alone: Place) -> None:
+def test_a_rank_that_does_not_answer_is_named_and_nothing_waits_for_it(alone: RankContext) -> None:
     called: list[str] = []
     checks = [
         check(lambda p: 1, seconds=0.05),
@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_answer_is_named_and_nothing_waits_for_it(alone: Pl
     assert findings[0].remedy and verdict(findings) == WRONG
 
 
-def test_a_rank_that_is_still_at_work_is_named(alone: Place) -> None:
+def test_a_rank_that_is_still_at_work_is_named(alone: RankContext) -> None:
     alone.tell("0/1", {"host": "beta", "value": 2})
     over = Event()
     findings, _ = conduct([check(lambda p: over.wait(600), seconds=0.05)], alone)
@@ -56,7 +56,7 @@ def test_a_rank_that_is_still_at_work_is_named(alone: Place) -> None:
     assert [one.message for one in findings] == ["rank 0 on alpha did not answer within 0.05 s"]
 
 
-def test_a_rank_that_fails_is_named_with_its_reason(alone: Place) -> None:
+def test_a_rank_that_fails_is_named_with_its_reason(alone: RankContext) -> None:
     alone.tell("0/1", {"host": "beta", "error": "OSError: [Errno 5] Input/output error"})
     (finding,), _ = conduct([check(lambda p: 1)], alone)
     assert (
@@ -65,7 +65,7 @@ def test_a_rank_that_fails_is_named_with_its_reason(alone: Place) -> None:
     )
 
 
-def test_the_answers_of_all_ranks_are_judged_in_the_order_of_ranks(alone: Place) -> None:
+def test_the_answers_of_all_ranks_are_judged_in_the_order_of_ranks(alone: RankContext) -> None:
     alone.tell("0/1", {"host": "beta", "value": "second"})
     (finding,), whole = conduct([check(lambda p: "first")], alone)
     assert (finding.verdict, finding.message, whole) == (OK, "first,second", True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 
 PLUGIN = "plugin = HybridParallelPlugin(precision='bf16')\nbooster = Booster(plugin=plugin)\n"
 CONDITIONS = {
@@ -31,12 +31,13 @@ def write(folder: Path, condition: str) -> Path:
 def test_the_option_that_a_refusal_gives_answers_it(case: str, tmp_path: Path) -> None:
     path = write(tmp_path, CONDITIONS[case][0])
     with pytest.raises(UserError) as caught:
-        understand(path)
+        read_precision(path)
     options = re.findall(r"(--assume .*) or False says it", str(caught.value))
     assert options, caught.value
     word, item = shlex.split(options[0])
     assert (
-        word == "--assume" and str(understand(path, assume=[item]).plan.compute) == "torch.bfloat16"
+        word == "--assume"
+        and str(read_precision(path, assume=[item]).plan.compute) == "torch.bfloat16"
     )
 
 
@@ -44,7 +45,7 @@ def test_the_option_that_a_refusal_gives_answers_it(case: str, tmp_path: Path) -
 def test_a_value_that_decides_a_condition_may_be_assumed_instead(case: str, tmp_path: Path) -> None:
     condition, item = CONDITIONS[case]
     path = write(tmp_path, condition.replace("args.fp8 == 1 and ", ""))
-    assert str(understand(path, assume=[item]).plan.compute) == "torch.bfloat16"
+    assert str(read_precision(path, assume=[item]).plan.compute) == "torch.bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_no_option_is_given_for_what_cannot_be_assumed(head: str, tmp_path: Path
         text + "    HybridParallelPlugin(precision=precision)\n"
     )
     with pytest.raises(UserError) as caught:
-        understand(path)
+        read_precision(path)
     for option in re.findall(r"(--assume .*?)(?: or False says it| gives it)", str(caught.value)):
         name = shlex.split(option)[1].rpartition("=")[0]
         compile(name, "", "eval")
@@ -69,7 +70,7 @@ def test_an_unknown_size_of_a_layout_is_noted_and_left_to_the_run_file(tmp_path:
     (path := tmp_path / "train.py").write_text(
         "HybridParallelPlugin(tp_size=world(), pp_size=2, precision='bf16')\n"
     )
-    found = understand(path)
+    found = read_precision(path)
     assert (
         "parallel.tensor" not in found.settings and found.settings["parallel.pipeline"].value == 2
     )
@@ -93,9 +94,9 @@ def test_the_result_of_a_function_from_elsewhere_may_be_assumed(tmp_path: Path) 
         UserError,
         match="get_mixed_precision_config comes from training_utils: what it does is not known",
     ) as caught:
-        understand(path)
+        read_precision(path)
     option = re.findall(r"--assume '(.*?)=\.\.\.' gives it", str(caught.value))[0]
-    found = understand(
+    found = read_precision(
         path, assume=[option + "={'use_master_weights': True, 'use_fp32_grad_acc': False}"]
     )
     assert (str(found.plan.masters), str(found.plan.gradients)) == (

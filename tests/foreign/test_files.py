@@ -11,7 +11,7 @@ import pytest
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from tests.foreign.expected import TABLE, Expected
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 from tools.config.run_file import known_keys
 
 FOLDER = Path(__file__).parent / "files"
@@ -57,13 +57,15 @@ def test_of_the_lines_that_the_table_names_one_holds_what_is_refused(entry: Expe
 
 @pytest.mark.parametrize("entry", READ)
 def test_a_file_comes_to_the_plan_that_its_system_makes_of_it(entry: Expected) -> None:
-    plan = understand(FOLDER / entry.file).plan
+    plan = read_precision(FOLDER / entry.file).plan
     assert {name: getattr(plan, name) for name in entry.plan} == dict(entry.plan)
 
 
 @pytest.mark.parametrize("entry", READ)
 def test_a_file_decides_the_run_file_keys_that_its_system_reads_there(entry: Expected) -> None:
-    found = {key: given.value for key, given in understand(FOLDER / entry.file).settings.items()}
+    found = {
+        key: given.value for key, given in read_precision(FOLDER / entry.file).settings.items()
+    }
     assert {key: found.get(key) for key in entry.settings} == dict(entry.settings)
     more = {
         key: value for key, value in found.items() if key in USUAL and key not in entry.settings
@@ -73,18 +75,18 @@ def test_a_file_decides_the_run_file_keys_that_its_system_reads_there(entry: Exp
 
 @pytest.mark.parametrize("entry", entries([entry for entry in TABLE if entry.notes]))
 def test_what_is_read_but_not_used_is_named_in_a_note(entry: Expected) -> None:
-    notes = understand(FOLDER / entry.file).notes
+    notes = read_precision(FOLDER / entry.file).notes
     assert [word for word in entry.notes if not any(word in note for note in notes)] == []
 
 
 @pytest.mark.parametrize("entry", QUIET)
 def test_a_file_whose_every_word_of_precision_is_used_makes_no_noise(entry: Expected) -> None:
-    assert understand(FOLDER / entry.file).notes == ()
+    assert read_precision(FOLDER / entry.file).notes == ()
 
 
 @pytest.mark.parametrize("entry", entries([entry for entry in TABLE if entry.unsaid]))
 def test_a_note_says_nothing_of_what_has_no_bearing_on_precision(entry: Expected) -> None:
-    notes = understand(FOLDER / entry.file).notes
+    notes = read_precision(FOLDER / entry.file).notes
     assert [
         (word, note)
         for word in entry.unsaid
@@ -98,7 +100,7 @@ def test_a_file_that_leaves_something_open_is_refused_with_its_name_and_line(
     entry: Expected,
 ) -> None:
     with pytest.raises(UserError) as caught:
-        understand(FOLDER / entry.file)
+        read_precision(FOLDER / entry.file)
     said = str(caught.value)
     assert [word for word in entry.refused if word not in said] == []
     assert not entry.at or any(re.search(rf"\bline {number}\b", said) for number in entry.at), said

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 
 MODEL = "model: {megatron_amp_O2: true, tensor_model_parallel_size: 1}\n"
 FOUND = {
@@ -32,7 +32,7 @@ OPEN = {
 @pytest.mark.parametrize("case", FOUND)
 def test_a_value_named_by_another_is_that_value(case: str, tmp_path: Path) -> None:
     (path := tmp_path / "config.yaml").write_text(FOUND[case] + MODEL)
-    found = understand(path)
+    found = read_precision(path)
     assert str(found.plan.compute) == "torch.bfloat16" and not found.notes
 
 
@@ -42,4 +42,4 @@ def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -
     with pytest.raises(
         UserError, match=r"precision of trainer.precision: .*(interpolation|filled in)"
     ):
-        understand(path)
+        read_precision(path)

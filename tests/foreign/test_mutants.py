@@ -10,7 +10,7 @@ import pytest
 from megaprec.errors import UserError
 from tests.foreign.expected import TABLE
 from tests.foreign.mutants import MUTATIONS
-from tools.commands.precision import Understood, understand
+from tools.commands.precision import PrecisionOfFile, read_precision
 
 FOLDER = Path(__file__).parent / "files"
 OVERWRITTEN = (
@@ -23,14 +23,14 @@ PROOF = 300
 CAMPAIGN = 2000
 
 
-def read(path: Path) -> Understood | UserError:
+def read(path: Path) -> PrecisionOfFile | UserError:
     try:
-        return understand(path)
+        return read_precision(path)
     except UserError as error:
         return error
 
 
-def decided(found: Understood) -> tuple[object, dict[str, object]]:
+def decided(found: PrecisionOfFile) -> tuple[object, dict[str, object]]:
     return found.plan, {key: entry.value for key, entry in found.settings.items()}
 
 
@@ -44,7 +44,7 @@ def check(seed: int, folder: Path) -> str:
     rng = random.Random(seed)
     file = rng.choice(FILES)
     mutate = rng.choice(MUTATIONS)
-    before = understand(FOLDER / file)
+    before = read_precision(FOLDER / file)
     made = mutate(ast.parse((FOLDER / file).read_text()), rng)
     if made is None or any(
         "not handed on" in note for note in before.notes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 
 FILES = {
     "Colossal-AI's ZeRO of 0.1": (
@@ -50,7 +50,7 @@ def test_a_table_of_a_common_name_is_no_systems_without_a_key_of_its_own(
     name, text, said = FILES[case]
     (path := tmp_path / name).write_text(text)
     with pytest.raises(UserError) as caught:
-        understand(path)
+        read_precision(path)
     assert said in str(caught.value)
 
 
@@ -62,7 +62,7 @@ def test_a_misspelt_key_beside_nxds_own_table_is_refused_by_name(tmp_path: Path)
     with pytest.raises(
         UserError, match=r"optimizer_config.zero_one = true .*line 2.*: no such key"
     ):
-        understand(path)
+        read_precision(path)
 
 
 PARTS = {
@@ -88,5 +88,5 @@ def test_a_part_of_a_configuration_whose_dtype_is_elsewhere_is_refused_and_no_de
     text, missing = PARTS[case]
     (path := tmp_path / "config.py").write_text(text)
     with pytest.raises(UserError) as caught:
-        understand(path)
+        read_precision(path)
     assert f"{path}, line 1: " in str(caught.value) and missing in str(caught.value)

@@ -15,7 +15,7 @@ import torch
 from megaprec.errors import UserError
 from tests.foreign.expected import TABLE
 from tools.cli import main
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -53,7 +53,7 @@ def test_a_hostile_file_is_one_line_with_its_name_soon_and_runs_nothing(
     path.write_text(HOSTILE[name].replace("{mark}", str(mark)))
     began = time.process_time()
     with pytest.raises(UserError) as caught:
-        understand(path)
+        read_precision(path)
     assert time.process_time() - began < 15, (
         "what grows without bound takes for ever, whatever the machine"
     )
@@ -111,14 +111,14 @@ def test_what_a_file_leaves_open_is_refused_until_it_is_assumed(tmp_path: Path) 
     with pytest.raises(
         UserError, match=r"line 5: .*depends on `args.bf16` \(line 4\).* --assume 'args.bf16=True'"
     ):
-        understand(path)
+        read_precision(path)
     with pytest.raises(
         UserError,
         match=r"reduce_dtype .*`dtype` is an argument of wrap\(\), by default torch.float32",
     ):
-        understand(path, assume=["args.bf16=True"])
+        read_precision(path, assume=["args.bf16=True"])
     for bf16, dtype in ((True, BF16), (False, FP16)):
-        found = understand(path, assume=[f"args.bf16={bf16}", "dtype=torch.bfloat16"])
+        found = read_precision(path, assume=[f"args.bf16={bf16}", "dtype=torch.bfloat16"])
         assert (found.plan.compute, found.plan.reduce) == (dtype, BF16)
 
 
@@ -127,9 +127,9 @@ def test_an_assumption_that_nothing_needs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"--assume args.fp8=...: .* has no such expression whose value is open"
     ):
-        understand(path, assume=["args.fp8=True"])
+        read_precision(path, assume=["args.fp8=True"])
     with pytest.raises(UserError, match="must be EXPRESSION=VALUE"):
-        understand(path, assume=["args fp8"])
+        read_precision(path, assume=["args fp8"])
 
 
 TWO = (
@@ -143,11 +143,11 @@ def test_of_several_runs_in_a_file_one_is_picked_by_name(tmp_path: Path) -> None
     with pytest.raises(
         UserError, match=r"line 2: a second one, and they differ: .* name one with --pick"
     ):
-        understand(path)
-    assert understand(path, pick="one").plan.compute == BF16
-    assert understand(path, pick="two").plan.compute == FP16
+        read_precision(path)
+    assert read_precision(path, pick="one").plan.compute == BF16
+    assert read_precision(path, pick="two").plan.compute == FP16
     with pytest.raises(UserError, match=r"--pick tow: .* has no such name; did you mean two\?"):
-        understand(path, pick="tow")
+        read_precision(path, pick="tow")
 
 
 def test_strict_refuses_what_would_be_noted(
@@ -228,7 +228,9 @@ def test_the_corpus_has_a_dozen_files_of_each_system(system: str) -> None:
 def test_reading_leaves_the_environment_alone(tmp_path: Path) -> None:
     before = dict(os.environ)
     text = 'import os, neuronx_distributed\nos.environ["XLA_DOWNCAST_BF16"] = "1"\n'
-    understand(write(tmp_path, text + 'mixed_precision_config = {"use_master_weights": True}\n'))
+    read_precision(
+        write(tmp_path, text + 'mixed_precision_config = {"use_master_weights": True}\n')
+    )
     assert dict(os.environ) == before
 
 
@@ -256,7 +258,7 @@ RENAMED: list[tuple[str, dict[str, Any]]] = [
 def test_transformer_engine_is_known_by_any_alias_and_by_position(
     text: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    fp8 = understand(write(tmp_path, text)).plan.fp8
+    fp8 = read_precision(write(tmp_path, text)).plan.fp8
     assert fp8 is not None and {name: getattr(fp8, name) for name in fields} == fields
 
 
@@ -282,5 +284,5 @@ def test_a_key_that_is_given_twice_is_refused_by_name(name: str, tmp_path: Path)
     text, place = TWICE[name]
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=rf"{name}.*twice") as refused:
-        understand(tmp_path / name)
+        read_precision(tmp_path / name)
     assert place in str(refused.value)

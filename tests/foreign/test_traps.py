@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaprec.errors import UserError
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -299,9 +299,9 @@ def test_a_value_is_what_it_is_when_it_is_used_or_it_is_refused(name: str, tmp_p
     path.write_text(text)
     if expected is None:
         with pytest.raises(UserError):
-            understand(path)
+            read_precision(path)
     else:
-        plan = understand(path).plan
+        plan = read_precision(path).plan
         assert {field: getattr(plan, field) for field in expected} == expected
 
 
@@ -309,7 +309,7 @@ def test_a_value_is_what_it_is_when_it_is_used_or_it_is_refused(name: str, tmp_p
 def test_what_may_set_anything_is_noted(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.py"
     path.write_text(f"dtype = torch.bfloat16\n{text}{USE}")
-    assert any("line 2" in note for note in understand(path).notes)
+    assert any("line 2" in note for note in read_precision(path).notes)
 
 
 def test_keys_of_yaml_win_over_those_that_are_merged(tmp_path: Path) -> None:
@@ -318,5 +318,5 @@ def test_keys_of_yaml_win_over_those_that_are_merged(tmp_path: Path) -> None:
         "base: &b {param_dtype: float16, reduce_dtype: float32}\nmp_policy:\n  param_dtype: "
         "bfloat16\n  <<: *b\n"
     )
-    plan = understand(path).plan
+    plan = read_precision(path).plan
     assert (plan.compute, plan.reduce) == (BF16, FP32)

@@ -11,7 +11,7 @@ from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import plan
-from models.estimate.storage import lone_experts
+from models.estimate.storage import simulated_experts
 from parallel.context import Context
 from tests.dialects.test_modes import distance
 from tests.fp8.test_training import EXPERTS, KINDS, alone, fp8, run, states, whole
@@ -92,7 +92,7 @@ def test_every_recipe_trains_as_one_process_does(
 
 def test_scales_that_differ_between_replicas_are_refused() -> None:
     recipe = fp8(reduce_amax=False)
-    axes = lone_experts(2, 2, 1)
+    axes = simulated_experts(2, 2, 1)
     with pytest.raises(
         UserError, match=r"fp8\.reduce_amax = false and experts on ranks of their own"
     ):

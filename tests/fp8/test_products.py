@@ -17,10 +17,10 @@ from megaprec.fp8.matmul import (
     PRODUCTS,
     SLOW,
     add_product_,
-    chosen,
+    choose_kernel,
+    describe_kernels,
     emulated,
     multiply,
-    ways,
 )
 from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, quantize, quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU's kernels are tried as those of other devices are."""
     monkeypatch.delitem(SLOW, "cpu")
-    chosen.cache_clear()
+    choose_kernel.cache_clear()
     yield
-    chosen.cache_clear()
+    choose_kernel.cache_clear()
 
 
 def matrix(m: int, k: int, seed: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(
             for kernel in candidates:
                 if (
                     kernel is kernels.rowwise
-                    and chosen("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel
+                    and choose_kernel("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel
                 ):
                     # torch's CPU kernel of this kind came after the one for whole matrices
                     continue
@@ -104,7 +104,7 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(
 
 
 def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    return ways(FP8Recipe(kind), CPU, out, torch.float32)
+    return describe_kernels(FP8Recipe(kind), CPU, out, torch.float32)
 
 
 def test_on_a_cpu_all_products_are_emulated_and_the_reason_is_told() -> None:

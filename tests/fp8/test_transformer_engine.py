@@ -15,7 +15,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
 from megaprec.fp8.formats import Role
-from megaprec.fp8.matmul import PRODUCTS, add_product_, chosen, multiply, ways
+from megaprec.fp8.matmul import PRODUCTS, add_product_, choose_kernel, describe_kernels, multiply
 from megaprec.fp8.quantize import Codes, quantize_both
 from megaprec.fp8.state import FP8State
 from megaprec.precision import gemm
@@ -91,9 +91,9 @@ def test_casts_are_those_of_torch_and_products_those_of_their_numbers(
 
 def test_all_of_a_layer_goes_through_it() -> None:
     with stand_in.installed() as calls:
-        assert set(ways(by("transformer_engine"), CPU, torch.bfloat16, torch.float32).values()) == {
-            "transformer_engine_gemm kernel"
-        }
+        assert set(
+            describe_kernels(by("transformer_engine"), CPU, torch.bfloat16, torch.float32).values()
+        ) == {"transformer_engine_gemm kernel"}
         model, _, x = pair(backend="transformer_engine")
         calls.clear()
         with model.fp8.autocast():
@@ -206,7 +206,7 @@ def test_scales_are_those_of_one_process_by_torch() -> None:
 
 
 def test_memory_is_told_without_it() -> None:
-    chosen.cache_clear()  # what is tried in between is not counted
+    choose_kernel.cache_clear()  # what is tried in between is not counted
     model = ModelConfig(**MODEL)
     kept = [
         kept_bytes(model, plan("bf16", fp8=by(backend)), cuts(model, 1, 8), EngineOptions(2, 8))
@@ -307,10 +307,12 @@ def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
             UserError,
             match=f'fp8.backend = "transformer_engine" on cpu: {why}.*; use backend "torch"',
         ):
-            ways(by("transformer_engine"), CPU, torch.bfloat16, torch.float32)
+            describe_kernels(by("transformer_engine"), CPU, torch.bfloat16, torch.float32)
         with pytest.raises(UserError, match=why):
-            chosen("current", torch.float8_e4m3fn, False, torch.bfloat16, CPU, "transformer_engine")
-    assert set(ways(by("torch"), CPU, torch.bfloat16, torch.float32)) == set(PRODUCTS)
+            choose_kernel(
+                "current", torch.float8_e4m3fn, False, torch.bfloat16, CPU, "transformer_engine"
+            )
+    assert set(describe_kernels(by("torch"), CPU, torch.bfloat16, torch.float32)) == set(PRODUCTS)
 
 
 @pytest.mark.parametrize(

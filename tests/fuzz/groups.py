@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaprec.checkpoint.digests import OWN, sealed
+from megaprec.checkpoint.digests import OWN_DIGEST, seal_index
 from tests.fuzz.mutate import (
     NUMBERS,
     PATHS,
@@ -472,7 +472,9 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
     saved = folder / "run" / "checkpoints" / "step_00000004"
     file = saved / "checkpoint.json"
     if rng.random() < 0.8:
-        index = {key: value for key, value in json.loads(file.read_bytes()).items() if key != OWN}
+        index = {
+            key: value for key, value in json.loads(file.read_bytes()).items() if key != OWN_DIGEST
+        }
         changed = json_changed(rng, index)
         kind = rng.randrange(4)
         if kind == 0 and isinstance(changed, dict):
@@ -481,7 +483,7 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
         file.write_bytes(
             json_text(rng, changed)
             if kind < 2 or not isinstance(changed, dict) or not changed
-            else sealed(changed)
+            else seal_index(changed)
         )
     elif rng.random() < 0.5:
         of_another_kind(rng, rng.choice([*saved.iterdir(), saved]))

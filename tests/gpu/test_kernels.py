@@ -4,7 +4,7 @@ has."""
 import pytest
 import torch
 
-from megaprec.fp8.matmul import EMULATED, ways
+from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from tools.doctor.kernels import FAULTY, HERE, KERNELS
 
@@ -29,7 +29,9 @@ def test_a_kernel_is_right_where_it_is(name: str, device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_fp8_is_a_kernel_or_emulated_for_a_reason(kind: Kind, device: str) -> None:
     recipe = FP8Recipe(kind, history_length=4) if kind == "delayed" else FP8Recipe(kind)
-    for said in ways(recipe, torch.device(device), torch.bfloat16, torch.float32).values():
+    for said in describe_kernels(
+        recipe, torch.device(device), torch.bfloat16, torch.float32
+    ).values():
         assert said.endswith(" kernel") or (
             said.startswith(f"{EMULATED}: ") and "is wrong by" not in said
         )

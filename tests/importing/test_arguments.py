@@ -18,7 +18,7 @@ from tools.arguments.forms import option
 from tools.arguments.megatron import READ
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.run_file import known_keys, load_run
-from tools.convert.megatron.keys import OFF, ONLY
+from tools.convert.megatron.keys import ALLOWED_VALUES, OFF
 
 FACTS = [
     line.split(" ", 2)
@@ -106,7 +106,7 @@ def test_every_default_is_that_of_megatrons_parser() -> None:
 def test_an_argument_that_makes_another_model_of_a_checkpoint_is_refused_on_a_command_line() -> (
     None
 ):
-    names = {name for name, values in ONLY.items() if values == OFF}
+    names = {name for name, values in ALLOWED_VALUES.items() if values == OFF}
     typed = {name[2:].replace("-", "_") for name, _, _ in FACTS}
     assert len(names & typed) > 20
     assert not (names & typed) - set(megatron_refused.SHAPES)

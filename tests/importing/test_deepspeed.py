@@ -11,7 +11,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tools.arguments.deepspeed import IDLE, READ, REFUSED
-from tools.config.run_file import RunConfig, given_in, load_run
+from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.importing.run import import_run
 
 KEYS = ("model.preset=llama-demo", "train.steps=100", "train.seq_length=32")
@@ -46,7 +46,7 @@ def made(
     path = tmp_path / "ds.json"
     run = tmp_path / "run.toml"
     path.write_text(json.dumps(config))
-    given, _ = given_in(None, keys)
+    given, _ = read_run_settings(None, keys)
     run.write_text(import_run([*items, str(path)], given, {}, ranks).text)
     return load_run(run)
 
@@ -221,7 +221,7 @@ def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> N
 def notes_of(tmp_path: Path, config: object, *keys: str) -> tuple[str, ...]:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
-    given, _ = given_in(None, [*KEYS, "data.source=tokens/mine", *keys])
+    given, _ = read_run_settings(None, [*KEYS, "data.source=tokens/mine", *keys])
     return import_run([str(path)], given, {}, None).notes
 
 

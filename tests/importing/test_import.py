@@ -16,8 +16,8 @@ from tools.arguments import megatron_idle, megatron_refused
 from tools.arguments.forms import option
 from tools.arguments.megatron import READ
 from tools.cli import main
-from tools.config.run_file import RunConfig, given_in, load_run
-from tools.convert.megatron.layout import model_of
+from tools.config.run_file import RunConfig, load_run, read_run_settings
+from tools.convert.megatron.layout import model_of_args
 from tools.importing.grammar import Arguments, read_words
 from tools.importing.megatron_model import completed
 from tools.importing.run import import_run
@@ -34,7 +34,7 @@ def run_of(
     tmp_path: Path, *items: str, ranks: int | None = None, keys: Sequence[str] = ()
 ) -> RunConfig:
     """The run that the text of an import describes."""
-    given, _ = given_in(None, keys)
+    given, _ = read_run_settings(None, keys)
     made = import_run(items, given, ASSUMED, ranks)
     path = tmp_path / "imported.toml"
     path.write_text(made.text)
@@ -44,7 +44,7 @@ def run_of(
 def refused(
     *items: str, ranks: int | None = None, keys: Sequence[str] = (), drop: str = ""
 ) -> tuple[str, ...]:
-    given, _ = given_in(None, keys)
+    given, _ = read_run_settings(None, keys)
     with pytest.raises(UserError) as caught:
         import_run(items, given, {}, ranks, frozenset(drop.split()))
     return caught.value.problems
@@ -235,7 +235,7 @@ def test_the_model_is_the_one_that_a_checkpoint_of_the_same_arguments_has(
     arguments = Arguments()
     read_words(split_words(line, {}).words, arguments)
     assert not arguments.problems
-    assert run_of(tmp_path, line).model == model_of(completed(arguments), None)
+    assert run_of(tmp_path, line).model == model_of_args(completed(arguments), None)
 
 
 def test_the_feed_forward_of_swiglu_has_megatrons_width(tmp_path: Path) -> None:
@@ -652,7 +652,7 @@ def test_a_tokenizer_that_is_not_read_for_a_given_vocabulary_is_named() -> None:
         BASE.replace("--vocab-size 500 ", "")
         + " --tokenizer-type Llama2Tokenizer --tokenizer-model mine.model"
     )
-    given, _ = given_in(None, ["model.vocab=500"])
+    given, _ = read_run_settings(None, ["model.vocab=500"])
     notes = import_run([line], given, {}, None).notes
     assert [note for note in notes if note.startswith("--tokenizer-model mine.model: not read")]
 

@@ -21,7 +21,7 @@ from megaprec.precision.plan import plan
 from models import partial_attention
 from models.config import ModelConfig
 from models.context_attention import attend_over_ranks
-from models.context_limits import require_cut
+from models.context_limits import require_divisible_context
 from models.cutting import EngineOptions
 from models.engine import Share
 from models.estimate.memory import kept_bytes
@@ -460,12 +460,12 @@ def test_what_cannot_be_cut_is_refused_by_name(
     if length % unit(4, tensor) == 0 and not changes:
         length += 1
     with pytest.raises(UserError) as raised:
-        require_cut(model, plan("bf16"), 4, length, tensor)
+        require_divisible_context(model, plan("bf16"), 4, length, tensor)
     assert said in str(raised.value)
 
 
 def test_rounded_scores_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"precision\.scores = bf16: parallel\.context = 2"):
-        require_cut(
+        require_divisible_context(
             ModelConfig(family="llama", **SIZES), plan("bf16", scores=torch.bfloat16), 2, 16
         )

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts
@@ -174,6 +175,8 @@ def test_of_a_sliding_window_only_the_tokens_in_it_count() -> None:
 def held_by(work: Any) -> Iterator[Tensor]:
     """The factors that a piece of work, and what it is going to call, has been left."""
     for content in (cell.cell_contents for cell in work.__closure__ or ()):
+        if isinstance(content, Pending):
+            content = content.result
         if isinstance(content, tuple):
             yield from content
         elif isinstance(content, FunctionType):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.experts import ExpertAxes, misfit
+from megaprec.comm.experts import ExpertAxes, describe_misfit
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models import dispatch
@@ -232,5 +232,5 @@ def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(
     ],
 )
 def test_sizes_that_do_not_fit_are_named(sizes: tuple[int, int, int, int], said: str) -> None:
-    found = misfit(*sizes)
+    found = describe_misfit(*sizes)
     assert said in found and bool(found) == bool(said)

@@ -21,8 +21,8 @@ from models.cutting import EngineOptions, cuts
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
 from models.kv_cache import CachedStage
-from models.mtp import Ahead, look_ahead
-from models.packing import WHOLE
+from models.mtp import FutureTokens, future_tokens
+from models.packing import UNPACKED
 from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
@@ -176,18 +176,18 @@ def forward(stage: Stage) -> object:
         x = ids
     else:
         x = torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
-    y = stage(x if stage.cut.first else x.to(plan.residual), place, WHOLE, ahead_of(stage))
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, ahead_of(stage))
     return x, get_gradient_edge(
         stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline)
     )
 
 
-def ahead_of(stage: Stage) -> Ahead | None:
+def ahead_of(stage: Stage) -> FutureTokens | None:
     """What modules of multi-token prediction read and predict."""
     if not (stage.cut.last and (modules := stage.config.mtp_layers)):
         return None
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    made = look_ahead(
+    made = future_tokens(
         ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True
     )
     return made.of(slice(None))

@@ -25,7 +25,7 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all
 from tests.internevo_model import InternEvo
-from tools.commands.precision import understand
+from tools.commands.precision import read_precision
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
 from tools.convert.core.rules import logical_shapes
@@ -393,7 +393,7 @@ def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> N
         "model = dict(num_attention_heads=HEADS, num_kv_attention_heads=UNSAID, "
         "hidden_size=64, no_bias=True)\n"
     )
-    found = understand(file)
+    found = read_precision(file)
     assert found.settings["model.qkv_bias"].value is False
     assert found.plan.keep_fp32
     assert "model.kv_heads" not in found.settings

@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts
 from models.engine import Engine, Share
 from models.estimate import memory
-from models.estimate.memory import Kept, StageMemory, kept_bytes, message_bytes
+from models.estimate.memory import ActivationBytes, StageMemory, kept_bytes, message_bytes
 from models.estimate.storage import Device
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
@@ -101,7 +101,7 @@ def allocations() -> Iterator[list[int]]:
     sizes += [e.nbytes() for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]
 
 
-def foretold(case: Case, cut: Sequence[Cut], tp: int) -> list[Kept]:
+def foretold(case: Case, cut: Sequence[Cut], tp: int) -> list[ActivationBytes]:
     config = ModelConfig(**case.model)
     return kept_bytes(config, case.plan, cut, options_of(case), tp)
 
@@ -206,7 +206,7 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> Non
     pairs = product(ways, kinds) if every else zip(cycle(ways), kinds, strict=False)
     cases = [Case(model, way, "tp" in axes, kind) for way, kind in pairs]
     config = ModelConfig(**model)
-    known = dict[tuple[Recompute, int], list[Kept]]()
+    known = dict[tuple[Recompute, int], list[ActivationBytes]]()
     expected = []
     for case in cases:
         planned = schedule(case.kind, 2, MICRO_BATCHES)
@@ -223,11 +223,11 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> Non
             assert real == pytest.approx(said[rank // axes.get("tp", 1)], rel=0.05), case
 
 
-def _growth(kept: Sequence[Kept], i: Instruction) -> int:
+def _growth(kept: Sequence[ActivationBytes], i: Instruction) -> int:
     return kept[i.stage].growth(i)
 
 
-def _within(kept: Sequence[Kept], i: Instruction) -> int:
+def _within(kept: Sequence[ActivationBytes], i: Instruction) -> int:
     return kept[i.stage].within(i)
 
 

@@ -15,8 +15,8 @@ from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.cutting import cuts
-from models.mtp import look_ahead
-from models.packing import WHOLE
+from models.mtp import future_tokens
+from models.packing import UNPACKED
 from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -25,7 +25,7 @@ from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, head_sizes, matches
-from tools.convert.megatron.layout import model_of
+from tools.convert.megatron.layout import model_of_args
 
 # warnings of megatron-core
 pytestmark = [
@@ -71,7 +71,7 @@ def both(mesh: DeviceMesh, tied: bool) -> list[tuple[dict[str, Tensor], list[flo
     core("parallel_state").initialize_model_parallel(1, 1)
     config, model = BASES["llama"]
     model = {**model, "share_embeddings_and_output_weights": tied}
-    ours = model_of({**config, **model, "add_position_embedding": False}, None)
+    ours = model_of_args({**config, **model, "add_position_embedding": False}, None)
     ours = ModelConfig(**{**ours.model_dump(), "mtp_layers": MODULES, "mtp_loss_weight": WEIGHT})
     made = theirs(config, model)
     return [of_ours(ours, made.state_dict()), of_theirs(ours, made)]
@@ -127,11 +127,11 @@ def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Te
                 parameter.view(-1)[first:last] = weights[part.name].reshape(-1)
     tokens, targets, mask = batch()
     scale = torch.full((), config.mtp_loss_weight, dtype=torch.float64)
-    ahead = look_ahead(
+    ahead = future_tokens(
         tokens, targets, mask, None, MODULES, scale, Axis("cp"), Axis("dp"), divides=True
     )
     place = MicrobatchInfo(0, torch.arange(2), torch.ones(()))
-    logits = stage(tokens.t(), place, WHOLE, ahead.of(slice(None)))
+    logits = stage(tokens.t(), place, UNPACKED, ahead.of(slice(None)))
     loss = (stage.losses(logits, targets.t()) * mask.t()).sum() / mask.sum()
     loss.backward()
     grads = {

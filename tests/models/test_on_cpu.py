@@ -14,14 +14,14 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.cutting import EngineOptions
-from models.estimate.memory import Kept, StageMemory
+from models.estimate.memory import ActivationBytes, StageMemory
 from models.estimate.on_cpu import OnCPU
 from models.estimate.storage import LiveMemory
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from tests.models.test_memory import BATCH, FAMILIES, LENGTH, middle
 
 
-def kept(family: str, **how: Any) -> Kept:
+def kept(family: str, **how: Any) -> ActivationBytes:
     precision = plan(how.pop("precision", "bf16"), fp8=how.pop("fp8", None))
     tp = how.pop("tp", 2)
     device = how.pop("device", "cpu")

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import attach_whole
-from megaprec.fp8.matmul import SLOW, ways
+from megaprec.fp8.matmul import SLOW, describe_kernels
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
@@ -380,7 +380,7 @@ def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: De
     del SLOW["cpu"]  # both are tried
     made = [
         [
-            ways(recipe, torch.device(device), torch.bfloat16, torch.float32)
+            describe_kernels(recipe, torch.device(device), torch.bfloat16, torch.float32)
             for device in ("cpu", pretend.NAME)
         ]
         for recipe in map(FP8Recipe, ("delayed", "current", "rowwise", "blockwise", "mx"))

@@ -19,7 +19,7 @@ from models import attention_kernels, stages
 from models.config import ModelConfig
 from models.cutting import EngineOptions, cuts
 from models.engine import Engine, Share, build_stages
-from models.packing import WHOLE, Packing, causal_mask
+from models.packing import UNPACKED, Packing, causal_mask
 from models.stages import Stage
 from parallel.context import Context
 from parallel.pipeline.builders import schedule
@@ -195,7 +195,7 @@ def test_a_packed_sample_trains_as_its_documents_do_one_by_one(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama with fewer key heads", "mistral with a window"])
 def test_a_sample_that_is_taken_for_one_document_trains_otherwise(share: Share, name: str) -> None:
-    plain = Share(share.tokens, share.targets, share.mask, packing=WHOLE)
+    plain = Share(share.tokens, share.targets, share.mask, packing=UNPACKED)
     ((loss, _),) = run_all([name], plain)
     assert abs(loss - one_by_one(CONFIGS[name], share)[0]) > 1e-3
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import Layout, Part, attach, attach_whole
 from megaprec.comm.tree import add_by_tree
 from megaprec.errors import UserError
-from megaprec.optim.canonical import conflicts
+from megaprec.optim.canonical import canonical_conflicts
 from megaprec.optim.microbatch_sums import MicrobatchTree
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
@@ -246,9 +246,11 @@ def test_losses_must_be_as_many_as_micro_batches() -> None:
 
 
 def test_settings_whose_sums_depend_on_the_layout_are_refused_by_name() -> None:
-    assert list(conflicts(plan("bf16"), 4)) == []
-    assert "must be a power of two, not 6" in next(conflicts(plan("bf16"), 6))
-    assert "leave precision.reduce = bf16 out" in next(conflicts(plan("bf16", reduce="bf16"), 2))
+    assert list(canonical_conflicts(plan("bf16"), 4)) == []
+    assert "must be a power of two, not 6" in next(canonical_conflicts(plan("bf16"), 6))
+    assert "leave precision.reduce = bf16 out" in next(
+        canonical_conflicts(plan("bf16", reduce="bf16"), 2)
+    )
     net = nn.Linear(3, 1)
     assert isinstance(net.weight, nn.Parameter)
     attach(net.weight, Layout((Part("w", (1, 3)),), tied=(0, 1, 2)))

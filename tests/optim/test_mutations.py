@@ -49,10 +49,10 @@ CONCLUDE = ParallelAMPOptimizer._conclude
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
         later = deepcopy(self.scaler)
-        later.update(found)
-        return INNER_UPDATE(self, divisor * later.scale / self.scale, found)
+        later.update(skip)
+        return INNER_UPDATE(self, divisor * later.scale / self.scale, skip)
 
     ParallelAMPOptimizer._update = update
 
@@ -67,7 +67,7 @@ def the_loss_is_scaled_twice() -> None:
 def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
-    def conclude(self: ParallelAMPOptimizer, agreed_on: Tensor) -> StepReport:
+    def conclude(self: ParallelAMPOptimizer, numbers: Tensor) -> StepReport:
         bad = (
             statistics(self._counted_grads, self._copied_grads, self.device)
             .isfinite()
@@ -77,7 +77,7 @@ def found_inf_over(*axes: str) -> None:
         )
         for axis in axes:
             getattr(self, axis).max_(bad)
-        shared = agreed_on.nan_to_num(0, 0, 0)
+        shared = numbers.nan_to_num(0, 0, 0)
         shared[0] += torch.inf * bad if bad else 0
         return CONCLUDE(self, shared)
 
@@ -97,8 +97,8 @@ def found_inf_stays_in_the_tp_rank() -> None:
 
 
 def bf16_is_not_checked() -> None:
-    ParallelAMPOptimizer._conclude = lambda self, agreed_on: CONCLUDE(
-        self, agreed_on.nan_to_num(0, 0, 0)
+    ParallelAMPOptimizer._conclude = lambda self, numbers: CONCLUDE(
+        self, numbers.nan_to_num(0, 0, 0)
     )
 
 
@@ -107,9 +107,9 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
-        cleared = INNER_UPDATE(self, divisor, found)
-        self.steps += found
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
+        cleared = INNER_UPDATE(self, divisor, skip)
+        self.steps += skip
         return cleared
 
     ParallelAMPOptimizer._update = update
@@ -201,10 +201,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, divisor: Tensor, skip: Tensor) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, divisor, found)
+        INNER_UPDATE(self, divisor, skip)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update
@@ -369,7 +369,9 @@ def gradients_travel_as_they_are_kept() -> None:
 
 
 def rounding_is_drawn_by_the_place_in_the_own_slice() -> None:
-    update_tile.places = lambda part, first, last, device: torch.arange(last - first, device=device)
+    update_tile.logical_indices = lambda part, first, last, device: torch.arange(
+        last - first, device=device
+    )
 
 
 def the_last_group_that_matches_decides() -> None:

@@ -17,7 +17,7 @@ from megaprec.errors import UserError
 from megaprec.optim import post_validation
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer, Settled
+from megaprec.optim.post_validation import PostValidationOptimizer, SettledStep
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport
 from megaprec.optim.torch_rule import Torch
@@ -86,7 +86,7 @@ class After(Before, PostValidationOptimizer):
         self._guesses |= self.always
         return super().take(lr, loss, counted_tokens)
 
-    def settle(self) -> Settled | None:
+    def settle(self) -> SettledStep | None:
         settled = super().settle()
         self.stood += [] if settled is None else [settled.stands]
         return settled
@@ -343,7 +343,7 @@ def stale_messages_are_read() -> None:
 def the_warmup_is_not_made_again() -> None:
     inner = After.settle
 
-    def settle(self: After) -> Settled | None:
+    def settle(self: After) -> SettledStep | None:
         settled = inner(self)
         return settled and replace(settled, stands=True)
 

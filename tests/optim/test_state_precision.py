@@ -315,7 +315,7 @@ def require_planned_travel(compute: str, before: Callable[[], None] | None = Non
             assert dtype == DTYPES[reduce or gradients], f"{gradients=}, {reduce=}"
             assert mine.dtype == whole.dtype == DTYPES[gradients]
             terms = [rank[number][1].to(dtype).double() for rank in ranks]
-            assert torch.equal(whole, sum(terms).to(dtype).to(DTYPES[gradients])), (
+            assert torch.equal(whole, torch.stack(terms).sum(0).to(dtype).to(DTYPES[gradients])), (
                 f"{gradients=}, {reduce=}"
             )  # type: ignore[union-attr]
 

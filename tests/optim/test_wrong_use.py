@@ -340,10 +340,10 @@ def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
     )
     kinds = (
         lambda: AdamW(wrong),
-        lambda: SGD(0.9, str(wrong)),
-        lambda: Group([wrong]),
+        lambda: SGD(0.9, str(wrong)),  # type: ignore[arg-type]
+        lambda: Group([wrong]),  # type: ignore[arg-type]
         lambda: Torch(wrong),
-    )  # type: ignore[arg-type]
+    )
     for rule in (*fields, *kinds):
         with pytest.raises(UserError):
             rule()

@@ -21,7 +21,7 @@ from megaprec.precision.plan import plan
 from parallel import loss
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, VocabParallelEmbedding
-from parallel.linear import Input, Linear
+from parallel.linear import InputLayout, Linear
 from tests.ranks import run_ranks
 
 CLOSE = 1e-12
@@ -243,7 +243,7 @@ class Echo(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = Linear.apply(
-            self.table(ids), self.table.weight, None, Input.COPIED, self.context.tp
+            self.table(ids), self.table.weight, None, InputLayout.COPIED, self.context.tp
         )
         return loss.cross_entropy(logits, ids, self.table.part, self.context.tp, F64).mean()
 

@@ -18,7 +18,7 @@ from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
 from models.cutting import EngineOptions
 from models.engine import Engine
-from models.packing import WHOLE, Packing
+from models.packing import UNPACKED, Packing
 from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -313,7 +313,7 @@ class Wrapped(nn.Module):
         self.losses = stage.losses
 
     def forward(
-        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE
+        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = UNPACKED
     ) -> Tensor:
         return self.inner(x, place, packing)
 

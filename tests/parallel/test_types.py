@@ -36,7 +36,7 @@ from models.stages import Stage
 from parallel import collectives, dropout, layers, linear, loss, norms, sharded_norm
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from parallel.linear import Input
+from parallel.linear import InputLayout
 from parallel.mesh import make_mesh
 
 spmd = pytest.importorskip("spmd_types", reason="pip install spmd_types")
@@ -93,14 +93,20 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         return rule
 
     def linear_(
-        out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, input_layout: Input
+        out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, input_layout: InputLayout
     ) -> None:
         if (
-            input_layout is Input.OWN and kind(weight, tp) is not V
+            input_layout is InputLayout.OWN and kind(weight, tp) is not V
         ):  # every rank holds all of the weight
             stamp(out, tp, met(tp, x, weight, bias))
             return
-        require(x, tp, *{Input.OWN: (R, V), Input.COPIED: (I,), Input.SEQUENCE: (V,)}[input_layout])
+        require(
+            x,
+            tp,
+            *{InputLayout.OWN: (R, V), InputLayout.COPIED: (I,), InputLayout.SEQUENCE: (V,)}[
+                input_layout
+            ],
+        )
         for parameter in (weight, bias):
             if parameter is not None:
                 require(parameter, tp, V)
@@ -264,7 +270,9 @@ def a_row_parallel_product_is_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 def the_input_gradient_of_a_column_parallel_layer_is_not_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        layers, "Input", SimpleNamespace(OWN=Input.OWN, COPIED=Input.OWN, SEQUENCE=Input.SEQUENCE)
+        layers,
+        "Input",
+        SimpleNamespace(OWN=InputLayout.OWN, COPIED=InputLayout.OWN, SEQUENCE=InputLayout.SEQUENCE),
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import split, time_limit
+from megaprec.comm.groups import make_groups, time_limit
 from megaprec.diagnose.position import Phase, Position, read_shared
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
 from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
@@ -202,7 +202,9 @@ def limits(mesh: DeviceMesh) -> set[timedelta]:
         Axis.of(mesh, "dp").in_runs(1, "zero"),
         *(Axis.of(mesh, name) for name in ("dp", "tp")),
     ]
-    groups = [axis.group for axis in made if axis.group] + [split(torch.tensor([[0, 1, 2, 3]]))]
+    groups = [axis.group for axis in made if axis.group] + [
+        make_groups(torch.tensor([[0, 1, 2, 3]]))
+    ]
     return {time_limit(group) for group in groups}
 
 

@@ -19,7 +19,7 @@ from tests.parity.runs import PLAN, carried_out, ready
 from tools.bisect.replay import Replay, Take, located_bits, located_in_float64
 from tools.config.run_file import RunConfig
 from tools.parity.gather import Record
-from tools.parity.layouts import asked, fitted
+from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.ranks import Run, run_alone
 from tools.parity.runs import alone
 
@@ -74,7 +74,7 @@ def _replay(run: str, layout: str, folder: Path, of_a: bool = True) -> Replay:
 
 
 def _parallel(config: RunConfig, layout: str) -> Any:
-    (said,) = asked([layout], config.parallel)
+    (said,) = requested_layouts([layout], config.parallel)
     return fitted(config, said).parallel
 
 

@@ -174,11 +174,13 @@ def accused(
 
 
 def _fits(config: Any, layout: str) -> bool:
-    most = parity.Most(4, 4, 4)
+    most = parity.LayoutLimits(4, 4, 4)
     ready = parity.made_ready(config, most, False, 3, Path("unused"))
     try:
         return bool(
-            parity.fitting_layouts(ready, parity.asked([layout], config.parallel), explicit=True)[0]
+            parity.fitting_layouts(
+                ready, parity.requested_layouts([layout], config.parallel), explicit=True
+            )[0]
         )
     except UserError:
         return False

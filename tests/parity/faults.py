@@ -114,12 +114,12 @@ def alone(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:
     """The input's gradient is not summed over tp."""
     layout = ctx.input_layout
     tp = ctx.tp
-    ctx.input_layout = linear.Input.OWN
+    ctx.input_layout = linear.InputLayout.OWN
     try:
         made = inner(ctx, grad, shape)()
     finally:
         ctx.input_layout = layout
-    return lambda: tp.chunk(made).contiguous() if layout is linear.Input.SEQUENCE else made
+    return lambda: tp.chunk(made).contiguous() if layout is linear.InputLayout.SEQUENCE else made
 
 
 def twice(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:

@@ -16,12 +16,12 @@ from tools.parity.again import updates
 from tools.parity.certificate import Compared, entry
 from tools.parity.compare import compare
 from tools.parity.gather import Record, gather
-from tools.parity.layouts import asked, fitted
+from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.noise import Noise
 from tools.parity.ranks import Run, corpus_of, run_alone
 from tools.parity.record import Plan, record
 from tools.parity.runs import EPSILON, alone, in_float64, made_ready, with_random_tokens
-from tools.parity.shrink import Most
+from tools.parity.shrink import LayoutLimits
 
 Bug = Callable[[], None]
 TRAIN = [
@@ -52,7 +52,9 @@ PLAN = Plan(3, planted=1, into="layers.1.attention.output.weight")
 def ready(run: str) -> RunConfig:
     """The run made small, on its tokens, with a clip that bites."""
     folder = Path(mkdtemp(prefix="megaprec_test_"))
-    config = made_ready(load_run(None, [*RUNS[run], *TRAIN]), Most(2, 2, 2), False, 2, folder)
+    config = made_ready(
+        load_run(None, [*RUNS[run], *TRAIN]), LayoutLimits(2, 2, 2), False, 2, folder
+    )
     config = with_random_tokens(config, 3, folder)
     config = config.model_copy(
         update={"optimizer": config.optimizer.model_copy(update={"clip": 0.01})}
@@ -101,7 +103,7 @@ def outcome(
 ) -> dict[str, Any]:
     """What the certificate says of the layout."""
     config = ready(run)
-    (said,) = asked([layout], config.parallel)
+    (said,) = requested_layouts([layout], config.parallel)
     made = fitted(config, said)
     here = config.model_copy(update={"parallel": made.parallel})
     truth, shaken = references(run)

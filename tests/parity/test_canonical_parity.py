@@ -12,7 +12,7 @@ from tests.parity.fault_table import FAULTS
 from tests.parity.runs import PLAN, carried_out, outcome, ready
 from tools.bisect.replay import Replay, located_bits
 from tools.parity.gather import Record
-from tools.parity.layouts import asked, fitted
+from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.page import EQUAL_BITS, verdict
 from tools.parity.ranks import Run, run_alone
 from tools.parity.runs import alone
@@ -35,7 +35,7 @@ def located(folder: Path, fault: str = "") -> dict[str, Any]:
     """What bisect says of a canonical run: A has both virtual ranks in one process, B one in each,
     and the fault."""
     config = ready("canonical")
-    (said,) = asked(["tp=2"], config.parallel)
+    (said,) = requested_layouts(["tp=2"], config.parallel)
     b = config.model_copy(update={"parallel": fitted(config, said).parallel})
 
     def take(run: Run) -> Record:

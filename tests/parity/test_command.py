@@ -20,7 +20,7 @@ from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
 from tools.parity.layouts import every
 from tools.parity.page import conclusion, show
-from tools.parity.shrink import Most, like, shrunk
+from tools.parity.shrink import LayoutLimits, like, shrunk
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [
@@ -188,7 +188,7 @@ def test_keys_that_a_layout_is_compared_without_are_told(
     monkeypatch.setattr(doctor_layout, "certify", lambda *_: made)
     config = doctor_layout.own_run(2, 1, 1)
     found = doctor_layout.parity(config, "run.toml", tmp_path)
-    assert found.said.endswith("; not tried with parallel.cuts, which the small run cannot have")
+    assert found.message.endswith("; not tried with parallel.cuts, which the small run cannot have")
     assert found.facts["worst_of_bound"] == pytest.approx(0.1), "of the bound, not of the reference"
 
 
@@ -253,7 +253,7 @@ def test_bad_arguments_are_said_in_a_line(
 def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     config = load_run(None, [f"model.preset={name}", *TRAIN])
     model = config.model
-    small = shrunk(config, Most(4, 4, 4)).model
+    small = shrunk(config, LayoutLimits(4, 4, 4)).model
     assert (small.heads // small.kv_heads, small.family, small.tied) == (
         model.heads // model.kv_heads,
         model.family,
@@ -277,9 +277,11 @@ def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
     model = {"preset": "llama-demo", "experts": 24, "experts_per_token": 3, "router": router}
     config = load_run(None, [*(f"model.{key}={value}" for key, value in model.items()), *TRAIN])
     wanted = {1: 6, 2: 6, 3: 6, 4: 12, 8: 24}
-    assert {n: shrunk(config, Most(2, 2, 4, expert=n)).model.experts for n in wanted} == wanted
+    assert {
+        n: shrunk(config, LayoutLimits(2, 2, 4, expert=n)).model.experts for n in wanted
+    } == wanted
     own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 4})})
-    assert shrunk(own, Most(2, 2, 4)).model.experts == 12
+    assert shrunk(own, LayoutLimits(2, 2, 4)).model.experts == 12
 
 
 def test_a_number_is_replaced_by_the_smallest_that_divides_alike() -> None:

@@ -15,12 +15,12 @@ from tests.parity.test_command import ROOT, TRAIN, command, own_model
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
 from tools.parity import ranks
-from tools.parity.layouts import asked, fitted
+from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.progress import Watch, noting, odd, told
 from tools.parity.ranks import PENDING, Run, corpus_of, run_together
 from tools.parity.record import Plan, record
 from tools.parity.runs import in_float64, made_ready, with_random_tokens
-from tools.parity.shrink import Most
+from tools.parity.shrink import LayoutLimits
 
 PATIENCE = 4.0
 LONE_BARRIER = (
@@ -60,10 +60,14 @@ def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunCon
         "model.tied=true",
     ]
     config = made_ready(
-        load_run(ROOT / "examples" / "own_model.toml", keys), Most(2, 2, 2), False, 2, folder
+        load_run(ROOT / "examples" / "own_model.toml", keys),
+        LayoutLimits(2, 2, 2),
+        False,
+        2,
+        folder,
     )
     config = in_float64(with_random_tokens(config, 3, folder))
-    (said,) = asked([layout], config.parallel)
+    (said,) = requested_layouts([layout], config.parallel)
     return config.model_copy(update={"parallel": fitted(config, said).parallel})
 
 
@@ -161,13 +165,13 @@ def taken(
 def test_after_a_layout_that_fails_the_others_are_launched_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, asked = taken(tmp_path, monkeypatch, (1, 1), (1, 0))
+    found, requested_layouts = taken(tmp_path, monkeypatch, (1, 1), (1, 0))
     assert [one.why if one else None for one in found] == [
         None,
         "its ranks ended with code 1: rank 1: ValueError: no",
         None,
     ]
-    assert asked == [["a", "b", "c"], ["c"]]
+    assert requested_layouts == [["a", "b", "c"], ["c"]]
 
 
 def test_a_rank_that_a_signal_ends_is_a_failure_and_being_told_to_stop_is_none(
@@ -179,9 +183,9 @@ def test_a_rank_that_a_signal_ends_is_a_failure_and_being_told_to_stop_is_none(
         None,
         None,
     ]
-    found, asked = taken(tmp_path / "two", monkeypatch, (1, 130))
+    found, requested_layouts = taken(tmp_path / "two", monkeypatch, (1, 130))
     assert [one and (one.why, one.stopped) for one in found] == [
         None,
         *[("stopped by signal 2", True)] * 2,
     ]
-    assert len(asked) == 1, "nothing is launched any more"
+    assert len(requested_layouts) == 1, "nothing is launched any more"

@@ -17,7 +17,7 @@ from models.estimate.storage import SimulatedAxis, without_storage
 from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
-from tools.config.layouts import problems
+from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
 from tools.planning.memory import MemoryModel
 from tools.planning.search import LONG, candidates, least_bytes, plan_run
@@ -52,7 +52,7 @@ def test_every_cut_of_experts_that_the_rules_allow_is_tried() -> None:
             "expert": expert,
             "expert_tensor": int(whole),
         }
-        if not problems(config, config.parallel.model_copy(update=axes)):
+        if not layout_problems(config, config.parallel.model_copy(update=axes)):
             able.add((tensor, expert, 1 if whole else tensor))
     assert tried == able and len(able) > 8
 

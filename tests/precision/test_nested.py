@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.tokenization_utils_base import BatchEncoding
 
-from megaprec.precision.nested import mapped, tensors
+from megaprec.precision.nested import map_tensors, tensors
 
 ONE = torch.ones(2)
 TWO = torch.full((3,), 2.0)
@@ -118,9 +118,9 @@ def contents(value: Any) -> Iterator[Any]:
 def test_a_container_comes_back_as_its_own_kind_with_every_tensor_changed(kind: str) -> None:
     value = KINDS[kind]()
     before = list(contents(value))
-    doubled = mapped(value, lambda t: t * 2)
+    doubled = map_tensors(value, lambda t: t * 2)
     assert list(contents(value)) == before  # what was given is not written to
-    assert list(contents(mapped(doubled, lambda t: t // 2))) == before
+    assert list(contents(map_tensors(doubled, lambda t: t // 2))) == before
     assert [t.tolist() for t in tensors(doubled)] == [(t * 2).tolist() for t in tensors(value)]
     assert list(tensors(value))
 
@@ -128,16 +128,16 @@ def test_a_container_comes_back_as_its_own_kind_with_every_tensor_changed(kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_of_which_nothing_changes_is_handed_back_itself(kind: str) -> None:
     value = KINDS[kind]()
-    assert mapped(value, lambda t: t) is value
+    assert map_tensors(value, lambda t: t) is value
 
 
 def test_a_model_output_has_the_changed_tensors_as_attributes_too() -> None:
-    output = mapped(CausalLMOutputWithPast(logits=ONE), lambda t: t.half())
+    output = map_tensors(CausalLMOutputWithPast(logits=ONE), lambda t: t.half())
     assert output.logits.dtype == output["logits"].dtype == output[0].dtype == torch.float16
 
 
 def test_a_packed_sequence_can_still_be_unpacked() -> None:
-    packed = mapped(
+    packed = map_tensors(
         nn.utils.rnn.pack_sequence([TWO, ONE]), lambda t: t.half() if t.is_floating_point() else t
     )
     assert isinstance(packed, PackedSequence)
@@ -148,5 +148,5 @@ def test_a_packed_sequence_can_still_be_unpacked() -> None:
     "value", ["text", b"bytes", 3, None, range(3), nn.Linear(2, 2), Plain, bytearray(b"x"), {1, 2}]
 )
 def test_what_is_no_container_is_left_alone(value: Any) -> None:
-    assert mapped(value, lambda t: t * 2) is value
+    assert map_tensors(value, lambda t: t * 2) is value
     assert list(tensors(value)) == []

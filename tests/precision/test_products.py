@@ -20,7 +20,7 @@ from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from parallel.linear import Input, Linear
+from parallel.linear import InputLayout, Linear
 from parallel.weight_grad_queue import WeightGradQueue, Work
 from tests.dialects.test_modes import MODEL
 
@@ -161,7 +161,7 @@ def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s
     seen = Telling.seen
     weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
     x = torch.ones(4, 1, 2, requires_grad=True)
-    y = Linear.apply(x, weight, None, Input.SEQUENCE, Telling("tp"), deferred)
+    y = Linear.apply(x, weight, None, InputLayout.SEQUENCE, Telling("tp"), deferred)
     seen.clear()
     with deferred.collect() if split else nullcontext(Work()) as work:
         y.sum().backward()

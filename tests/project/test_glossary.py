@@ -13,7 +13,7 @@ from megaprec.optim.step_report import Offender, StepReport
 from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools import cli
-from tools.journal.records import TASKS, read_events, read_metrics
+from tools.journal.records import TASK_PREFIX, read_events, read_metrics
 from tools.plots.panels import LOSS, OTHERS
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -63,7 +63,7 @@ def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowin
     written = keys(read_metrics(overflowing))
     assert written >= {field.name for field in fields(StepReport)} - {"offenders", "stop"}
     # needs lm-evaluation-harness; tests/training/test_harness.py sees it written
-    tasks = f"{TASKS}TASK/METRIC"
+    tasks = f"{TASK_PREFIX}TASK/METRIC"
     assert sorted(explained("metrics.jsonl")) == sorted({*written, tasks})
 
 

@@ -15,7 +15,7 @@ import parallel
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tests.runs import steps, train_on, write_run
 from tools.cli import parser_of_all
-from tools.config.run_file import given_in, known_keys, tables_of_a_run
+from tools.config.run_file import known_keys, read_run_settings, tables_of_a_run
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("megaprec", "parallel", "models", "tools")
@@ -35,7 +35,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 PAGE = re.compile(r"docs/[a-z0-9-]+\.md")
 PLACES = {"N", "M", "VALUE", "FOLDER", "FILE", "PATH", "NAME"}  # stand for what the user has
 FILES = {"json", "pt", "py", "safetensors", "toml"}
-TORCHS = {"to_empty", "dequantize"}  # methods of modules
+TORCHS = {"to_empty", "dequantize", "param_groups"}  # of modules and optimizers
 RENAMED = {"log.tensorboard"}  # keys of older run files, which are named as such
 NOT_COMMANDS = {  # words after megaprec's name in prose
     *("to", "features", "only", "megaprec", "wrote", "reads", "ran", "does", "and", "is", "has"),
@@ -124,7 +124,7 @@ def test_every_value_that_a_message_gives_to_a_key_is_accepted() -> None:
                 continue
             tried += 1
             table, _, field = key.partition(".")
-            given, problems = given_in(None, [f"{key}={value}"])
+            given, problems = read_run_settings(None, [f"{key}={value}"])
             try:
                 tables[table].model_validate({field: given[key].value})
             except ValidationError as error:

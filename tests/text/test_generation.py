@@ -10,7 +10,7 @@ import torch
 
 from models.kv_cache import CachedStage
 from tools.text.generation import Generation
-from tools.text.load import Loaded
+from tools.text.load import LoadedModel
 from tools.text.sampling import Sampling
 
 
@@ -55,7 +55,7 @@ class Says:
 
 
 def pieces_of(tokens: list[int], *stop: str) -> tuple[list[str], Generation]:
-    model: Any = Loaded(cast(CachedStage, Says(tokens)), Bytes(), None, frozenset())
+    model: Any = LoadedModel(cast(CachedStage, Says(tokens)), Bytes(), None, frozenset())
     text = Generation(model, "x", len(tokens), Sampling(temperature=0), stop=stop)
     return [piece for piece in text if piece], text
 

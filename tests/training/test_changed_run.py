@@ -20,8 +20,8 @@ from tools.config.run_file import known_keys, load_run
 from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
 from tools.training.changed_keys import (
-    FREELY,
-    MARK,
+    KEYS_WITHOUT_EFFECT,
+    NOT_EXACT_MARK,
     Rates,
     changed_keys,
     keys_of,
@@ -115,7 +115,7 @@ def test_a_run_that_is_the_same_says_nothing_of_it(
 def test_keys_that_change_no_number_are_keys() -> None:
     assert all(
         any(key == f or (f[-1] == "*" and key.startswith(f[:-1])) for key in known_keys())
-        for f in FREELY
+        for f in KEYS_WITHOUT_EFFECT
     )
 
 
@@ -408,7 +408,9 @@ def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
         line for line in changed_keys(store, after, progress) if line.startswith(("lr.", "train."))
     ]
     assert same_rates(rates[0], rates[1], progress) == (not marked)
-    assert all(line.endswith(MARK) == bool(marked) for line in changed) and len(changed) == len(has)
+    assert all(line.endswith(NOT_EXACT_MARK) == bool(marked) for line in changed) and len(
+        changed
+    ) == len(has)
     assert all(any(line.startswith(f"{key}: ") for line in changed) for key in marked)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.runs import train, write_run
 from tools.config.run_file import load_run
 from tools.training.corpus import Corpus, open_corpus
-from tools.training.doubts import doubts
+from tools.training.doubts import run_warnings
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def corpus(run_file: Path) -> Corpus:
 def test_keys_that_are_surely_not_meant_are_named(
     overrides: list[str], begins: str | None, run_file: Path, corpus: Corpus
 ) -> None:
-    found = [*doubts(load_run(run_file, overrides), corpus, 1, "cpu")]
+    found = [*run_warnings(load_run(run_file, overrides), corpus, 1, "cpu")]
     assert len(found) == (begins is not None)
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
@@ -58,7 +58,8 @@ def test_a_comparison_of_groups_that_are_all_taken_is_named(
     )
     config = load_run(run_file, ["model.experts=4", "model.experts_per_token=2", router])
     assert [
-        line.startswith("model.router.group_best = ") for line in doubts(config, corpus, 1, "cpu")
+        line.startswith("model.router.group_best = ")
+        for line in run_warnings(config, corpus, 1, "cpu")
     ] == [True] * said
 
 
@@ -75,16 +76,16 @@ def test_an_environment_that_overrules_tf32_on_gpus_is_named(
 ) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
     config = load_run(run_file, [f"precision.tf32={str(tf32).lower()}"])
-    found = [*doubts(config, corpus, 1, "cuda")]
+    found = [*run_warnings(config, corpus, 1, "cuda")]
     assert [line.startswith(f"NVIDIA_TF32_OVERRIDE={override} ") for line in found] == [True] * said
-    assert not [*doubts(config, corpus, 1, "cpu")]
+    assert not [*run_warnings(config, corpus, 1, "cpu")]
 
 
 def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Corpus) -> None:
     config = load_run(run_file)
-    (said,) = doubts(config, corpus, 1000, "cpu")
+    (said,) = run_warnings(config, corpus, 1000, "cpu")
     assert said.startswith("1000 ranks share ")
-    assert not [*doubts(config, corpus, 1000, "cuda")]
+    assert not [*run_warnings(config, corpus, 1000, "cuda")]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_keys_of_texts_that_have_no_effect_on_tokens_are_named(
     else:
         own = [f"data.source={names['tokens']}"]
     config = load_run(run_file, [*own, *(one.format(**names) for one in overrides)])
-    found = [*doubts(config, open_corpus(config) if blended else corpus, 1, "cpu")]
+    found = [*run_warnings(config, open_corpus(config) if blended else corpus, 1, "cpu")]
     assert len(found) == len(begins)
     assert all(
         line.startswith(one.format(**names)) for line, one in zip(found, begins, strict=True)
@@ -141,7 +142,7 @@ def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_pat
     )
     own = [f"data.source={tmp_path}/text.jsonl", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
     config = load_run(run_file, [*own, "train.eval_every=1"])
-    found = [*doubts(config, open_corpus(config), 1, "cpu")]
+    found = [*run_warnings(config, open_corpus(config), 1, "cpu")]
     assert len(found) == bool(copies)
     assert not copies or found[0].startswith(f"data.held_out: {copies} of ")
 
@@ -167,7 +168,7 @@ def test_documents_of_a_named_set_that_are_trained_on_are_counted(
     ]
     named = f'data.validation=[{{name = "named", source = "{tmp_path}/named.{ending}"}}]'
     config = load_run(run_file, [*own, named, "train.eval_every=1"])
-    found = [*doubts(config, open_corpus(config), 1, "cpu")]
+    found = [*run_warnings(config, open_corpus(config), 1, "cpu")]
     count = "2 of 5" if ending == "jsonl" else "1 of 1"
     assert [line.partition(" are in")[0] for line in found] == [
         f"data.validation: {count} documents of named"

@@ -9,12 +9,12 @@ import pytest
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.config.expert_ranks import replicas, sharing
-from tools.config.layouts import fitted, in_words, largest_fitting, problems
+from tools.config.expert_ranks import expert_replicas, replicas_sharing_state
+from tools.config.layouts import fit_layout, in_words, largest_fitting, layout_problems
 from tools.config.run_file import RunConfig, load_run
 from tools.config.settings import Parallel, Train
-from tools.parity.layouts import asked
 from tools.parity.layouts import fitted as for_parity
+from tools.parity.layouts import requested_layouts
 from tools.planning.memory import sharding_of
 from tools.planning.search import least_bytes
 
@@ -115,7 +115,7 @@ def test_fewer_ranks_share_as_many_experts_as_they_can() -> None:
         found = largest_fitting(config, ranks)
         assert found is not None and not found.left_out
         assert (found.parallel.expert, found.parallel.expert_tensor) == (expert, slices), ranks
-        assert not problems(config, found.parallel)
+        assert not layout_problems(config, found.parallel)
 
 
 def test_ranks_that_share_sequences_share_experts_too_when_there_are_fewer_of_them() -> None:
@@ -128,16 +128,18 @@ def test_ranks_that_share_sequences_share_experts_too_when_there_are_fewer_of_th
         1: (1, 1, 1),
     }.items():
         found = largest_fitting(config, ranks)
-        assert found is not None and not found.left_out and not problems(config, found.parallel)
+        assert (
+            found is not None and not found.left_out and not layout_problems(config, found.parallel)
+        )
         assert (found.parallel.context, found.parallel.data, found.parallel.expert) == axes, ranks
 
 
 def test_every_layout_of_a_run_with_experts_on_ranks_fits() -> None:
     config = run({"tensor": 4, "data": 2, "expert": 4, "expert_tensor": 2})
     for tensor, data in product((1, 2, 4), (1, 2, 4, 8)):
-        found = fitted(config, {"tensor": tensor, "data": data})
+        found = fit_layout(config, {"tensor": tensor, "data": data})
         assert found is not None, (tensor, data)
-    asked_for = fitted(config, {"tensor": 2, "data": 1, "expert": 8})
+    asked_for = fit_layout(config, {"tensor": 2, "data": 1, "expert": 8})
     assert asked_for is None, "what is asked for is not made smaller"
 
 
@@ -159,17 +161,20 @@ def test_the_ranks_of_experts_are_in_a_layouts_words(keys: dict[str, Any], words
 
 def test_parity_knows_short_names_for_them() -> None:
     config = run({})
-    (keys,) = asked(["tp=2,dp=2,ep=4,etp=1"], config.parallel)
+    (keys,) = requested_layouts(["tp=2,dp=2,ep=4,etp=1"], config.parallel)
     found = for_parity(config, keys)
     assert found.name == "tp=2,dp=2,ep=4,etp=1"
     assert (found.parallel.expert, found.parallel.expert_tensor) == (4, 1)
 
 
 def test_replicas_of_experts_and_those_that_share_their_state() -> None:
-    assert (replicas(Parallel(data=4, expert=2)), sharing(Parallel(data=4, expert=2))) == (2, 2)
+    assert (
+        expert_replicas(Parallel(data=4, expert=2)),
+        replicas_sharing_state(Parallel(data=4, expert=2)),
+    ) == (2, 2)
     both = Parallel(data=4, tensor=2, expert=4, expert_tensor=1, zero_size=2)
-    assert (replicas(both), sharing(both)) == (2, 1)
-    assert sharing(Parallel(data=4, expert=2, zero=False)) == 1
+    assert (expert_replicas(both), replicas_sharing_state(both)) == (2, 1)
+    assert replicas_sharing_state(Parallel(data=4, expert=2, zero=False)) == 1
     assert sharding_of(run({"data": 4, "expert": 2})).replicas(True)[0].size == 2
 
 

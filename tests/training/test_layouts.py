@@ -10,7 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
-from tools.config.layouts import Fitting, fitted, in_words, largest_fitting, problems
+from tools.config.layouts import (
+    FittingLayout,
+    fit_layout,
+    in_words,
+    largest_fitting,
+    layout_problems,
+)
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel, Train
 
@@ -59,7 +65,7 @@ def trainable(config: RunConfig, tensor: int, pipeline: int, data: int) -> bool:
         "pipeline": pipeline,
         "data": data,
     }
-    return not problems(config, config.parallel.model_copy(update=free))
+    return not layout_problems(config, config.parallel.model_copy(update=free))
 
 
 @given(runs(), st.integers(1, 70))
@@ -69,7 +75,7 @@ def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one
     found = largest_fitting(config, ranks)
     own = config.parallel
     if config.world_size <= ranks:
-        assert found == Fitting(own)
+        assert found == FittingLayout(own)
         return
     axes = product(range(1, own.tensor + 1), range(1, own.pipeline + 1), range(1, ranks + 1))
     able = [a for a in axes if a[0] * a[1] * a[2] <= ranks and trainable(config, *a)]
@@ -77,7 +83,7 @@ def test_the_largest_layout_passes_the_checks_within_the_ranks_and_no_larger_one
         assert not able
         return
     p = found.parallel
-    assert problems(config, p) == []
+    assert layout_problems(config, p) == []
     assert found.ranks == p.tensor * p.pipeline * p.data <= ranks
     largest = max((tensor * pipeline, tensor, data) for tensor, pipeline, data in able)
     assert (p.tensor * p.pipeline, p.tensor, p.data) == largest
@@ -132,7 +138,7 @@ def test_as_few_keys_as_possible_are_left_out() -> None:
 
 
 def test_a_layout_that_the_run_cannot_have_is_none() -> None:
-    assert fitted(run({}), {"tensor": 3}) is None
+    assert fit_layout(run({}), {"tensor": 3}) is None
 
 
 def test_a_run_in_another_layout_says_what_decided_it(tmp_path: Path) -> None:

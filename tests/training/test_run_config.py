@@ -19,12 +19,12 @@ from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from models.presets import preset
-from tools.commands.keys import described
+from tools.commands.keys import describe_keys
 from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, default_of_plan_only
 from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.config.settings import LR, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
@@ -486,12 +486,12 @@ def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> Non
 
 
 def test_every_key_is_described_in_a_line_with_its_default() -> None:
-    lines = {line.partition(" ")[0]: line for line in described().splitlines()}
+    lines = {line.partition(" ")[0]: line for line in describe_keys().splitlines()}
     keys = [
         f"{t}.{k}"
         for t, table in RunConfig.model_fields.items()
-        for k in table.annotation.model_fields
-    ]  # type: ignore[union-attr]
+        for k in table.annotation.model_fields  # type: ignore[union-attr]
+    ]
     assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(
         key for key in lines if "." in key and key != "model.preset"
     )
@@ -503,7 +503,9 @@ def test_every_key_is_described_in_a_line_with_its_default() -> None:
 
 
 def test_the_help_of_a_key_is_a_sentence() -> None:
-    told = [line[50:].strip() for line in described().splitlines() if "." in line.partition(" ")[0]]
+    told = [
+        line[50:].strip() for line in describe_keys().splitlines() if "." in line.partition(" ")[0]
+    ]
     assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
 
 
@@ -511,13 +513,15 @@ def test_the_help_of_a_key_is_a_sentence() -> None:
 def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_any_other_value(
     key: str,
 ) -> None:
-    config = load_run(None, [*MINIMAL, f"{key}={toml(idle(key))}"])
+    config = load_run(None, [*MINIMAL, f"{key}={toml(default_of_plan_only(key))}"])
     (note,) = config.notes
     assert (
-        note.startswith(f"{key} = {toml(idle(key))} (command line): this key has no effect")
+        note.startswith(
+            f"{key} = {toml(default_of_plan_only(key))} (command line): this key has no effect"
+        )
         and "remove it" in note
     )
-    other = "all" if isinstance(idle(key), str) else True
+    other = "all" if isinstance(default_of_plan_only(key), str) else True
     with pytest.raises(UserError) as found:
         load_run(None, [*MINIMAL, f"{key}={toml(other)}"])
     (problem,) = found.value.problems
@@ -525,7 +529,7 @@ def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_
         problem.startswith(f"{key} = {toml(other)} (command line): ")
         and "remove this key" in problem
     )
-    assert key not in known_keys() and key not in described()
+    assert key not in known_keys() and key not in describe_keys()
 
 
 def test_a_saved_run_has_only_keys_of_a_run_file(tmp_path: Path) -> None:

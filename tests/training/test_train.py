@@ -30,7 +30,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores
-from parallel.mesh import told_by_first
+from parallel.mesh import broadcast_from_first
 from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ from tests.runs import (
     train_on,
     write_run,
 )
-from tools.commands.train import open_named, prepare
+from tools.commands.train import open_prepared, prepare
 from tools.config.run_file import load_run
 from tools.console.wrapped import say
 from tools.journal.journal import Journal
@@ -154,7 +154,7 @@ def told(mesh: DeviceMesh, file: str, wrong: bool) -> tuple[dict[str, str], str]
         return {"made by": str(dist.get_rank())}
 
     try:
-        return told_by_first(store, make), ""
+        return broadcast_from_first(store, make), ""
     except UserError as error:
         return {}, str(error)
 
@@ -210,7 +210,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     monkeypatch.setattr(
         "tools.training.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself")
     )
-    corpus, start = open_named(config, named | unknown)
+    corpus, start = open_prepared(config, named | unknown)
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
     missing = {
         "prefixes": ["nowhere/text"],
@@ -218,7 +218,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
         "checkpoint": "nowhere/step_00000003",
     }
     with pytest.raises(UserError) as refused:
-        open_named(config, missing)
+        open_prepared(config, missing)
     paths = ["text.idx", "text.bin", "text.model", "step_00000003/checkpoint.json"]
     for problem, path in zip(refused.value.problems, paths, strict=True):
         assert problem.startswith(f"nowhere/{path} is not on ")

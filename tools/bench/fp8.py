@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megaprec.fp8.matmul import ways
+from megaprec.fp8.matmul import describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
@@ -150,7 +150,9 @@ def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace
         fused = linear_times(shape, recipe, torch.bfloat16, device, compiled=True)
         record |= {"fused_casts_ms": _ms(fused.casts), "fused_weight_cast_ms": _ms(fused.weight)}
         record["fused_gain"] = round(fused.gain(args.microbatches), 3)
-    record["made"] = sorted({*ways(recipe, device, torch.bfloat16, torch.float32).values()})
+    record["made"] = sorted(
+        {*describe_kernels(recipe, device, torch.bfloat16, torch.float32).values()}
+    )
     return record
 
 

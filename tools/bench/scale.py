@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import everyones
-from megaprec.comm.groups import split
+from megaprec.comm.everyones import gather_entries
+from megaprec.comm.groups import make_groups
 from megaprec.comm.layout import Part
 from megaprec.comm.random import normal_part
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.index_check import Checked
 from megaprec.data.indexed import HEADER, LONGEST_SEQUENCE, MAGIC, IndexedDataset
 from megaprec.data.samples import Samples
@@ -97,7 +97,7 @@ def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
         Axis.of(mesh, "dp").in_runs(max(1, dp // 2), "zero")
         pipelines = Axis.of(mesh, "pp")
         if pipelines.runs is not None and pp > 1:
-            split(pipelines.runs[:, [0, pp - 1]])  # a tied head
+            make_groups(pipelines.runs[:, [0, pp - 1]])  # a tied head
         chunks = schedule("interleaved" if pp > 1 else "1f1b", pp, 2 * pp, 2 if pp > 1 else 0)
         P2P.open(pipelines, chunks.rank_of_stage, (1,), torch.float32, CPU, "order")
         return {"calls": len(dist.distributed_c10d._world.pg_names) - 1}
@@ -130,7 +130,7 @@ class _Memory(Axis):
 def _announced(value: dict[str, Any]) -> Tensor:
     """Return what a rank tells the others of its text before it is sent."""
     alone = _Memory("world", 0, 1, texts=json.dumps(value).encode())
-    everyones(value, alone, CPU)
+    gather_entries(value, alone, CPU)
     return alone.announced
 
 
@@ -141,7 +141,7 @@ def _exchange(ranks: int, different: int) -> dict[str, Any]:
     of_ranks = [announcements[rank * different // ranks] for rank in range(ranks)]
     texts = b"".join(json.dumps(value).encode() for value in values)
     world = _Memory("world", 0, ranks, announced=torch.cat(of_ranks), texts=texts)
-    record = _timed(lambda: {"entries": len(everyones(values[0], world, CPU))})
+    record = _timed(lambda: {"entries": len(gather_entries(values[0], world, CPU))})
     return {**record, "bytes": sum(world.moved)}
 
 
@@ -172,14 +172,14 @@ def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
         documents_at - 8 * len(lengths): starts.astype("<i8"),
         documents_at + 8 * documents: np.array([documents], "<i8"),
     }
-    with beside(prefix, ".bin").open("wb") as file:
+    with with_suffix(prefix, ".bin").open("wb") as file:
         file.truncate(tokens)
-    with beside(prefix, ".idx").open("wb") as file:
+    with with_suffix(prefix, ".idx").open("wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 1, documents, documents + 1))
         for offset, values in at_the_end.items():
             file.seek(offset)
             file.write(values.tobytes())
-    index = os.stat(beside(prefix, ".idx"))
+    index = os.stat(with_suffix(prefix, ".idx"))
     checked = Checked(index.st_size, index.st_mtime_ns, tokens, "0" * 64)
-    beside(prefix, ".checked").write_text(json.dumps(asdict(checked)))
+    with_suffix(prefix, ".checked").write_text(json.dumps(asdict(checked)))
     return prefix

@@ -31,10 +31,10 @@ from tools.journal.records import (
 )
 from tools.prove.parting import Parting, by_step, first_parting
 from tools.prove.proof import is_canonical
-from tools.training.changed_keys import FREELY, Rates, same_rates
+from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
-from tools.training.state_digests import OF_STEP
+from tools.training.state_digests import STEP_FIELDS
 
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
 # keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
@@ -133,7 +133,9 @@ def must_be_equal(a: RunConfig, b: RunConfig) -> bool:
     canonical."""
     both = is_canonical(a) and is_canonical(b)
     rounding = (*ROUNDING, *(() if both else ("parallel.*",)))
-    return not any(_like(key, rounding) and not _like(key, FREELY) for key, *_ in _keys(a, b))
+    return not any(
+        _like(key, rounding) and not _like(key, KEYS_WITHOUT_EFFECT) for key, *_ in _keys(a, b)
+    )
 
 
 def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
@@ -142,7 +144,7 @@ def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
     Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
     that is theirs and keys of the learning rate that give the same rates.
     """
-    free = ["parallel.*", *(key for key in FREELY if key not in ACTING)]
+    free = ["parallel.*", *(key for key in KEYS_WITHOUT_EFFECT if key not in ACTING)]
     if same_rates(Rates.of(a.lr, a.train), Rates.of(b.lr, b.train), TrainState()):
         free += SCHEDULE
     found = [line for line in _keys(a, b) if not _like(line[0], free)]
@@ -225,7 +227,7 @@ def _of_step(
 ) -> Parting | None:
     apart = [
         key
-        for key in OF_STEP
+        for key in STEP_FIELDS
         if not _near(one.get(key), other.get(key), 0.0 if exact else TOLERANCE)
     ]
     if not apart:

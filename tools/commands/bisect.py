@@ -35,7 +35,7 @@ from tools.bisect.sides import (
     other_tokens,
 )
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, WRONG
@@ -43,7 +43,7 @@ from tools.parity.page import told
 from tools.parity.ranks import with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import made_ready
-from tools.parity.shrink import Most
+from tools.parity.shrink import LayoutLimits
 from tools.prove.parting import LOADED
 from tools.training.corpus import Corpus, open_corpus
 
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     for note in (*first.odd_records(), *second.odd_records()):
         _report_progress(f"note: {note}")
     document = bisect(first, second, args.steps, args.replay)
-    put(args, lambda: document, lambda: show(document))
+    print_result(args, lambda: document, lambda: show(document))
     return CODES[document["verdict"]]
 
 
@@ -237,7 +237,7 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
 def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
     # the limits of layouts are for small runs only
-    return with_vocabulary(made_ready(config, Most(1, 1, 1), True, steps, folder), corpus)
+    return with_vocabulary(made_ready(config, LayoutLimits(1, 1, 1), True, steps, folder), corpus)
 
 
 def _replay_verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:

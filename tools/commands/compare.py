@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from megaprec.errors import UserError
-from tools.console.tables import add_json, print_table, put
+from tools.console.tables import add_json, print_result, print_table
 from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
 from tools.plots.compare_plot import LAST, Curve, by_loss, draw
 from tools.report.comparable import differences
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
         draw(curves, args.output, args.over, base, _figure_class(args.output))
     shown = [*curves, base] if base else curves
     notes = _notes(args)
-    return put(
+    return print_result(
         args,
         lambda: {"runs": [_curve_fields(curve) for curve in by_loss(shown)], "notes": notes},
         lambda: _show(args, shown, notes),

@@ -20,7 +20,7 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from tools.config.run_file import load_run
-from tools.console.progress_bar import moving
+from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
@@ -33,7 +33,7 @@ from tools.convert.hf.vocabulary import (
     folder_notes,
     main_file,
 )
-from tools.convert.hf.write_config import newer_only, to_hugging_face
+from tools.convert.hf.write_config import config_of, notes_on_older_transformers
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -193,10 +193,10 @@ def write_model(
         for line in _verify_configs(source, to, destination):
             print(line)
     # every byte is written and read back
-    with moving(f"{source.path} to {destination}", 2 * target.size) as report:
+    with bytes_progress(f"{source.path} to {destination}", 2 * target.size) as report:
         damage = convert(source, target, destination, report)
     print(_summary(source, target, destination))
-    newer_needs = newer_only(source.model) if to == "hf" else []
+    newer_needs = notes_on_older_transformers(source.model) if to == "hf" else []
     for note in (*source.facts.notes, *tokenizer_notes, *newer_needs):
         print(f"note: {note}")
     for line in damage:
@@ -249,7 +249,7 @@ def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]
         yield check_config(read_config(source.path), f"{source.path / CONFIG}")
     if to != "hf":
         return
-    config = to_hugging_face(source.model, "float32")
+    config = config_of(source.model, "float32")
     yield check_config(config, f"{destination / CONFIG}")
     ids = special_ids_of(source)
     line = auto_tokenizer_line(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megaprec.data.build import BuildResult, prepare
-from megaprec.data.files import alone, beside
+from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.readers import SUFFIXES
@@ -21,8 +21,8 @@ from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
-from tools.console.progress_bar import building, tell_left_out
-from tools.console.tables import add_json, put
+from tools.console.progress_bar import build_progress, tell_left_out
+from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 
 MAX_TOKENS_SHOWN = 64  # of each sample document
@@ -162,7 +162,10 @@ def build(args: argparse.Namespace) -> int:
     # beside the data set, so that all hosts of a shared folder see it
     lock = args.prefix.with_name(f".{args.prefix.name}.lock")
     start = time.perf_counter()
-    with alone(lock, partial(_print_waiting, args.prefix)), building(source) as on_progress:
+    with (
+        exclusive_lock(lock, partial(_print_waiting, args.prefix)),
+        build_progress(source) as on_progress,
+    ):
         result = prepare(
             source,
             args.prefix,
@@ -236,7 +239,7 @@ def inspect(args: argparse.Namespace) -> int:
     if args.samples < 0:
         raise UserError(f"--samples {args.samples}: give 0 or more")
     dataset = IndexedDataset(args.prefix)
-    tokenizer_file = args.tokenizer or beside(args.prefix, ".model")
+    tokenizer_file = args.tokenizer or with_suffix(args.prefix, ".model")
     # a file that was named must be there; one beside the data set may be
     tokenizer = None
     if args.tokenizer or tokenizer_file.exists():
@@ -248,7 +251,7 @@ def inspect(args: argparse.Namespace) -> int:
         _print_notes(tokenizer)
         check_vocabulary(dataset, contents, tokenizer.vocab_size)
     samples = _spaced_documents(dataset.num_documents, args.samples)
-    return put(
+    return print_result(
         args,
         lambda: _document(dataset, samples, tokenizer),
         lambda: _show(dataset, samples, tokenizer),
@@ -305,8 +308,8 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
         "sequences": dataset.num_sequences,
         "tokens": dataset.num_tokens,
         "dtype": dataset.dtype.name,
-        ".bin bytes": beside(dataset.prefix, ".bin").stat().st_size,
-        ".idx bytes": beside(dataset.prefix, ".idx").stat().st_size,
+        ".bin bytes": with_suffix(dataset.prefix, ".bin").stat().st_size,
+        ".idx bytes": with_suffix(dataset.prefix, ".idx").stat().st_size,
     }
     if len(lengths):
         counts["shortest document"] = int(lengths.min())

@@ -18,14 +18,14 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import place_of, read_record, scan_file
 from megaprec.data.text import left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, has_built, load_tokenizer
 from megaprec.errors import UserError
-from tools.console.tables import put
+from tools.console.tables import print_result
 from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")
@@ -45,7 +45,7 @@ def verify(args: argparse.Namespace) -> int:
         entries.append({"level": LEVELS[level], "check": check, "seen": seen})
         if not args.json:
             print(f"{LEVELS[level]:<5} {check:<10} {seen}")
-    put(args, lambda: {"worst": LEVELS[worst], "findings": entries}, lambda: None)
+    print_result(args, lambda: {"worst": LEVELS[worst], "findings": entries}, lambda: None)
     return worst
 
 
@@ -72,7 +72,7 @@ def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Ite
     # who completes the name by Tab gives one of the two files
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
-    if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
+    if with_suffix(Path(path), ".idx").exists() or with_suffix(Path(path), ".bin").exists():
         if text_field != "text":
             raise UserError(
                 f"--text-field {text_field}: {path} is a data set of tokens, which has no fields"
@@ -136,7 +136,7 @@ def _data_set_findings(prefix: Path, tokenizer_file: Path | None) -> Iterator[Fi
     yield OK, "index", f"{counts} of {dataset.dtype.name}"
     for note in dataset.notes:
         yield NOTE, "index", note
-    sibling = beside(prefix, ".model")
+    sibling = with_suffix(prefix, ".model")
     if tokenizer_file is None and sibling.is_file():
         tokenizer_file = sibling
     tokenizer = None
@@ -159,7 +159,7 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
     except UserError as error:
         yield from _problems("ids", error)
         return
-    ids = scan_file(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
+    ids = scan_file(with_suffix(dataset.prefix, ".bin"), dataset.dtype, again=True)
     bounds = f"{ids.low:,} to {ids.high:,}"
     if tokenizer is None and ids.low >= 0:
         yield NOTE, "ids", f"{bounds}; no tokenizer to compare with: give --tokenizer"
@@ -207,7 +207,7 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
 
 def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     """Yield whether the data set is what `megaprec data build` recorded of it."""
-    path = beside(dataset.prefix, ".json")
+    path = with_suffix(dataset.prefix, ".json")
     if not path.is_file():
         reason = (
             f"there is no {path.name}: not made by `megaprec data build`, so its checksums "
@@ -232,7 +232,7 @@ def _record_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> It
 
 def _hash_finding(dataset: IndexedDataset, suffix: str, record: Mapping[str, Any]) -> Finding:
     """Return whether a file of the data set has the bytes that were recorded."""
-    file = beside(dataset.prefix, f".{suffix}")
+    file = with_suffix(dataset.prefix, f".{suffix}")
     has_ids = suffix == "bin" and dataset.dtype.kind != "f"
     # the ids have been scanned just now; of other files an earlier scan may be remembered
     scan = scan_file(file, dataset.dtype if has_ids else None, again=not has_ids)

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 from tools.training.end_records import EndRecord, read_records
 
 
@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`."""
     records = read_records(args.folder)
-    return put(args, lambda: _document(records), lambda: print(*describe(records), sep="\n"))
+    return print_result(
+        args, lambda: _document(records), lambda: print(*describe(records), sep="\n")
+    )
 
 
 def _document(records: Sequence[EndRecord]) -> dict[str, Any]:

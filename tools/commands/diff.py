@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.console.progress_bar import moving
-from tools.console.tables import add_json, print_table, put
+from tools.console.progress_bar import bytes_progress
+from tools.console.tables import add_json, print_result, print_table
 from tools.console.toml import toml
 from tools.convert.core.source import Source
 from tools.convert.formats import check_vocab, open_intact
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
     first = open_intact(args.first, args.vocab)
     second = open_intact(args.second, args.vocab)
     comparison = compare_models(first, second, f"comparing {args.first} and {args.second}")
-    return put(
+    return print_result(
         args,
         lambda: _document(comparison, args.top),
         lambda: _show(comparison, args.top),
@@ -113,7 +113,7 @@ def compare_models(first: Source, second: Source, title: str) -> Comparison:
     progress."""
     shared = [key for key in first.shapes if key in second.shapes]
     differences = list[Difference]()
-    with moving(title, len(shared)) as report:
+    with bytes_progress(title, len(shared)) as report:
         for key in shared:
             differences.append(compare(key, first.read(key), second.read(key)))
             report(1, key)

@@ -31,10 +31,10 @@ from parallel.described_world import joined_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 from tools.doctor.finding import CODES, Finding, not_tried, verdict, wrong
-from tools.doctor.place import Place
-from tools.doctor.ranks import Asked, take_part
+from tools.doctor.place import RankContext
+from tools.doctor.ranks import DoctorRequest, take_part
 from tools.doctor.verdict import document, show
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
@@ -88,7 +88,9 @@ def main(args: argparse.Namespace) -> int:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())
     device = config.train.device if config else "auto"
-    request = Asked(_layout(config), device, nearest_existing(folder), _checkpoint_bytes(config))
+    request = DoctorRequest(
+        _layout(config), device, nearest_existing(folder), _checkpoint_bytes(config)
+    )
     if args.as_rank is not None:
         return _as_local_rank(request, args.as_rank)
     if joined_world():
@@ -99,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     seconds = time.monotonic() - start
     # only one process prints: rank 0, or the parent of local ranks
-    put(args, lambda: document(findings, seconds), lambda: show(findings, seconds))
+    print_result(args, lambda: document(findings, seconds), lambda: show(findings, seconds))
     return CODES[verdict(findings)]
 
 
@@ -200,7 +202,7 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         return [Finding(**fields) for fields in json.loads(read_whole(answer))]
 
 
-def _as_local_rank(request: Asked, answer: Path) -> int:
+def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
     """Be one of the local ranks; rank 0 writes its findings to `answer`."""
     layout = request.layout
     if math.prod(layout) != int(os.environ["WORLD_SIZE"]):
@@ -239,7 +241,7 @@ def _parity_hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> 
 
 
 def _world_findings(
-    request: Asked, config: RunConfig | None, args: argparse.Namespace
+    request: DoctorRequest, config: RunConfig | None, args: argparse.Namespace
 ) -> Iterator[Finding]:
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
     size = int(os.environ["WORLD_SIZE"])
@@ -264,7 +266,7 @@ def _world_findings(
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 
 
-def _follow_rank_0(context: Place) -> None:
+def _follow_rank_0(context: RankContext) -> None:
     """Take part in the comparison that rank 0 leads. Raises UserError if it does not answer."""
     try:
         follow(context)

@@ -20,11 +20,11 @@ from megaprec.errors import UserError
 from tools.commands.parity import certify
 from tools.config.run_file import RunConfig, load_run
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Place
-from tools.doctor.questions import within
+from tools.doctor.place import RankContext
+from tools.doctor.questions import run_with_time_limit
 from tools.parity.certificate import NOT_TRIED, PROVEN
 from tools.parity.gather import Record, gather
-from tools.parity.ranks import PENDING, Failure, Hands, Run, carry_out, run_together
+from tools.parity.ranks import PENDING, Failure, Launcher, Run, carry_out, run_together
 
 STEPS = 20
 TIME_LIMIT = 60.0  # seconds that the ranks' part may take in a launched world
@@ -55,7 +55,7 @@ def own_run(pipeline: int, data: int, tensor: int) -> RunConfig:
     return load_run(None, [*OWN_RUN, *sizes])
 
 
-def parity(config: RunConfig, file: str, folder: Path, launcher: Hands | None = None) -> Finding:
+def parity(config: RunConfig, file: str, folder: Path, launcher: Launcher | None = None) -> Finding:
     """Compare the run's layout with one process and return the finding. folder: an empty one for
     the runs."""
     if config.world_size == 1:
@@ -68,7 +68,7 @@ def parity(config: RunConfig, file: str, folder: Path, launcher: Hands | None = 
         file=file, layouts=[layout], full=False, steps=STEPS, precision="float64"
     )
     try:
-        certificate = certify(config, options, folder, lambda text: None, launcher or Hands())
+        certificate = certify(config, options, folder, lambda text: None, launcher or Launcher())
     except UserError as error:
         # the small run cannot have the layout
         return not_tried("parity", str(error.problems[0]), needed=True)
@@ -103,10 +103,10 @@ def parity_here(config: RunConfig, file: str) -> Finding:
         return parity(config, file, Path(folder))
 
 
-def parity_in_world(config: RunConfig, file: str, context: Place) -> Finding:
+def parity_in_world(config: RunConfig, file: str, context: RankContext) -> Finding:
     """Compare on the ranks of the world; called on rank 0, while the others are in `follow`."""
     folder = Path(tempfile.mkdtemp(prefix=".megaprec_doctor_", dir=context.folder))
-    launcher = Hands(_run_in_child, partial(_run_on_world, context))
+    launcher = Launcher(_run_in_child, partial(_run_on_world, context))
     try:
         return parity(config, file, folder, launcher)
     finally:
@@ -122,7 +122,7 @@ def _run_in_child(run: Run) -> Record:
     return gather(run.folder)
 
 
-def _run_on_world(context: Place, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
+def _run_on_world(context: RankContext, runs: Sequence[Run], folder: Path) -> list[Failure | None]:
     """Carry out the runs on all ranks of the world."""
     for run in runs:
         run.folder.mkdir(parents=True)
@@ -130,7 +130,7 @@ def _run_on_world(context: Place, runs: Sequence[Run], folder: Path) -> list[Fai
     names = "\n".join(run.folder.name for run in runs)
     (folder / PENDING).write_text(names, encoding="utf-8")
     context.tell("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
-    answer = within(TIME_LIMIT, carry_out, folder)
+    answer = run_with_time_limit(TIME_LIMIT, carry_out, folder)
     if "value" in answer:
         dist.destroy_process_group()  # the comparison is of this process alone
         return [None] * len(runs)
@@ -138,7 +138,7 @@ def _run_on_world(context: Place, runs: Sequence[Run], folder: Path) -> list[Fai
     return [Failure(reason)] * len(runs)
 
 
-def follow(context: Place) -> None:
+def follow(context: RankContext) -> None:
     """Take part in the comparison that rank 0 leads, if there is one."""
     if folder := context.told("parity", 2 * TIME_LIMIT):
-        within(TIME_LIMIT, carry_out, Path(folder))
+        run_with_time_limit(TIME_LIMIT, carry_out, Path(folder))

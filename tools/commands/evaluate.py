@@ -21,7 +21,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.data.tokenizer import has_built
@@ -30,11 +30,11 @@ from models.relay import Relay
 from models.stages import Stage
 from parallel.described_world import joined_world
 from parallel.mesh import make_mesh, world
-from tools.console.progress_bar import scoring
-from tools.console.tables import add_json, print_table, put
+from tools.console.progress_bar import tokens_progress
+from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
-from tools.text.load import Loaded, load_model
-from tools.text.windows import documents
+from tools.text.load import LoadedModel, load_model
+from tools.text.windows import read_documents
 from tools.training.launch import launch_local, note_failure
 
 MAX_LOCAL_RANKS = 1024
@@ -160,12 +160,13 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
     documents_of = {
-        name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()
+        name: read_documents(path, model, args.text_field, args.max_chars)
+        for name, path in sets.items()
     }
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
     for name, texts in documents_of.items():
-        with scoring(name) if is_first else nullcontext(_ignore_progress) as report:
+        with tokens_progress(name) if is_first else nullcontext(_ignore_progress) as report:
             scores[name] = score(relay, texts, model.begin, window, stride, report)
         if not scores[name].tokens:
             raise UserError(f"--data {sets[name]} has no token to predict: give more text")
@@ -184,7 +185,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
             for name, of_set in scores.items()
         ],
     }
-    return put(args, lambda: document, lambda: print_table(_table(scores)))
+    return print_result(args, lambda: document, lambda: print_table(_table(scores)))
 
 
 def _ignore_progress(tokens: int) -> None:
@@ -232,10 +233,10 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
     return window, stride
 
 
-def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
+def _notes(model: LoadedModel[Stage], sets: dict[str, str], text_field: str) -> Iterator[str]:
     """Yield the lines on what the user may not expect of the scores."""
     yield from model.notes
-    tokenized = [path for path in sets.values() if beside(Path(path), ".idx").is_file()]
+    tokenized = [path for path in sets.values() if with_suffix(Path(path), ".idx").is_file()]
     if text_field != "text" and len(tokenized) == len(sets):
         yield f"--text-field {text_field} has no effect: all that is evaluated is tokens already"
     # what follows is about bytes, which are then not counted
@@ -250,7 +251,7 @@ def _notes(model: Loaded[Stage], sets: dict[str, str], text_field: str) -> Itera
         yield from _byte_notes(model, path)
 
 
-def _byte_notes(model: Loaded[Stage], path: str) -> Iterator[str]:
+def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
     """Yield the lines on the bytes of a data set's text, on which bits per byte rest."""
     record = read_record(Path(path))
     has_bytes = record is not None and "bytes" in record

@@ -25,9 +25,9 @@ from megaprec.errors import UserError
 from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
-from tools.text.generation import harmless
+from tools.text.generation import escape_control_characters
 
 PIPE_COLUMNS = 120
 MAX_IDS = 4  # sample ids of a micro-batch that are shown
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
         if replayed:
             _console().print(picture(replayed, events[-1]))
 
-    return put(args, lambda: document, show)
+    return print_result(args, lambda: document, show)
 
 
 def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
@@ -264,7 +264,7 @@ def _sample_table(replayed: Replay) -> Table:
     rows.add_column("begins with", overflow="fold")
     for number, text in replayed.samples:
         one_line = " ".join(text[:MAX_CHARS].split())
-        rows.add_row(str(number), Text(harmless(one_line)))
+        rows.add_row(str(number), Text(escape_control_characters(one_line)))
     return rows
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from megaprec.fp8.matmul import EMULATED, ways
+from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.commands.fp8_timing import Shape, linear_times
 from tools.config.run_file import RunConfig, load_run
-from tools.console.tables import add_json, put
-from tools.training.fp8_summary import reaches
+from tools.console.tables import add_json, print_result
+from tools.training.fp8_summary import weight_eligibility
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by
 # torch.compile.
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         ]
         print("\n".join(lines))
 
-    return put(args, lambda: _document(judged, other_flops, device), show)
+    return print_result(args, lambda: _document(judged, other_flops, device), show)
 
 
 def _document(judged: Sequence[Product], other_flops: float, device: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
     """
     tokens = config.train.micro_batch * config.train.seq_length
     counts = Counter[tuple[str, tuple[int, int], str]]()
-    for weight in reaches(config, model, recipe):
+    for weight in weight_eligibility(config, model, recipe):
         # the same weight of all layers and all experts counts as one kind
         name = re.sub(r"^layers\.\d+\.", "layers.*.", weight.name)
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
@@ -240,7 +240,9 @@ def _basis_lines(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]
         f"speed      FP8 over {config.precision.compute}, all three products and the casts, as "
         f"timed on {name}"
     )
-    kernels = ways(recipe, torch.device(device), config.plan.compute, config.plan.gradients)
+    kernels = describe_kernels(
+        recipe, torch.device(device), config.plan.compute, config.plan.gradients
+    )
     for product, kernel in kernels.items():
         if kernel.startswith(EMULATED):
             lines.append(f"           {product}: {kernel}")

@@ -16,8 +16,8 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from models.kv_cache import CachedStage
-from tools.text.generation import Generation, harmless
-from tools.text.load import Loaded, load_model
+from tools.text.generation import Generation, escape_control_characters
+from tools.text.load import LoadedModel, load_model
 from tools.text.sampling import Sampling
 
 
@@ -166,7 +166,9 @@ def _read_utf8(option: str, read: Callable[[], str]) -> str:
     return text.removeprefix("\ufeff")
 
 
-def _unfollowed_notes(path: Path, sampling: Sampling, model: Loaded[CachedStage]) -> Iterator[str]:
+def _unfollowed_notes(
+    path: Path, sampling: Sampling, model: LoadedModel[CachedStage]
+) -> Iterator[str]:
     """Yield a note on settings of generation_config.json that the options do not follow."""
     if unfollowed := sampling.not_followed(model.generation):
         settings = ", ".join(
@@ -184,7 +186,9 @@ def _stream(prompt: str, generation: Generation) -> None:
     print(prompt, end="", flush=True)
     for piece in generation:
         # a text from anywhere must not steer the terminal
-        print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+        print(
+            escape_control_characters(piece) if sys.stdout.isatty() else piece, end="", flush=True
+        )
     print()
 
 
@@ -199,7 +203,7 @@ def _print_json(prompt: str, generation: Generation) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def _note_slid_windows(model: Loaded[CachedStage], generations: list[Generation]) -> None:
+def _note_slid_windows(model: LoadedModel[CachedStage], generations: list[Generation]) -> None:
     """Say on stderr if texts were longer than the model's positions, as nothing in a text shows
     it."""
     if any(generation.slid for generation in generations):

@@ -17,7 +17,7 @@ from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
-from tools.config.run_file import given_in
+from tools.config.run_file import read_run_settings
 from tools.importing.run import import_run
 from tools.training.notes import add_strict, tell_notes
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec import-args`."""
     items, keys = _split_arguments(args.overrides)
     assumed = dict(_parse_assumption(assumption) for assumption in args.assume)
-    settings, problems = given_in(None, keys)
+    settings, problems = read_run_settings(None, keys)
     if problems:
         raise UserError(*problems)
     # as Megatron-LM's argparse names them

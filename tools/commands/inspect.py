@@ -16,11 +16,11 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from megaprec.checkpoint.digests import raw
+from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
-from tools.console.progress_bar import moving
-from tools.console.tables import add_json, print_table, put
+from tools.console.progress_bar import bytes_progress
+from tools.console.tables import add_json, print_result, print_table
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
@@ -71,9 +71,9 @@ def main(args: argparse.Namespace) -> int:
         if source.kind == "megaprec":
             print(_checksum_line(Store(source.path)))
     total = sum(_nbytes(source, key) for key in source.shapes)
-    with moving(f"reading {source.path}", total) as report:
+    with bytes_progress(f"reading {source.path}", total) as report:
         tensors, digests = _digests(source, report)
-    return put(
+    return print_result(
         args,
         lambda: _document(source, tensors, digests),
         lambda: _show(tensors if args.tensors else [], digests),
@@ -214,7 +214,7 @@ def _digest(values: Tensor) -> str:
     """Return the SHA-256 of dtype, shape and values."""
     sha256 = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
     # the bytes as they are in memory, whatever the format of the file
-    sha256.update(raw(values))
+    sha256.update(tensor_bytes(values))
     return sha256.hexdigest()
 
 

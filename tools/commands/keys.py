@@ -15,7 +15,7 @@ from typing import Any
 
 from megaprec.errors import UserError, closest
 from tools.config.key_help import Key, KeyTable, key_tables
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 
 MAX_WIDTH = 110  # columns of help that are read without losing the line
 
@@ -38,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec keys`."""
     width = min(MAX_WIDTH, get_terminal_size().columns) if sys.stdout.isatty() else None
-    return put(args, lambda: document(args.words), lambda: print(described(args.words, width)))
+    return print_result(
+        args, lambda: document(args.words), lambda: print(describe_keys(args.words, width))
+    )
 
 
 def document(words: Sequence[str] = ()) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def _key_fields(key: Key) -> dict[str, Any]:
     return {"default": default, "required": key.default == "required", "help": key.help}
 
 
-def described(words: Sequence[str] = (), width: int | None = None) -> str:
+def describe_keys(words: Sequence[str] = (), width: int | None = None) -> str:
     """Return the keys that `words` ask for, all without words, at most `width` columns wide; None:
     one line a key.
 

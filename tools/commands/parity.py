@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megaprec.errors import UserError
 from parallel.described_world import joined_world
-from tools.config.layouts import problems
+from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
 from tools.parity.again import updates
 from tools.parity.certificate import (
@@ -40,13 +40,13 @@ from tools.parity.certificate import (
 )
 from tools.parity.compare import compare
 from tools.parity.gather import Record, gather
-from tools.parity.layouts import Layout, asked, every, fitted, largest
+from tools.parity.layouts import Layout, every, fitted, largest, requested_layouts
 from tools.parity.noise import DRAWS, Noise
 from tools.parity.page import page, show
 from tools.parity.ranks import (
     FLAG,
     Failure,
-    Hands,
+    Launcher,
     Run,
     as_rank,
     corpus_of,
@@ -66,12 +66,12 @@ from tools.parity.runs import (
     tokens_per_expert,
     with_random_tokens,
 )
-from tools.parity.shrink import Most, changes
+from tools.parity.shrink import LayoutLimits, changes
 from tools.training.corpus import open_corpus
 from tools.training.notes import add_strict, tell_notes
 
 RANKS = 4  # ranks of the largest default layout
-LOCAL_LAUNCHER = Hands()
+LOCAL_LAUNCHER = Launcher()
 AXES = ("tensor", "pipeline", "data", "context", "expert")
 # keys that the small run changes although no number depends on them
 NOT_SHOWN = {
@@ -199,12 +199,12 @@ def certify(
     args: argparse.Namespace,
     folder: Path,
     report_progress: ReportProgress,
-    launcher: Hands = LOCAL_LAUNCHER,
+    launcher: Launcher = LOCAL_LAUNCHER,
 ) -> Certificate:
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate
     files."""
-    requested = asked(args.layouts, config.parallel) or every(RANKS)
-    limits = Most(*(largest(requested, axis) for axis in AXES))
+    requested = requested_layouts(args.layouts, config.parallel) or every(RANKS)
+    limits = LayoutLimits(*(largest(requested, axis) for axis in AXES))
     # the run to compare: small, and without what takes time and changes no number
     ready = made_ready(config, limits, args.full, args.steps, folder / "run")
     if not args.full:
@@ -250,7 +250,7 @@ def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def _own_precision(
-    ready: RunConfig, plan: Plan, truth: Record, folder: Path, launcher: Hands
+    ready: RunConfig, plan: Plan, truth: Record, folder: Path, launcher: Launcher
 ) -> Reference:
     """Carry out the run on one process in its own precision. truth: the same in float64."""
     record = launcher.alone(Run(alone(ready), plan, folder / "own"))
@@ -265,7 +265,7 @@ def _own_precision(
     return Reference(ready.precision.compute, ready, plan, record, noise)
 
 
-def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Hands) -> list[Record]:
+def perturbed_runs(ready: RunConfig, plan: Plan, folder: Path, launcher: Launcher) -> list[Record]:
     """Return runs in float64 on one process, from weights moved by rounding of the run's own
     precision."""
     exact = alone(in_float64(ready))
@@ -296,7 +296,7 @@ def fitting_layouts(
     does.
     """
     layouts = [fitted(config, keys) for keys in requested]
-    reasons = {layout.name: problems(config, layout.parallel) for layout in layouts}
+    reasons = {layout.name: layout_problems(config, layout.parallel) for layout in layouts}
     if explicit and any(reasons.values()):
         raise UserError(
             *(
@@ -320,7 +320,7 @@ def _compare_layouts(
     references: Sequence[Reference],
     folder: Path,
     report_progress: ReportProgress,
-    launcher: Hands,
+    launcher: Launcher,
 ) -> Iterator[dict[str, Any]]:
     """Yield the entry of each layout in each precision, layouts of the fewest ranks first.
 

@@ -33,13 +33,13 @@ from tools.planning.device import Target, assumed_devices, target_of
 from tools.planning.memory import MemoryModel
 from tools.planning.report import (
     as_data,
-    head,
     layout_lines,
     memory_lines,
     none_found,
     prediction_lines,
+    run_lines,
 )
-from tools.planning.search import Found, Planned, plan_run, search
+from tools.planning.search import LayoutSearch, Planned, plan_run, search
 from tools.planning.speed import Assumptions
 from tools.training.notes import add_strict, tell_notes
 
@@ -153,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
         )
         print(json.dumps({**document, "notes": notes}, indent=2))
         return 0
-    lines = [*head(config, target), *(f"note       {note}" for note in notes), ""]
+    lines = [*run_lines(config, target), *(f"note       {note}" for note in notes), ""]
     lines += [*memory_lines(planned, target), ""]
     lines += _prediction(config, planned, assumed)
     if search_result and shared_speeds:
@@ -303,7 +303,7 @@ def _was_written_by_plan(path: Path) -> bool:
     return path.is_file() and read_whole(path).startswith(first_words.encode())
 
 
-def _write_best(path: Path, ranks: int, search_result: Found) -> None:
+def _write_best(path: Path, ranks: int, search_result: LayoutSearch) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
     if not search_result.layouts:
         raise UserError(f"--output {path}: {none_found(search_result, ranks)}; nothing is written")
@@ -316,7 +316,7 @@ def _document(
     own_layout: dict[str, Any],
     target: Target,
     assumed: Assumptions | None,
-    search_result: Found | None,
+    search_result: LayoutSearch | None,
     shared_target: Target,
     shared_speeds: Assumptions | None,
 ) -> dict[str, Any]:

@@ -23,31 +23,31 @@ import torch
 from rich import box
 from rich.table import Table
 
-from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
+from megaprec.dialects.translate import DIALECTS, FIELDS, RELATED_KEYS, format_value, translate
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from tools.config.native_keys import native
-from tools.config.precision_advice import Scene, advice
+from tools.config.native_keys import native_keys_of
+from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import ROLES, Row, rows
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
-from tools.config.run_file import given_in, known_keys, load_precision, load_run
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, default_of_plan_only
+from tools.config.run_file import known_keys, load_precision, load_run, read_run_settings
 from tools.console.tables import print_table, table_console
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 from tools.console.wrapped import say
 from tools.foreign.read import read_foreign
 from tools.training.notes import add_strict, tell_notes
 
 
 @dataclass(frozen=True)
-class Understood:
+class PrecisionOfFile:
     """A file that was read: its plan, other run-file keys that it decides, and the model if it is a
     whole run."""
 
     file: Path
     plan: PrecisionPlan
-    settings: Mapping[str, Given]
+    settings: Mapping[str, Setting]
     notes: tuple[str, ...]
     model: ModelConfig | None = None
     microbatches: int = 1
@@ -105,8 +105,8 @@ def add_parser(subparsers: Any) -> None:
 
 def main_show(args: argparse.Namespace) -> int:
     """Run `megaprec precision show`."""
-    understood = understand(args.file, args.overrides, args.assume, args.pick)
-    scene = Scene(understood.plan, understood.microbatches, understood.replicas)
+    understood = read_precision(args.file, args.overrides, args.assume, args.pick)
+    scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
     warnings = advice(scene)
     if args.strict:
         tell_notes(understood.notes, strict=True)
@@ -123,7 +123,7 @@ def main_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(understood: Understood, warnings: Sequence[str]) -> dict[str, Any]:
+def as_json(understood: PrecisionOfFile, warnings: Sequence[str]) -> dict[str, Any]:
     """Return a plan for programs: fields and run-file keys, each with its value and the key that
     decided it."""
     plan = dict[str, Any]()
@@ -163,7 +163,7 @@ def main_translate(args: argparse.Namespace) -> int:
         raise UserError(
             f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}'
         )
-    understood = understand(args.file, args.overrides, args.assume, args.pick)
+    understood = read_precision(args.file, args.overrides, args.assume, args.pick)
     tell_notes(understood.notes, args.strict)
     settings = {key: setting.value for key, setting in understood.settings.items()}
     if args.to == "native":
@@ -177,9 +177,9 @@ def main_translate(args: argparse.Namespace) -> int:
     return 0
 
 
-def understand(
+def read_precision(
     path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = ""
-) -> Understood:
+) -> PrecisionOfFile:
     """Read a run file, a part of one or another system's configuration. Raises UserError.
 
     assume, pick: for another system's file; see `tools.foreign.read`.
@@ -191,17 +191,17 @@ def understand(
             raise UserError("--assume and --pick are for other systems' files, not for run files")
         if "train" in content:
             return _understand_run(path, overrides)
-        settings, problems = given_in(path, overrides)
+        settings, problems = read_run_settings(path, overrides)
         notes: tuple[str, ...] = ()
     else:
         foreign = read_foreign(path, assume, pick)
-        overridden, problems = given_in(None, overrides)
+        overridden, problems = read_run_settings(None, overrides)
         settings = {**foreign.given, **overridden}
         notes = foreign.notes
     if problems:
         raise UserError(*problems)
     plan, other_settings, plan_notes = load_precision(settings)
-    return Understood(path, plan, other_settings, (*notes, *plan_notes))
+    return PrecisionOfFile(path, plan, other_settings, (*notes, *plan_notes))
 
 
 def _read_tables(path: Path) -> Mapping[str, Any]:
@@ -214,16 +214,16 @@ def _read_tables(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _understand_run(path: Path, overrides: Sequence[str]) -> Understood:
+def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
     """Read a whole run file."""
     config = load_run(path, overrides)
-    settings = dict[str, Given]()
-    for key in BESIDE:
+    settings = dict[str, Setting]()
+    for key in RELATED_KEYS:
         if key in known_keys():
-            settings[key] = Given(config.get(key), config.origin(key))
+            settings[key] = Setting(config.get(key), config.origin(key))
     for name, value in config.model:
-        settings[f"model.{name}"] = Given(value, config.origin(f"model.{name}"))
-    return Understood(
+        settings[f"model.{name}"] = Setting(value, config.origin(f"model.{name}"))
+    return PrecisionOfFile(
         path,
         config.plan,
         settings,
@@ -234,7 +234,7 @@ def _understand_run(path: Path, overrides: Sequence[str]) -> Understood:
     )
 
 
-def plan_table(understood: Understood, short: bool = False) -> Table:
+def plan_table(understood: PrecisionOfFile, short: bool = False) -> Table:
     """Return a table with a row per field of the plan and per other key that was decided.
 
     short: show only the names of files, for a terminal is narrow.
@@ -251,17 +251,17 @@ def plan_table(understood: Understood, short: bool = False) -> Table:
         table.add_column(column, overflow="fold")
     for name in FIELDS:
         origin = understood.plan.origin.get(name, "default")
-        table.add_row(name, shown(getattr(understood.plan, name)), origin_text(origin))
+        table.add_row(name, format_value(getattr(understood.plan, name)), origin_text(origin))
     for key, setting in _shown_settings(understood):
-        table.add_row(key, shown(setting.value), origin_text(setting.origin))
+        table.add_row(key, format_value(setting.value), origin_text(setting.origin))
     return table
 
 
-def _shown_settings(understood: Understood) -> Iterable[tuple[str, Given]]:
+def _shown_settings(understood: PrecisionOfFile) -> Iterable[tuple[str, Setting]]:
     """Return the keys to show: of a whole run those that concern precision alone."""
     if understood.model is None:
         return understood.settings.items()
-    return [(key, setting) for key, setting in understood.settings.items() if key in BESIDE]
+    return [(key, setting) for key, setting in understood.settings.items() if key in RELATED_KEYS]
 
 
 def shorten_origin(origin: str) -> str:
@@ -315,7 +315,7 @@ def size(count: int) -> str:
 
 def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
     """Return the plan as native tables of a run file, without keys that have their default."""
-    keys = native(plan)
+    keys = native_keys_of(plan)
     tables: dict[str, dict[str, Any]] = {"precision": _needed_keys(Precision, "precision", keys)}
     if fp8 := _needed_keys(FP8, "fp8", keys):
         tables["fp8"] = fp8
@@ -333,7 +333,7 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
     for key in unknown:
         lines.append(f"# not said: {key} = {toml(settings[key])}; not supported yet")
     for key, reason in PLAN_ONLY.items():
-        if key in keys and keys[key] != idle(key):
+        if key in keys and keys[key] != default_of_plan_only(key):
             lines.append(f"# not said: {key} = {toml(keys[key])}; {reason}")
     return lines
 

@@ -21,12 +21,12 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
 from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
-from tools.config.layouts import problems
+from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
-from tools.console.tables import add_json, print_table, put
+from tools.console.tables import add_json, print_result, print_table
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
-from tools.parity.layouts import Layout, asked, fitted
+from tools.parity.layouts import Layout, fitted, requested_layouts
 from tools.prove.proof import (
     STRAIGHT,
     Row,
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     run_path = Path(args.run_)
     run_folder = run_path if run_path.is_dir() else Path(config.train.folder)
     (written,) = write(run_folder, {FILE: to_json(certificate) + "\n"})
-    put(args, lambda: certificate, lambda: show(certificate))
+    print_result(args, lambda: certificate, lambda: show(certificate))
     if not args.json:
         print(f"written    {written}")
     return CODES[certificate["verdict"]]
@@ -121,9 +121,9 @@ def _other_layout(config: RunConfig, text: str) -> Layout | None:
     former does not fit."""
     if not text:
         return other_layout(config)
-    (keys,) = asked([text], config.parallel)
+    (keys,) = requested_layouts([text], config.parallel)
     layout = fitted(config, keys)
-    if reasons := problems(config, layout.parallel):
+    if reasons := layout_problems(config, layout.parallel):
         raise UserError(*(f"--layout {text}: {reason}" for reason in reasons))
     return layout
 

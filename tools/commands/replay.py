@@ -26,7 +26,7 @@ from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import SAVED, RunConfig, load_run
 from tools.config.settings import Parallel
-from tools.training.corpus import open_kept
+from tools.training.corpus import open_run_data
 from tools.training.launch import share_of_cores
 from tools.training.trainer import Trainer
 
@@ -57,7 +57,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     saved = _saved_run(folder)
     _require_repeatable(saved, event, folder)
     config = _on_one_process(saved, folder)
-    corpus = open_kept(config)
+    corpus = open_run_data(config)
     start = _last_checkpoint_before(config.checkpoint_folder, step)
     device = _replay_device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(1))

@@ -18,20 +18,20 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
-from models.estimate.memory import Kept
+from models.estimate.memory import ActivationBytes
 from parallel.pipeline.builders import KINDS
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, simulate
+from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
 from tools.config.run_file import RunConfig, load_run
 from tools.config.schedules import plan_equal, read_schedule
-from tools.console.tables import add_json, put
+from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.planning.device import target_of
-from tools.planning.memory import MemoryModel, Passes, RankBytes
-from tools.planning.report import aligned, fit
+from tools.planning.memory import MemoryModel, PlannedPasses, RankBytes
+from tools.planning.report import aligned, describe_fit
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
@@ -154,12 +154,12 @@ def main(args: argparse.Namespace) -> int:
     report = _report_of_file(args) if args.file else _report_of_options(args)
     try:
         check(report.schedule)
-    except Refused as refusal:
+    except RefusedSchedule as refusal:
         _draw_refusal(report, refusal, args)
         raise
     predicted = simulate(report.schedule, report.cost)
     # before files are written, which takes a while for pictures
-    put(
+    print_result(
         args,
         lambda: _document(report, predicted),
         lambda: print("\n".join(_report_lines(report, predicted))),
@@ -187,7 +187,9 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {MAX_TIME:g}")
 
 
-def _draw_refusal(report: _ScheduleReport, refusal: Refused, args: argparse.Namespace) -> None:
+def _draw_refusal(
+    report: _ScheduleReport, refusal: RefusedSchedule, args: argparse.Namespace
+) -> None:
     """Draw a schedule that cannot run up to the instruction where it goes wrong."""
     for path in args.output:
         if path.suffix not in (".svg", ".png"):
@@ -290,12 +292,12 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     model = config.sized_model
     costs = config.stage_costs(model, schedule.rank_of_stage)
     target = target_of(config, args.gpu)
-    kept_activations = list[Kept]()
+    kept_activations = list[ActivationBytes]()
     rank_bytes = list[RankBytes]()
     if not config.model.factory:  # the memory of a custom model is not known before it is built
         memory = MemoryModel(target.device)
         kept_activations = memory.kept(config, costs)
-        rank_bytes = memory.of(config, Passes(schedule, costs))
+        rank_bytes = memory.of(config, PlannedPasses(schedule, costs))
     # times are in mean forward passes of a stage
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
 
@@ -320,7 +322,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
         "mean forwards",
         _stage_table(schedule, costs, kept_activations, model.mtp_layers),
         rank_bytes,
-        f"{target.name}: {fit(rank_bytes, target)}" if rank_bytes else "",
+        f"{target.name}: {describe_fit(rank_bytes, target)}" if rank_bytes else "",
         _measured_spans(schedule, args.measured, Path(config.train.folder) / TIMELINE),
     )
 
@@ -353,7 +355,7 @@ def _measured_spans(
 def _stage_table(
     schedule: Schedule,
     costs: Sequence[StageCost],
-    kept_activations: Sequence[Kept],
+    kept_activations: Sequence[ActivationBytes],
     mtp_layers: int,
 ) -> list[str]:
     """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch.

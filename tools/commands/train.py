@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megaprec.checkpoint.atomic import latest, require_room
 from megaprec.checkpoint.reader import INDEX, Store
-from megaprec.data.files import alone, beside
+from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
 from megaprec.errors import UserError
@@ -30,52 +30,59 @@ from megaprec.tested_versions import untested
 from models.own_model import require_builtin
 from parallel.described_world import joined_world
 from parallel.hangs.watchdog import longest_wait
-from parallel.mesh import make_mesh, told_by_first, world
+from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig, load_run
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.convert.formats import open_intact
-from tools.convert.hf.write_config import to_hugging_face
+from tools.convert.hf.write_config import config_of
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
-from tools.convert.train_state import newest
+from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.records import DIGESTS, EVENTS, METRICS
 from tools.journal.trackers import require_trackers
-from tools.planning.report import one_line
+from tools.planning.report import summary_line
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome, print_skipped
-from tools.training.corpus import Corpus, cache_of, check_sources, looked_at, open_corpus, open_made
+from tools.training.corpus import (
+    Corpus,
+    check_sources,
+    data_folder,
+    looked_at,
+    open_built,
+    open_corpus,
+)
 from tools.training.data_identity import ALLOW, Identity
-from tools.training.doubts import doubts
+from tools.training.doubts import run_warnings
 from tools.training.elastic import (
     in_this_world,
     is_spare,
+    publish_end_reason,
     record_restart,
     release_spares,
     require_fresh_store,
-    require_wanted,
+    require_no_ended_ranks,
     stand_by,
-    tell_ended,
 )
 from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
-from tools.training.hangs import straggler_events, tell_waiting, watching
+from tools.training.hangs import print_waiting, straggler_events, watching
 from tools.training.harness import require_harness
 from tools.training.launch import (
     has_own_device,
+    is_local_rank,
     launch_local,
     note_failure,
     share_of_cores,
-    started_here,
 )
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, moved_notes, tell_notes
 from tools.training.restarts import Restarts
-from tools.training.resume import check_resumable, check_tokens, differences, other_tokens
+from tools.training.resume import check_resumable, check_tokens, data_differences, other_tokens
 from tools.training.run_folder import LOCK
 from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
@@ -158,7 +165,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _print_plan(config: RunConfig) -> None:
     """Print the plan of the run, in a line, before ranks start."""
-    if line := one_line(config):
+    if line := summary_line(config):
         say(f"plan       {line}")
 
 
@@ -262,7 +269,7 @@ def _lock_folder(config: RunConfig) -> AbstractContextManager[None]:
         )
 
     # a lock of the operating system, which ends with the process
-    return alone(_lock_path(config), refuse)
+    return exclusive_lock(_lock_path(config), refuse)
 
 
 def _lock_path(config: RunConfig) -> Path:
@@ -283,7 +290,7 @@ def _verify(config: RunConfig, export_folder: Path | None) -> None:
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export_folder:
-        exported = to_hugging_face(config.sized_model, "float32")
+        exported = config_of(config.sized_model, "float32")
         lines.append(check_config(exported, f"--export-hf {export_folder}"))
     for line in filter(None, lines):
         print(line)
@@ -320,13 +327,13 @@ def _run_rank(
         mesh = make_mesh(
             parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context
         )
-        tell_ended(store)
+        publish_end_reason(store)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
         prepare_run = partial(_prepare_again, config, store, locks, allowed, export_folder, verify)
-        prepared = told_by_first(store, prepare_run, partial(tell_waiting, watchdog))
+        prepared = broadcast_from_first(store, prepare_run, partial(print_waiting, watchdog))
         position.enter(Phase.LOADING)
         position.at("opening of data and checkpoint")
-        corpus, checkpoint = open_named(config, prepared)
+        corpus, checkpoint = open_prepared(config, prepared)
         noticed = partial(straggler_events, watchdog)
         trainer = Trainer(config, corpus, mesh, checkpoint, position=position, noticed=noticed)
         trainer.run()
@@ -354,7 +361,7 @@ def _prepare_again(
 ) -> dict[str, Any]:
     """Return the paths that rank 0 names (`prepare`), after a restart only if the ranks are to
     train again."""
-    require_wanted(store)
+    require_no_ended_ranks(store)
     prepared = prepare(config, locks, allowed, export, verify)
     # only of a run that has passed all checks
     record_restart(config)
@@ -430,7 +437,7 @@ def prepare(
     The run folder is locked until `locks` is closed. allowed: see `check_resumable`.
     """
     corpus = _open_checked(config, allowed)
-    if joined_world() and not started_here():  # otherwise the launcher has printed it
+    if joined_world() and not is_local_rank():  # otherwise the launcher has printed it
         _print_plan(config)
     if verify:
         _verify(config, export)
@@ -444,9 +451,9 @@ def prepare(
         ) from error
     # of the run before this one, which may have ended abnormally
     forget_records(Path(config.train.folder))
-    for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
+    for doubt in run_warnings(config, corpus, _local_ranks(config), _device(config)):
         say(f"warning    {doubt}")
-    checkpoint = newest(config.checkpoint_folder)
+    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
     _note_needless_allowances(config, corpus, checkpoint, allowed)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
@@ -463,7 +470,7 @@ def _note_needless_allowances(
     """Print a note for each --allow that names something in which run and checkpoint agree."""
     differing = set[str]()
     if checkpoint is not None:
-        differing = {difference.what for difference in differences(checkpoint, config, corpus)}
+        differing = {difference.what for difference in data_differences(checkpoint, config, corpus)}
     if any(other_tokens(config, corpus)):
         differing.add("tokenizer")
     for name in sorted(set(allowed) - differing):
@@ -492,7 +499,7 @@ def _missing_files(required: Sequence[Path]) -> list[Path]:
     return []
 
 
-def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
+def open_prepared(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
     """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks
     a file of them.
 
@@ -503,7 +510,7 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
     checkpoint = Path(named["checkpoint"]) if named["checkpoint"] else None
     required = list[Path]()
     for prefix in prefixes:
-        required += [beside(prefix, ".idx"), beside(prefix, ".bin")]
+        required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
     if tokenizer:
         required.append(tokenizer)
     if checkpoint:
@@ -516,12 +523,12 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
                 for path in missing
             )
         )
-    corpus = open_made(config, prefixes, tokenizer)
+    corpus = open_built(config, prefixes, tokenizer)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         # checks the files of this machine; rank 0 has checked those of the first
         looked_at(config, corpus)
     # rank 0 has digested the data; the others take its word
     identity = named["identity"] and Identity.model_validate(named["identity"])
-    validation = open_validation(config, cache_of(config), corpus.begin)
+    validation = open_validation(config, data_folder(config), corpus.begin)
     corpus = replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation)
     return corpus, checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megaprec.errors import UserError
-from megaprec.optim.canonical import conflicts
+from megaprec.optim.canonical import canonical_conflicts
 from models.config import ModelConfig
 from tools.config.data_settings import Data
 from tools.config.native_keys import plan_of
@@ -106,7 +106,7 @@ def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP
         return  # another rule reports it
     yield from (
         f"{CANONICAL}, parallel.data = {parallel.data}: {line}"
-        for line in conflicts(plan, parallel.data)
+        for line in canonical_conflicts(plan, parallel.data)
     )
 
 

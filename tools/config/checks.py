@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
-from megaprec.optim.post_validation import conflicts
+from megaprec.optim.post_validation import post_validation_conflicts
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
-from megaprec.precision.patterns import matched, unmatched
+from megaprec.precision.patterns import match_patterns, unmatched_problems
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES
 from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes
@@ -46,7 +46,7 @@ def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
     return problems
 
 
-def sized(model: ModelConfig, data: Data) -> ModelConfig:
+def with_vocabulary_size(model: ModelConfig, data: Data) -> ModelConfig:
     """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the
     tokenizer."""
     return model if model.vocab else model.with_vocab(data.vocab_size)
@@ -107,7 +107,7 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
 def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
     if optimizer.validation == "after":
         with suppress(UserError):  # `_plan` reports a recipe that cannot be
-            yield from conflicts(precision.on_nonfinite, recipe_of(fp8))
+            yield from post_validation_conflicts(precision.on_nonfinite, recipe_of(fp8))
 
 
 def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
@@ -175,13 +175,13 @@ def _patterns(
     if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
     # known without building the model
-    names = [*logical_shapes(sized(model, data))]
+    names = [*logical_shapes(with_vocabulary_size(model, data))]
     for key, patterns in (
         ("optimizer.groups", groups),
         ("precision.keep_fp32", precision.keep_fp32),
         ("optimizer.options by_adamw", by_adamw),
     ):
-        yield from unmatched(key, patterns, matched(patterns, names), names)
+        yield from unmatched_problems(key, patterns, match_patterns(patterns, names), names)
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:

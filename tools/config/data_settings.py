@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from tools.config.table import MAX_SIZE, FilePath, Table
 
 
@@ -146,4 +146,4 @@ class Data(Table):
     def has_text(self) -> bool:
         """Return True if any training data is text, for which a tokenizer is needed, and not tokens
         already."""
-        return not all(beside(Path(source), ".idx").is_file() for source in self.sources)
+        return not all(with_suffix(Path(source), ".idx").is_file() for source in self.sources)

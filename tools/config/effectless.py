@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
-from tools.config.checks import sized
+from tools.config.checks import with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.schedules import stage_count
@@ -305,7 +305,7 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
         reason = "weight_decay = 0, of which it is a factor"
     names = list[str]()
     if len(optimizer.groups) > 1 and not tables.model.factory:
-        names = [*logical_shapes(sized(tables.model, tables.data))]
+        names = [*logical_shapes(with_vocabulary_size(tables.model, tables.data))]
     taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
         line = f'optimizer.groups: pattern "{group.pattern}"'

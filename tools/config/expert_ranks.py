@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import gcd
 
-from megaprec.comm.experts import misfit
+from megaprec.comm.experts import describe_misfit
 from megaprec.errors import UserError
 from megaprec.optim.replicas import sharing_replicas
 from models.config import ModelConfig
@@ -41,8 +41,8 @@ def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
 
 def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the ranks of a stage can hold the experts evenly."""
-    in_slices = slices(parallel)
-    problem = misfit(parallel.copies, parallel.tensor, parallel.expert, in_slices)
+    in_slices = expert_slices(parallel)
+    problem = describe_misfit(parallel.copies, parallel.tensor, parallel.expert, in_slices)
     if model.experts % parallel.expert:
         yield (
             f"parallel.expert {parallel.expert} does not divide model.experts "
@@ -68,7 +68,7 @@ def _possible(model: ModelConfig, parallel: Parallel) -> str:
     for ranks in range(1, model.experts + 1):
         if model.experts % ranks:
             continue
-        if not misfit(parallel.copies, parallel.tensor, ranks, slices(parallel)):
+        if not describe_misfit(parallel.copies, parallel.tensor, ranks, expert_slices(parallel)):
             possible.append(str(ranks))
     return f": {', '.join(possible)} would" if possible else ""
 
@@ -76,7 +76,7 @@ def _possible(model: ModelConfig, parallel: Parallel) -> str:
 def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[str]:
     """Yield a problem for each setting that does not know experts on ranks of their own."""
     # experts lie on their ranks as all other weights do
-    if parallel.expert == 1 and slices(parallel) == parallel.tensor:
+    if parallel.expert == 1 and expert_slices(parallel) == parallel.tensor:
         return
     if parallel.expert > 1:
         key = f"parallel.expert = {parallel.expert}"
@@ -99,25 +99,25 @@ def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[st
         )
 
 
-def slices(parallel: Parallel) -> int:
+def expert_slices(parallel: Parallel) -> int:
     """Return the number of slices of each expert."""
     return parallel.expert_tensor or parallel.tensor
 
 
-def replicas(parallel: Parallel) -> int:
+def expert_replicas(parallel: Parallel) -> int:
     """Return the number of ranks that hold the same slice of the same expert."""
-    return parallel.copies * parallel.tensor // (parallel.expert * slices(parallel))
+    return parallel.copies * parallel.tensor // (parallel.expert * expert_slices(parallel))
 
 
-def sharing(parallel: Parallel) -> int:
+def replicas_sharing_state(parallel: Parallel) -> int:
     """Return how many replicas of an expert share one copy of its optimizer state."""
     if not parallel.zero or parallel.zero_size == 1:
         return 1
     zero_size = parallel.zero_size or parallel.copies
-    return sharing_replicas(parallel.tensor, zero_size, parallel.expert, slices(parallel))
+    return sharing_replicas(parallel.tensor, zero_size, parallel.expert, expert_slices(parallel))
 
 
-def nearest(parallel: Parallel, tensor: int, copies: int) -> dict[str, int]:
+def nearest_expert_keys(parallel: Parallel, tensor: int, copies: int) -> dict[str, int]:
     """Return the keys of experts for other axes: the largest divisors of the run's own that fit.
 
     copies: the data x context ranks, each of which has all weights of a stage in `tensor` slices.
@@ -128,7 +128,7 @@ def nearest(parallel: Parallel, tensor: int, copies: int) -> dict[str, int]:
     return {"expert_tensor": in_slices, "expert": gcd(parallel.expert, ranks_of_experts)}
 
 
-def every_cut(
+def possible_expert_keys(
     parallel: Parallel, experts: int, tensor: int, copies: int
 ) -> Iterator[dict[str, int]]:
     """Yield the keys of experts that fit other axes: first `nearest`, then experts in `tensor`
@@ -137,10 +137,12 @@ def every_cut(
     experts: those of a layer, spread over each number of ranks that divides them; 0: the model has
         none.
     """
-    yield nearest(parallel, tensor, copies)
+    yield nearest_expert_keys(parallel, tensor, copies)
     # 0: in `tensor` slices; 1: whole experts
     for expert, in_slices in product(range(1, experts + 1), (0, 1)):
-        if not experts % expert and not misfit(copies, tensor, expert, in_slices or tensor):
+        if not experts % expert and not describe_misfit(
+            copies, tensor, expert, in_slices or tensor
+        ):
             yield {"expert_tensor": in_slices, "expert": expert}
 
 

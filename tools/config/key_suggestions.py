@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from megaprec.errors import closest, did_you_mean
 from tools.arguments.answers import KEYS, REASONS
 from tools.config.wrong_values import inside_of
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.layers": ("num_hidden_layers", "n_layer"),
@@ -69,8 +69,8 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 and DeepSpeed, `tools.arguments` knows every name."""
 
 
-def unknown(
-    settings: Mapping[str, Given], known_fields: Mapping[str, FieldInfo | None]
+def unknown_key_problems(
+    settings: Mapping[str, Setting], known_fields: Mapping[str, FieldInfo | None]
 ) -> Iterator[str]:
     """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
@@ -94,7 +94,7 @@ def unknown(
             yield message
 
 
-def _unknown_key(key: str, setting: Given, known_fields: Mapping[str, FieldInfo | None]) -> str:
+def _unknown_key(key: str, setting: Setting, known_fields: Mapping[str, FieldInfo | None]) -> str:
     """Return the line about a key of a known table, or without a table; "" if it is known."""
     table, dot, name = key.partition(".")
     printed = f"{key} = {toml(setting.value)} ({setting.origin})"

@@ -20,7 +20,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from tools.config.checks import cross_problems
-from tools.config.expert_ranks import nearest
+from tools.config.expert_ranks import nearest_expert_keys
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
@@ -30,7 +30,7 @@ ALONE = Parallel()
 
 
 @dataclass(frozen=True)
-class Fitting:
+class FittingLayout:
     """A layout that the run can have. parallel: the whole table. left_out: keys of the run that it
     lacks."""
 
@@ -42,12 +42,12 @@ class Fitting:
         return self.parallel.ranks
 
 
-def problems(config: RunConfig, parallel: Parallel) -> list[str]:
+def layout_problems(config: RunConfig, parallel: Parallel) -> list[str]:
     """Return the reasons why the run cannot have this layout; empty if it can."""
     return cross_problems({**dict(config), "parallel": parallel})
 
 
-def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Fitting | None:
+def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | None:
     """Return the layout with the keys of `keys`; axes that it does not name are 1, other keys are
     the run's own.
 
@@ -56,14 +56,14 @@ def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Fitting | None:
     run_keys = config.parallel.model_dump()
     axes = {**dict.fromkeys(AXES, 1), **keys}
     copies = axes["data"] * axes["context"]
-    wanted = run_keys | nearest(config.parallel, axes["tensor"], copies) | axes
+    wanted = run_keys | nearest_expert_keys(config.parallel, axes["tensor"], copies) | axes
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
     # each try validates the whole table, but there are three such keys at most
     for left_out in _subsets(tied):
         defaults = {key: getattr(ALONE, key) for key in left_out}
         parallel = Parallel.model_validate(wanted | defaults)
-        if not problems(config, parallel):
-            return Fitting(parallel, left_out)
+        if not layout_problems(config, parallel):
+            return FittingLayout(parallel, left_out)
     return None
 
 
@@ -73,15 +73,15 @@ def _subsets(keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from combinations(keys, number)
 
 
-def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
+def largest_fitting(config: RunConfig, ranks: int) -> FittingLayout | None:
     """Return the largest layout of at most `ranks` ranks, the run's own if it fits; None if there
     is none."""
     if config.world_size <= ranks:
-        return Fitting(config.parallel)
+        return FittingLayout(config.parallel)
     # the first that fits is the largest
     for sizes in _largest_first(config, ranks):
         axes = dict(zip(AXES, sizes, strict=True))
-        fitting = fitted(config, axes)
+        fitting = fit_layout(config, axes)
         if fitting:
             return fitting
     return None

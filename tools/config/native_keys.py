@@ -16,9 +16,9 @@ from megaprec.dialects.translate import DIALECTS, FIELDS
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name, plan
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, default_of_plan_only
 from tools.config.settings import Parallel
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 
 # key of [precision] -> field of LossScaling
 SCALING = {
@@ -137,7 +137,7 @@ def _decider(key: str, origin: str) -> str:
     return origin
 
 
-def native(plan: PrecisionPlan) -> dict[str, Any]:
+def native_keys_of(plan: PrecisionPlan) -> dict[str, Any]:
     """Return the native keys that describe a plan completely."""
     widest = torch.float64 if plan.compute == torch.float64 else torch.float32
     precision: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
@@ -168,7 +168,7 @@ def _scaling_keys(scaling: LossScaling) -> dict[str, Any]:
     return keys
 
 
-def take_plan_only(settings: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
+def take_plan_only(settings: dict[str, Setting]) -> tuple[tuple[str, ...], list[str]]:
     """Remove the keys of `PLAN_ONLY` from `settings`. Returns notes on those with their default,
     problems of others."""
     notes = list[str]()
@@ -179,14 +179,16 @@ def take_plan_only(settings: dict[str, Given]) -> tuple[tuple[str, ...], list[st
             continue
         line = f"{key} = {toml(setting.value)} ({setting.origin})"
         # 0 and 1 are not the false and true that they equal
-        if type(setting.value) is type(idle(key)) and setting.value == idle(key):
+        if type(setting.value) is type(
+            default_of_plan_only(key)
+        ) and setting.value == default_of_plan_only(key):
             notes.append(f"{line}: this key has no effect, for {reason}; remove it")
         else:
             problems.append(f"{line}: {reason}; remove this key")
     return tuple(notes), problems
 
 
-def take_renamed(settings: dict[str, Given]) -> tuple[str, ...]:
+def take_renamed(settings: dict[str, Setting]) -> tuple[str, ...]:
     """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `settings`.
     Returns notes."""
     setting = settings.get("log.tensorboard")
@@ -197,21 +199,21 @@ def take_renamed(settings: dict[str, Given]) -> tuple[str, ...]:
     if "log.to" in settings:
         return (f"{line}: this key has no effect beside log.to; remove it",)
     trackers = ["tensorboard"] if setting.value else []
-    settings["log.to"] = Given(trackers, setting.origin)
+    settings["log.to"] = Setting(trackers, setting.origin)
     return (
         f"{line}: read as log.to = {toml(trackers)}, which names all trackers; write that instead",
     )
 
 
 def resolve_dialect(
-    settings: dict[str, Given], known_keys: frozenset[str] | None
+    settings: dict[str, Setting], known_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
     """Replace the tables of a dialect in `settings` by native keys.
 
     known_keys: all keys of a run file; a decision without such a key is then a problem. Returns
         notes on how the dialect was understood, and problems.
     """
-    dialects = dict[str, dict[str, Given]]()
+    dialects = dict[str, dict[str, Setting]]()
     for name in DIALECTS:
         leaves = _take_dialect(settings, name)
         if leaves is not None:
@@ -236,27 +238,27 @@ def resolve_dialect(
         remedy = f"[precision.{name}] describes the model; keep one of them"
         problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {remedy}")
     for key, decision in resolved.settings.items():
-        decided = Given(decision.value, decision.origin)
+        decided = Setting(decision.value, decision.origin)
         problems += _settle(settings, key, decided, decision.given, known_keys)
     _add_native(settings, resolved.plan)
     return resolved.notes, problems
 
 
-def _add_native(settings: dict[str, Given], plan: PrecisionPlan) -> None:
+def _add_native(settings: dict[str, Setting], plan: PrecisionPlan) -> None:
     """Add the native keys of a plan, each with the origin of the first field that it decides."""
     origins: dict[str, str] = {}
     for field, keys in KEYS.items():
         for key in keys:
             origins.setdefault(key, plan.origin[field])
-    for key, value in native(plan).items():
-        settings.setdefault(key, Given(value, origins[key]))
+    for key, value in native_keys_of(plan).items():
+        settings.setdefault(key, Setting(value, origins[key]))
 
 
-def _take_dialect(settings: dict[str, Given], name: str) -> dict[str, Given] | None:
+def _take_dialect(settings: dict[str, Setting], name: str) -> dict[str, Setting] | None:
     """Remove the keys of [precision.<name>] from `settings` and return them by dotted path; None if
     there are none."""
     table = f"precision.{name}"
-    leaves = dict[str, Given]()
+    leaves = dict[str, Setting]()
     keys = [key for key in settings if key == table or key.startswith(f"{table}.")]
     for key in keys:
         setting = settings.pop(key)
@@ -265,17 +267,17 @@ def _take_dialect(settings: dict[str, Given], name: str) -> dict[str, Given] | N
     return leaves if keys else None
 
 
-def _flatten(path: str, value: Any, origin: str) -> dict[str, Given]:
+def _flatten(path: str, value: Any, origin: str) -> dict[str, Setting]:
     """Return the tree `value` at `path` by dotted paths; a table has an entry of its own, {}."""
     if not isinstance(value, dict):
-        return {path: Given(value, origin)}
-    leaves: dict[str, Given] = {path: Given({}, origin)}
+        return {path: Setting(value, origin)}
+    leaves: dict[str, Setting] = {path: Setting({}, origin)}
     for key, inner in value.items():
         leaves |= _flatten(f"{path}.{key}" if path else key, inner, origin)
     return leaves
 
 
-def _unflatten(leaves: Mapping[str, Given]) -> Any:
+def _unflatten(leaves: Mapping[str, Setting]) -> Any:
     """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
     tree: dict[str, Any] = {"": {}}
     for path, leaf in leaves.items():
@@ -291,7 +293,7 @@ def _unflatten(leaves: Mapping[str, Given]) -> Any:
     return tree[""]
 
 
-def _native_conflicts(settings: Mapping[str, Given], name: str) -> Iterator[str]:
+def _native_conflicts(settings: Mapping[str, Setting], name: str) -> Iterator[str]:
     """Yield a problem for each native key beside a dialect, which decides it."""
     native_keys = {key for keys in KEYS.values() for key in keys} - set(NATIVE_ONLY)
     for key, setting in settings.items():
@@ -302,21 +304,23 @@ def _native_conflicts(settings: Mapping[str, Given], name: str) -> Iterator[str]
             )
 
 
-def _add_zero_of_nxd(settings: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
+def _add_zero_of_nxd(
+    settings: Mapping[str, Setting], name: str, leaves: dict[str, Setting]
+) -> None:
     """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
     path = "optimizer_config.zero_one_enabled"
     if name != "nxd" or path in leaves:
         return
     # a dialect that is no table is refused as it is
-    if leaves.get("", Given({}, "")).value == {}:
-        zero = settings.get("parallel.zero", Given(Parallel().zero, "default"))
-        leaves[path] = Given(zero.value, f"parallel.zero, {zero.origin}")
+    if leaves.get("", Setting({}, "")).value == {}:
+        zero = settings.get("parallel.zero", Setting(Parallel().zero, "default"))
+        leaves[path] = Setting(zero.value, f"parallel.zero, {zero.origin}")
 
 
 def _settle(
-    settings: dict[str, Given],
+    settings: dict[str, Setting],
     key: str,
-    decided: Given,
+    decided: Setting,
     explicit: bool,
     known_keys: frozenset[str] | None,
 ) -> Iterator[str]:

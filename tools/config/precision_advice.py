@@ -16,7 +16,7 @@ MANY_TERMS = 8  # micro-batches, or ranks, whose sum in half precision loses som
 
 
 @dataclass(frozen=True)
-class Scene:
+class PlanInRun:
     """A plan in a run with so many micro-batches and replicas; 1 of each if they are not known."""
 
     plan: PrecisionPlan
@@ -24,12 +24,12 @@ class Scene:
     replicas: int = 1
 
 
-def advice(scene: Scene) -> list[str]:
+def advice(scene: PlanInRun) -> list[str]:
     """Return a line for everything unwise."""
     return [line for rule in RULES if (line := rule(scene))]
 
 
-def _unscaled_fp16(scene: Scene) -> str:
+def _unscaled_fp16(scene: PlanInRun) -> str:
     plan = scene.plan
     if torch.float16 not in (plan.compute, plan.parameters) or plan.scaling.kind != "none":
         return ""
@@ -37,7 +37,7 @@ def _unscaled_fp16(scene: Scene) -> str:
     return "fp16 without loss scaling: gradients below 6e-8 become zero; scale the loss dynamically"
 
 
-def _constant_scale(scene: Scene) -> str:
+def _constant_scale(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.compute != torch.float16 or plan.scaling.kind != "constant":
         return ""
@@ -47,7 +47,7 @@ def _constant_scale(scene: Scene) -> str:
     )
 
 
-def _high_first_scale(scene: Scene) -> str:
+def _high_first_scale(scene: PlanInRun) -> str:
     scaling = scene.plan.scaling
     if (
         scaling.kind != "dynamic"
@@ -61,7 +61,7 @@ def _high_first_scale(scene: Scene) -> str:
     )
 
 
-def _narrow_sums(scene: Scene) -> str:
+def _narrow_sums(scene: PlanInRun) -> str:
     plan = scene.plan
     # a sum of a few terms is about as exact as they are
     if plan.gradients not in HALVES or scene.microbatches <= MANY_TERMS:
@@ -72,7 +72,7 @@ def _narrow_sums(scene: Scene) -> str:
     )
 
 
-def _narrow_reduction(scene: Scene) -> str:
+def _narrow_reduction(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.reduce not in HALVES or scene.replicas <= MANY_TERMS:
         return ""
@@ -83,7 +83,7 @@ def _narrow_reduction(scene: Scene) -> str:
     )
 
 
-def _no_masters(scene: Scene) -> str:
+def _no_masters(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.masters not in HALVES or plan.rounding == "stochastic":
         return ""
@@ -95,14 +95,14 @@ def _no_masters(scene: Scene) -> str:
     )
 
 
-def _idle_stochastic_rounding(scene: Scene) -> str:
+def _idle_stochastic_rounding(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.rounding == "nearest" or plan.masters in HALVES:
         return ""
     return "stochastic rounding beside fp32 masters only adds noise: masters lose nothing"
 
 
-def _narrow_moments(scene: Scene) -> str:
+def _narrow_moments(scene: PlanInRun) -> str:
     if scene.plan.moments != torch.bfloat16:
         return ""
     # bf16 has 8 bits: a change of less than half a unit in the last place is rounded away
@@ -112,7 +112,7 @@ def _narrow_moments(scene: Scene) -> str:
     )
 
 
-def _masters_not_saved(scene: Scene) -> str:
+def _masters_not_saved(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.masters_in_checkpoint or plan.masters.itemsize <= plan.parameters.itemsize:
         return ""
@@ -122,7 +122,7 @@ def _masters_not_saved(scene: Scene) -> str:
     )
 
 
-def _narrow_buffers(scene: Scene) -> str:
+def _narrow_buffers(scene: PlanInRun) -> str:
     if scene.plan.buffers not in HALVES:
         return ""
     # bf16 tells whole numbers apart up to 256 only
@@ -132,7 +132,7 @@ def _narrow_buffers(scene: Scene) -> str:
     )
 
 
-def _wide_pipeline(scene: Scene) -> str:
+def _wide_pipeline(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.pipeline.itemsize <= plan.parameters.itemsize:
         return ""
@@ -142,7 +142,7 @@ def _wide_pipeline(scene: Scene) -> str:
     )
 
 
-def _narrow_pipeline(scene: Scene) -> str:
+def _narrow_pipeline(scene: PlanInRun) -> str:
     plan = scene.plan
     if plan.pipeline.itemsize >= plan.compute.itemsize:
         return ""
@@ -152,7 +152,7 @@ def _narrow_pipeline(scene: Scene) -> str:
     )
 
 
-def _idle_tf32(scene: Scene) -> str:
+def _idle_tf32(scene: PlanInRun) -> str:
     plan = scene.plan
     if not plan.tf32 or plan.compute == torch.float32:
         return ""
@@ -162,13 +162,13 @@ def _idle_tf32(scene: Scene) -> str:
     )
 
 
-def _ignored_overflow(scene: Scene) -> str:
+def _ignored_overflow(scene: PlanInRun) -> str:
     if scene.plan.on_nonfinite != "ignore":
         return ""
     return "steps with an inf or a NaN are applied: the weights will not recover from it"
 
 
-def _short_history(scene: Scene) -> str:
+def _short_history(scene: PlanInRun) -> str:
     recipe = scene.plan.fp8
     # only delayed scales have a history
     if (
@@ -183,7 +183,7 @@ def _short_history(scene: Scene) -> str:
     )
 
 
-def _uncast_inputs(scene: Scene) -> str:
+def _uncast_inputs(scene: PlanInRun) -> str:
     plan = scene.plan
     # fp32 needs no cast
     if plan.cast_inputs != "none" or plan.compute == torch.float32:
@@ -194,7 +194,7 @@ def _uncast_inputs(scene: Scene) -> str:
     )
 
 
-RULES: tuple[Callable[[Scene], str], ...] = (
+RULES: tuple[Callable[[PlanInRun], str], ...] = (
     _unscaled_fp16,
     _constant_scale,
     _high_first_scale,

@@ -6,7 +6,7 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from megaprec.fp8.eligibility import asked_for
+from megaprec.fp8.eligibility import excluded_by
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
@@ -59,7 +59,7 @@ def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     table = list[Row]()
     for same_modules, by_layer in elements.items():
         dtypes = dict(zip(ROLES, same_modules.dtypes, strict=True))
-        for span, count in spans(by_layer):
+        for span, count in layer_spans(by_layer):
             name = same_modules.module.replace("*", span)
             table.append(_row(name, count, dtypes))
     return table
@@ -75,7 +75,7 @@ def _split_layer(name: str) -> tuple[str, int]:
     return first, -1
 
 
-def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
+def layer_spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
     """Return ranges of consecutive layers as "0-5", with the sum of their elements.
 
     counts: elements by layer.
@@ -121,7 +121,7 @@ def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
     if not name.endswith(".weight") or any(part in name for part in NOT_LINEAR):
         return False
-    return layer >= 0 and not asked_for(recipe, name, layers) and not recipe.calibrating
+    return layer >= 0 and not excluded_by(recipe, name, layers) and not recipe.calibrating
 
 
 def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:

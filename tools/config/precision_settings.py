@@ -351,7 +351,7 @@ class FP8(Table):
     )
 
 
-def idle(key: str) -> Any:
+def default_of_plan_only(key: str) -> Any:
     """Return the default of a dotted key of `PLAN_ONLY`, the value that changes nothing."""
     table, _, name = key.partition(".")
     return {"precision": Precision, "fp8": FP8}[table].model_fields[name].default

@@ -4,7 +4,7 @@ run file, so the error that a file is not found says if it lies there.
 
 from pathlib import Path
 
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 
 FROM_FILE = "file "  # begins the origin of a value of a run file
 STANDARD_LIBRARY = "python"  # a text that is no file
@@ -36,4 +36,4 @@ def beside_run_file(origin: str, name: str) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    return path.exists() or beside(path, ".idx").is_file()
+    return path.exists() or with_suffix(path, ".idx").is_file()

@@ -37,10 +37,10 @@ from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
-from tools.config.checks import cross_problems, lr_schedule, sized
+from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.effectless import PERIODS, Tables, effectless
-from tools.config.key_suggestions import unknown
+from tools.config.key_suggestions import unknown_key_problems
 from tools.config.native_keys import (
     plan_of,
     resolve_dialect,
@@ -53,7 +53,7 @@ from tools.config.relative_paths import beside_run_file
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explain, too_large
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 from tools.convert.initial import initial_model
 from tools.foreign.whose import RUN, whose_file
 
@@ -127,7 +127,7 @@ class RunConfig(BaseModel):
     def sized_model(self) -> ModelConfig:
         """The model with a vocabulary size: data.vocab_size as long as model.vocab leaves it to the
         tokenizer."""
-        return sized(self.model, self.data)
+        return with_vocabulary_size(self.model, self.data)
 
     @property
     def recompute(self) -> Recompute:
@@ -253,7 +253,7 @@ def _cached_plan(
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all
     problems."""
-    settings, problems = given_in(path, overrides)
+    settings, problems = read_run_settings(path, overrides)
     # first, for no later message could print such a number
     if large := [*too_large(settings)]:
         raise UserError(*problems, *large)
@@ -263,7 +263,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     notes_resolved, resolve_problems = _resolve(settings, known_keys())
     problems += resolve_problems
     readable = {key: setting for key, setting in settings.items() if key not in PLAN_ONLY}
-    problems += unknown(readable, _known_fields())
+    problems += unknown_key_problems(readable, _known_fields())
     problems += _two_sources(settings)
 
     # weaker origins fill in what is still open: the preset, then the checkpoint to start from
@@ -273,7 +273,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     problems += [*unread, *contradictions]
     length = settings.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
-        settings.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
+        settings.setdefault("model.max_positions", Setting(length.value, "train.seq_length"))
 
     kinds = tables_of_a_run()
     tables, type_problems = _read_tables(settings, kinds, incomplete="model" if unread else "")
@@ -287,7 +287,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     return config
 
 
-def _written_keys(settings: Mapping[str, Given], path: str | Path | None) -> set[str]:
+def _written_keys(settings: Mapping[str, Setting], path: str | Path | None) -> set[str]:
     """Return the keys that the user wrote and means for this run.
 
     A resolved run has all keys, and was told what it is when it began. A trial that the command
@@ -303,8 +303,8 @@ def _written_keys(settings: Mapping[str, Given], path: str | Path | None) -> set
 
 
 def load_precision(
-    settings: dict[str, Given],
-) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
+    settings: dict[str, Setting],
+) -> tuple[PrecisionPlan, dict[str, Setting], tuple[str, ...]]:
     """Return the plan of keys that need not be a whole run, the other keys that they decide, and
     notes.
 
@@ -314,7 +314,7 @@ def load_precision(
     before = set(settings)
     notes, problems = _resolve(settings, None)
     written = {key: setting for key, setting in settings.items() if key in before}
-    problems += unknown(written, _known_fields())
+    problems += unknown_key_problems(written, _known_fields())
     kinds = {"precision": Precision, "fp8": FP8}
     tables, type_problems = _read_tables(settings, kinds)
     problems += [*type_problems, *cross_problems(tables)]
@@ -329,9 +329,9 @@ def load_precision(
     return plan, others, notes
 
 
-def given_in(
+def read_run_settings(
     path: str | Path | None, overrides: Sequence[str] = ()
-) -> tuple[dict[str, Given], list[str]]:
+) -> tuple[dict[str, Setting], list[str]]:
     """Return the values of the file and of the overrides by dotted key, and the problems of the
     overrides' grammar."""
     settings, problems = _read_overrides(overrides)
@@ -341,7 +341,7 @@ def given_in(
 
 
 def _resolve(
-    settings: dict[str, Given], own_keys: frozenset[str] | None
+    settings: dict[str, Setting], own_keys: frozenset[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
     """Replace in `settings` the keys of other systems by native ones. Returns notes and problems.
 
@@ -353,7 +353,7 @@ def _resolve(
 
 
 def _read_tables(
-    settings: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], incomplete: str = ""
+    settings: Mapping[str, Setting], kinds: Mapping[str, type[BaseModel]], incomplete: str = ""
 ) -> tuple[dict[str, BaseModel], list[str]]:
     """Return the tables that can be read, and the problems of the others.
 
@@ -377,7 +377,7 @@ def _read_tables(
     return tables, problems
 
 
-def _origins(settings: Mapping[str, Given]) -> dict[str, str]:
+def _origins(settings: Mapping[str, Setting]) -> dict[str, str]:
     return {key: setting.origin for key, setting in settings.items()}
 
 
@@ -412,7 +412,7 @@ def known_keys() -> frozenset[str]:
     return frozenset(_fields())
 
 
-def _read_file(path: Path) -> dict[str, Given]:
+def _read_file(path: Path) -> dict[str, Setting]:
     """Return the values of a run file by dotted key. Raises UserError if it is none."""
     if path.is_dir():
         run_file = path / "run.toml"
@@ -435,13 +435,13 @@ def _read_file(path: Path) -> dict[str, Given]:
         raise UserError(message)
 
     origin = f"file {path}"
-    settings: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     for table, values in content.items():
         if not isinstance(values, dict):
-            settings[table] = Given(values, origin)
+            settings[table] = Setting(values, origin)
             continue
         for name, value in values.items():
-            settings[f"{table}.{name}"] = Given(value, origin)
+            settings[f"{table}.{name}"] = Setting(value, origin)
     return settings
 
 
@@ -459,14 +459,14 @@ def _other_system_message(path: Path, text: str) -> str:
     return ""
 
 
-def _read_overrides(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+def _read_overrides(overrides: Sequence[str]) -> tuple[dict[str, Setting], list[str]]:
     """Return the values of the overrides by dotted key, and the problems of their grammar."""
-    settings: dict[str, Given] = {}
+    settings: dict[str, Setting] = {}
     problems: list[str] = []
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if equals:
-            settings[key] = Given(_override_value(key, text), "command line")
+            settings[key] = Setting(_override_value(key, text), "command line")
         else:
             problems.append(
                 f'"{override}" (command line): an override is table.key=value, like train.steps=100'
@@ -489,7 +489,7 @@ def _override_value(key: str, text: str) -> Any:
     return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def _two_sources(settings: Mapping[str, Given]) -> Iterator[str]:
+def _two_sources(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a problem if the command line names training data that data.blend of the file would
     overrule."""
     source = settings.get("data.source")
@@ -505,7 +505,7 @@ def _two_sources(settings: Mapping[str, Given]) -> Iterator[str]:
         )
 
 
-def _replace_model(settings: dict[str, Given]) -> Iterator[str]:
+def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
     """Take out of `settings` what the file says of the model, if the command line chooses a preset;
     yield a note of it."""
     chosen = settings.get("model.preset")
@@ -532,7 +532,7 @@ def _replace_model(settings: dict[str, Given]) -> Iterator[str]:
         )
 
 
-def _add_preset(settings: dict[str, Given]) -> list[str]:
+def _add_preset(settings: dict[str, Setting]) -> list[str]:
     """Add the fields of the preset that are not given. Returns a problem if there is no such
     preset."""
     chosen = settings.pop("model.preset", None)
@@ -545,11 +545,11 @@ def _add_preset(settings: dict[str, Given]) -> list[str]:
         return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{hint}"]
     for name, value in PRESETS[chosen.value].items():
         # file and command line are stronger
-        settings.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
+        settings.setdefault(f"model.{name}", Setting(value, f"preset {chosen.value}"))
     return []
 
 
-def _add_initial(settings: dict[str, Given], contradictions: list[str]) -> Iterator[str]:
+def _add_initial(settings: dict[str, Setting], contradictions: list[str]) -> Iterator[str]:
     """Add the model and the tokenizer of the folder train.init_from, or yield the problems of
     reading it.
 
@@ -569,15 +569,15 @@ def _add_initial(settings: dict[str, Given], contradictions: list[str]) -> Itera
         return
     origin = initial.origin
     yield from _add_initial_model(settings, initial.model, origin)
-    begin = settings.get("data.begin", Given("auto", origin))
+    begin = settings.get("data.begin", Setting("auto", origin))
     if initial.begin is not None and begin.value == "auto":
-        settings["data.begin"] = Given(initial.begin, origin)
+        settings["data.begin"] = Setting(initial.begin, origin)
     if initial.tokenizer:
-        settings.setdefault("data.tokenizer", Given(str(initial.tokenizer), origin))
+        settings.setdefault("data.tokenizer", Setting(str(initial.tokenizer), origin))
 
 
 def _add_initial_model(
-    settings: dict[str, Given], model: ModelConfig, origin: str
+    settings: dict[str, Setting], model: ModelConfig, origin: str
 ) -> Iterator[str]:
     """Add the keys of `model` that are not given; yield a line for each that is given another
     value."""
@@ -588,11 +588,11 @@ def _add_initial_model(
     # a dropout of the embedding that equals the model's follows a given dropout
     follows = {"embedding_dropout"} if model.embedding_dropout == model.dropout else set[str]()
     for name, value in model.model_dump(exclude=follows).items():
-        chosen = settings.setdefault(f"model.{name}", Given(value, origin))
+        chosen = settings.setdefault(f"model.{name}", Setting(value, origin))
         left_open = name in ZERO_LEAVES and chosen.value == 0
         if left_open and name == "vocab":
             # the tokenizer may have fewer tokens, beside which the weights are padded
-            settings[f"model.{name}"] = Given(value, origin)
+            settings[f"model.{name}"] = Setting(value, origin)
         if left_open or name in free or _equal_values(getattr(model, name), chosen.value):
             continue
         remedy = f"it is {toml(value)} in {origin}; remove this key or train.init_from"

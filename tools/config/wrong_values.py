@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 
 MAX_INTEGER = 2**63 - 1  # the largest integer
 PLAIN_MESSAGES = {
@@ -23,7 +23,7 @@ PLAIN_MESSAGES = {
 }
 
 
-def too_large(settings: Mapping[str, Given]) -> Iterator[str]:
+def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
     for key, setting in settings.items():
         if any(
@@ -48,7 +48,7 @@ def explain(
     table: str,
     kind: type[BaseModel],
     error: ValidationError,
-    settings: Mapping[str, Given],
+    settings: Mapping[str, Setting],
     report_missing: bool,
 ) -> Iterator[str]:
     """Yield pydantic's findings in one table as lines that name key, value, origin and the values

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Column
 
 from megaprec.data.text import Source, left_out_words
-from tools.console.wrapped import fitting, say, wrapped_parts
+from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
 BAR_WIDTH = 20  # columns of a bar at least
@@ -42,7 +42,7 @@ def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
 
 
 @contextmanager
-def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
+def build_progress(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     """Show, on stderr, the progress of tokenizing a text; yields the callback of
     `megaprec.data.build`."""
     console = Console(stderr=True)
@@ -73,7 +73,7 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
                 seconds = max(now - start_time, 1e-3)
                 parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
             width = console.width - BAR_WIDTH - WIDTH_BESIDE
-            bar.update(task, completed=chars, description=fitting(parts, width))
+            bar.update(task, completed=chars, description=last_parts_that_fit(parts, width))
             if not console.is_terminal and now - last_line > PLAIN_SECONDS:
                 last_line = now
                 _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(parts)}")
@@ -107,7 +107,7 @@ class Steps:
         """Show how far the run is. parts: of the text, of which the last ones that leave
         `BAR_WIDTH` columns are shown."""
         width = self._bar.console.width - len(f"step {step}/{self._total}") - BAR_WIDTH - 2
-        self._bar.update(self._task, completed=step, text=fitting(parts, width))
+        self._bar.update(self._task, completed=step, text=last_parts_that_fit(parts, width))
 
     def say(self, line: str) -> None:
         """Print a line above the bar, broken between its parts, which are separated by two
@@ -119,7 +119,7 @@ class Steps:
 
 
 @contextmanager
-def moving(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
+def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
     """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just
     moved and a word."""
     console = Console(stderr=True)
@@ -140,7 +140,7 @@ def moving(title: str, size: int) -> Iterator[Callable[[int, str], None]]:
 
 
 @contextmanager
-def scoring(name: str) -> Iterator[Callable[[int], None]]:
+def tokens_progress(name: str) -> Iterator[Callable[[int], None]]:
     """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
     tokens just done."""
     console = Console(stderr=True)

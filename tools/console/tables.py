@@ -36,7 +36,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def put(
+def print_result(
     args: argparse.Namespace, document: Callable[[], dict[str, Any]], show: Callable[[], object]
 ) -> int:
     """Print `document` as the only line on stdout if `--json` is given, otherwise call `show`.

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 
 @dataclass(frozen=True)
-class Given:
+class Setting:
     """A value and its origin."""
 
     value: Any

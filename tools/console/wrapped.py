@@ -41,7 +41,7 @@ def wrapped_parts(line: str, width: int) -> str:
     return wrapped("  ".join(parts), width).replace(NO_BREAK_SPACE, " ")
 
 
-def fitting(parts: list[str], width: int) -> str:
+def last_parts_that_fit(parts: list[str], width: int) -> str:
     """Return the last of the `parts` that fit into `width` columns, separated by two spaces."""
     shown = list(parts)
     while shown and len("  ".join(shown)) > width:

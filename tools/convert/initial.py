@@ -16,7 +16,7 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load_weights
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -94,7 +94,7 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
         require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
     slices = Slices(open_initial(folder))
     load_weights(slices, optimizer)
-    not_finite_counts = everyones(slices.not_finite, optimizer.world, optimizer.device)
+    not_finite_counts = gather_entries(slices.not_finite, optimizer.world, optimizer.device)
     if optimizer.world.rank == 0:
         lines = [f"note: {note}\n" for note in slices.source.facts.notes]
         for line in _describe_not_finite(slices.source, not_finite_counts):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
+from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
@@ -264,7 +264,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "optimizer": {"steps": facts.steps, "scaler": facts.scaler, "rule": facts.rule},
         "format": FORMAT,
         "files": {file.name: file.stat().st_size for file in files},
-        OTHERS: {file.name: file_digest(file) for file in files},
+        FILE_DIGESTS: {file.name: file_digest(file) for file in files},
         "tensors": tensors,
     }
-    (folder / INDEX).write_bytes(sealed(index))
+    (folder / INDEX).write_bytes(seal_index(index))

@@ -46,7 +46,7 @@ class TrainState:
         return self.tokens - self.skipped_tokens
 
 
-def newest(folder: Path) -> Store | None:
+def open_newest_checkpoint(folder: Path) -> Store | None:
     """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged
     one."""
     path = latest(folder)
@@ -62,7 +62,7 @@ def newest(folder: Path) -> Store | None:
     return store
 
 
-def kept(store: Store, key: str) -> Any:
+def stored_value(store: Store, key: str) -> Any:
     """Return the value stored as `key`. Raises UserError for a checkpoint of another program."""
     if key not in store.index:
         raise UserError(
@@ -92,14 +92,14 @@ def read_watch(store: Store) -> dict[str, Any]:
 def read_model(store: Store) -> ModelConfig:
     """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have
     their defaults."""
-    _require_known(store, "model", kept(store, "model"), ModelConfig.model_fields)
-    return make_model(kept(store, "model"), f"{store.path}/{INDEX}")
+    _require_known(store, "model", stored_value(store, "model"), ModelConfig.model_fields)
+    return make_model(stored_value(store, "model"), f"{store.path}/{INDEX}")
 
 
 def read_tokenizer(store: Store) -> Path | None:
     """Return the file of the tokenizer, if there is one. Raises UserError if it is named but
     missing."""
-    name = kept(store, "tokenizer")
+    name = stored_value(store, "tokenizer")
     if not isinstance(name, str):
         raise _damaged(store, "tokenizer")
     return store.file(name) if name else None
@@ -167,7 +167,7 @@ def _read_counts(
 ) -> dict[str, Any]:
     """Return the table stored as `key`, if it has the keys of `example` with values of the same
     types."""
-    saved = kept(store, key)
+    saved = stored_value(store, key)
     _require_known(store, key, saved, example)
     for name, value in saved.items():
         is_negative = isinstance(value, int) and value < 0

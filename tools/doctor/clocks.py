@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Answer, Place
+from tools.doctor.place import Answer, RankContext
 
 TOLERANCE = 1.0  # seconds that clocks may differ
 READINGS = 8  # number of times that each host asks
@@ -26,7 +26,7 @@ def wall() -> float:
     return time.time()
 
 
-def readings(context: Place) -> Answer:
+def readings(context: RankContext) -> Answer:
     """Return how far this host's clock is from rank 0's, from its files' and from steady time.
 
     In seconds: "offset" with its "error", "behind_files" of the time of installed files, "jumped"
@@ -63,7 +63,7 @@ def _lead_over_steady_time() -> float:
     return lead
 
 
-def _compare_with_first(context: Place) -> dict[str, float]:
+def _compare_with_first(context: RankContext) -> dict[str, float]:
     """Return the offset of this host's clock from rank 0's, on the first rank of each other host.
 
     {"offset": seconds ahead of rank 0's clock, "error": ...}; nothing on other ranks. Collective

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megaprec.durable import file_error, sync, write_file
 from tools.console.units import duration, size
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Answer, Place
+from tools.doctor.place import Answer, RankContext
 
 RENAMES = 200  # number of renames while a reader looks
 CONTENT_BYTES = 4096  # of a file that is written
@@ -49,7 +49,7 @@ class Disk:
     free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
 
 
-def probe(context: Place) -> Answer:
+def probe(context: RankContext) -> Answer:
     """Try the folder's filesystem on the first rank of each host; the others return nothing."""
     if context.local:
         return {}

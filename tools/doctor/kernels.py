@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megaprec.fp8.matmul import chosen
+from megaprec.fp8.matmul import choose_kernel
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, Place
+from tools.doctor.place import Answer, RankContext
 
 # what torch raises where a kernel is not built in or does not support the device
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
@@ -35,7 +35,7 @@ class Trial(NamedTuple):
     reason: str
 
 
-def probe(context: Place) -> Answer:
+def probe(context: RankContext) -> Answer:
     """Try all kernels on the first rank of each host; the others return nothing."""
     if context.local:
         return {}
@@ -85,7 +85,7 @@ def _try_mx_products(device: torch.device) -> Trial:
 
 
 def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
-    kernel, reason = chosen(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
+    kernel, reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     if kernel is not None:
         return Trial(HERE, "")
     if "is wrong by" in reason:

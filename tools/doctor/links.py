@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import AXES, Axis
-from megaprec.comm.groups import split
+from megaprec.comm.groups import make_groups
 from parallel.mesh import make_mesh
 from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Place
+from tools.doctor.place import RankContext
 
 NUMBERED_MESSAGES = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back
@@ -93,10 +93,10 @@ def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     dim = (mesh.mesh_dim_names or ()).index(name)
     ranks = mesh.mesh.movedim(dim, -1)
     ranks_by_group = ranks.reshape(-1, mesh.size(dim))
-    return split(ranks_by_group, "nccl")
+    return make_groups(ranks_by_group, "nccl")
 
 
-def measure(context: Place) -> list[Record]:
+def measure(context: RankContext) -> list[Record]:
     """Return the records of this rank's links, and of the collectives of each axis.
 
     A link is recorded by the one of its two ranks at which it begins. Collective over the world.
@@ -109,7 +109,7 @@ def measure(context: Place) -> list[Record]:
     return records
 
 
-def _measure_pair(context: Place, axis: Axis, turn: int) -> Iterator[Record]:
+def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Record]:
     """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
     first = axis.rank % 2 == turn
     peer = axis.rank + (1 if first else -1)
@@ -190,7 +190,7 @@ def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
     return float(message)
 
 
-def _measure_collectives(context: Place, axis: Axis) -> Record:
+def _measure_collectives(context: RankContext, axis: Axis) -> Record:
     """Sum and gather on all ranks of the axis, both in flight at once, and time a large sum."""
 
     def sum_and_gather() -> Record:
@@ -220,7 +220,7 @@ def _measure_collectives(context: Place, axis: Axis) -> Record:
     }
 
 
-def _time_sum(context: Place, axis: Axis) -> float:
+def _time_sum(context: RankContext, axis: Axis) -> float:
     """Return the seconds of a sum of MEDIUM_MESSAGE floats over the axis."""
     summed = torch.zeros(MEDIUM_MESSAGE, device=context.device)
     start = time.perf_counter()

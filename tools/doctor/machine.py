@@ -20,7 +20,7 @@ from megaprec.resources import cores
 from megaprec.tested_versions import untested
 from tools.console.units import counted
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, Place, format_ranks
+from tools.doctor.place import Answer, RankContext, format_ranks
 from tools.training.launch import share_of_cores
 
 # facts that must be the same on all ranks
@@ -29,7 +29,7 @@ SUMMARIZED = ("megaprec", "torch", "python", "cuda", "nccl")  # versions that th
 BUSY_SHARE = 0.05  # of a GPU's memory, used by others
 
 
-def facts(context: Place) -> Answer:
+def facts(context: RankContext) -> Answer:
     """Return the versions, the device and the CPU threads of this rank."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine: Answer = {

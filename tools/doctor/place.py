@@ -20,7 +20,7 @@ Answer = dict[str, Any]  # what a rank reports: JSON values by name
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """One rank.
 
     local: its index on its host. layout: pipeline, data and tensor ranks. device: cpu or cuda.

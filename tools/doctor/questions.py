@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from tools.doctor.finding import Finding, not_tried, wrong
-from tools.doctor.place import Answer, Place, format_ranks
+from tools.doctor.place import Answer, RankContext, format_ranks
 
 GRACE_SECONDS = 5.0  # that an answer may be later than its rank's own limit
 BEGIN_SECONDS = 60.0  # that a rank waits for rank 0 to begin the next check
@@ -31,7 +31,7 @@ class Check:
     """
 
     name: str
-    part: Callable[[Place], Any]
+    part: Callable[[RankContext], Any]
     judge: Judge
     together: bool = False
     seconds: float = 20.0
@@ -45,7 +45,7 @@ class _Judgement(NamedTuple):
     lost: str
 
 
-def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], bool]:
+def conduct(checks: Sequence[Check], context: RankContext) -> tuple[list[Finding], bool]:
     """Carry out the checks on this rank.
 
     Return the findings (on rank 0; none elsewhere) and if all ranks answered.
@@ -60,7 +60,7 @@ def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], boo
                 findings.append(not_tried(check.name, lost, check.needed))
             continue
 
-        answer = within(check.seconds, check.part, context)
+        answer = run_with_time_limit(check.seconds, check.part, context)
         answer["host"] = context.host
         context.tell(f"{number}/{context.rank}", answer)
         if context.rank == 0:
@@ -71,7 +71,7 @@ def conduct(checks: Sequence[Check], context: Place) -> tuple[list[Finding], boo
     return findings, not lost
 
 
-def _agree_to_begin(context: Place, number: int, lost: str) -> str:
+def _agree_to_begin(context: RankContext, number: int, lost: str) -> str:
     """Agree with rank 0 on beginning a check.
 
     Return why ranks must not wait for each other, "" if they may. lost: rank 0's reason.
@@ -82,7 +82,7 @@ def _agree_to_begin(context: Place, number: int, lost: str) -> str:
     return context.told(f"{number}/begin", BEGIN_SECONDS)
 
 
-def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
+def run_with_time_limit(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
     """Run the part for at most `seconds`; return its result as a record.
 
     {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not done in time.
@@ -103,7 +103,7 @@ def within(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
     return answer or {"late": True}
 
 
-def _collect_answers(context: Place, number: int, seconds: float) -> dict[int, Answer]:
+def _collect_answers(context: RankContext, number: int, seconds: float) -> dict[int, Answer]:
     """Return the answers that come before the time limit, by rank."""
     answers = dict[int, Answer]()
     deadline = time.monotonic() + seconds + GRACE_SECONDS
@@ -117,7 +117,7 @@ def _collect_answers(context: Place, number: int, seconds: float) -> dict[int, A
     return answers
 
 
-def _judge(check: Check, context: Place, answers: Mapping[int, Answer]) -> _Judgement:
+def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) -> _Judgement:
     silent = dict[int, str]()
     for rank in range(context.size):
         if rank not in answers:
@@ -147,7 +147,7 @@ def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int,
     return {rank: answer["host"] for rank, answer in answers.items() if key in answer}
 
 
-def _host_of_silent(context: Place, rank: int) -> str:
+def _host_of_silent(context: RankContext, rank: int) -> str:
     """Return the host of a rank that is silent, "" if it has not joined the world.
 
     `parallel.joining` puts the hosts into the store.

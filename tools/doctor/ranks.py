@@ -21,7 +21,7 @@ from parallel.joining import join
 from tools.console.units import counted
 from tools.doctor import clocks, disk, kernels, links, machine, shared
 from tools.doctor.finding import Finding, ok
-from tools.doctor.place import Place
+from tools.doctor.place import RankContext
 from tools.doctor.questions import Check, conduct
 
 JOIN_SECONDS = 30.0  # in which all ranks must join
@@ -29,7 +29,7 @@ MESSAGE_SECONDS = 12.0  # that a message between ranks may take
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorRequest:
     """The request of the command line.
 
     layout: pipeline, data and tensor ranks; zeros: one tensor rank for each local rank, and a
@@ -42,7 +42,7 @@ class Asked:
     bytes_needed: int = 0
 
 
-def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
+def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]:
     """Join the world and carry out all checks.
 
     Return the context of this rank, and what `conduct` returns.
@@ -61,7 +61,7 @@ def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
         torch.cuda.set_device(local_rank if gpus > 1 else 0)
 
     layout = request.layout if all(request.layout) else (1, size // local_size, local_size)
-    context = Place(
+    context = RankContext(
         rank,
         size,
         local_rank,
@@ -76,7 +76,7 @@ def take_part(request: Asked) -> tuple[Place, list[Finding], bool]:
     return context, findings, all_answered
 
 
-def _report_host(context: Place) -> str:
+def _report_host(context: RankContext) -> str:
     return context.host
 
 
@@ -87,7 +87,7 @@ def _judge_presence(hosts: Sequence[Any]) -> Iterator[Finding]:
     yield ok("ranks", message, hosts=list(hosts))
 
 
-def _form_world(context: Place) -> bool:
+def _form_world(context: RankContext) -> bool:
     """Form the world of all ranks, over gloo.
 
     The checks steer over CPUs, whatever the links are.

@@ -15,7 +15,7 @@ from pathlib import Path
 from megaprec.durable import sync, write_file
 from tools.console.units import duration
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, Place
+from tools.doctor.place import Answer, RankContext
 
 # seconds in which a change must be seen; attribute caches of NFS last 3 to 60
 VISIBLE_SECONDS = 8.0
@@ -25,7 +25,7 @@ SHARE_REMEDY = "mount the same filesystem on all hosts at this path, or give ano
 CACHE_REMEDY = "mount it with shorter caches (NFS: actimeo=1)"
 
 
-def probe(context: Place) -> Answer:
+def probe(context: RankContext) -> Answer:
     """Take part as the first rank of a host; other ranks return nothing."""
     first_ranks = context.first_ranks()
     if context.rank == 0:
@@ -35,7 +35,7 @@ def probe(context: Place) -> Answer:
     return {}
 
 
-def _write(context: Place, readers: Sequence[int]) -> Answer:
+def _write(context: RankContext, readers: Sequence[int]) -> Answer:
     """Write, replace and lock the file; after each wait until all readers have looked."""
     name = f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
     folder = context.folder.absolute() / name
@@ -66,12 +66,12 @@ def _publish(folder: Path, content: bytes) -> None:
     sync(folder)
 
 
-def _await_readers(context: Place, step: str, readers: Sequence[int]) -> None:
+def _await_readers(context: RankContext, step: str, readers: Sequence[int]) -> None:
     for rank in readers:
         context.told(f"shared/{step}/{rank}", VISIBLE_SECONDS + 2)
 
 
-def _read(context: Place) -> Answer:
+def _read(context: RankContext) -> Answer:
     """Look for what rank 0 writes, after each of its steps.
 
     Return the seconds until each change is seen, None if it is not.

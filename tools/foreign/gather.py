@@ -280,7 +280,8 @@ class Gatherer:
             if scope is self.found.scopes[0]:
                 node, line = self.found.top_names.get(str(name), (0, 0))
             else:
-                node, line = (0, 0)
+                node = 0
+                line = 0
             table.entries[name] = Entry(value, line, node)
         return table
 

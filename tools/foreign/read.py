@@ -13,7 +13,7 @@ from typing import Any
 
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import read_text
-from tools.console.toml import Given
+from tools.console.toml import Setting
 from tools.foreign.account import Account
 from tools.foreign.data_files import (
     Data,
@@ -49,7 +49,7 @@ class Foreign:
     dialects. notes: settings that were not read, and why.
     """
 
-    given: Mapping[str, Given]
+    given: Mapping[str, Setting]
     notes: tuple[str, ...]
 
 
@@ -253,19 +253,19 @@ def _assumption(item: str) -> tuple[str, ast.expr]:
 
 def _given(
     path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account
-) -> dict[str, Given]:
+) -> dict[str, Setting]:
     """Return the tables as dotted keys, each with file and line."""
-    given: dict[str, Given] = {}
+    given: dict[str, Setting] = {}
     for (system, table), values in fields.items():
         prefix = f"precision.{system}.{table}".rstrip(".")
-        given.setdefault(prefix, Given({}, f"file {path}"))
+        given.setdefault(prefix, Setting({}, f"file {path}"))
         for key, (value, entry) in values.items():
-            given[f"{prefix}.{key}"] = Given(value, f"file {account.place(entry.line)}")
+            given[f"{prefix}.{key}"] = Setting(value, f"file {account.place(entry.line)}")
     given |= _zero_of_nxd(given, account)
     return given
 
 
-def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Given]:
+def _zero_of_nxd(given: Mapping[str, Setting], account: Account) -> dict[str, Setting]:
     """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does
     not state it."""
     own = [key for key in given if key.startswith("precision.nxd")]
@@ -280,8 +280,8 @@ def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Give
             f"optimizer_config is not in the file: ZeRO-1 is taken to be on, as {first} = "
             "true needs it"
         )
-        return {f"{key}.zero_one_enabled": Given(True, given[needed[0]].origin)}
+        return {f"{key}.zero_one_enabled": Setting(True, given[needed[0]].origin)}
     account.notes.append(
         "optimizer_config is not in the file: NxD leaves ZeRO-1 off unless told otherwise"
     )
-    return {f"{key}.zero_one_enabled": Given(False, "NxD's default")}
+    return {f"{key}.zero_one_enabled": Setting(False, "NxD's default")}

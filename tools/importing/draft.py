@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.console.toml import Given
+from tools.console.toml import Setting
 
 MEGATRON = "Megatron-LM's default"
 DEEPSPEED = "DeepSpeed's default"
@@ -24,15 +24,15 @@ class Draft:
     is not known.
     """
 
-    settled: Mapping[str, Given]
-    keys: dict[str, Given] = field(default_factory=dict)
+    settled: Mapping[str, Setting]
+    keys: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set a key."""
-        self.keys[key] = Given(value, origin)
+        self.keys[key] = Setting(value, origin)
 
     def given(self, key: str) -> bool:
         """Return True if the arguments give a value to a key."""

@@ -101,7 +101,8 @@ class Arguments:
             self.problems.append(f"{said}{where}: the values are {', '.join(row.choices)}{hint}")
             return
         self.values[row.sets] = tuple(values) if row.many else values[0]
-        self.shown[row.sets], self.place[row.sets] = said, place
+        self.shown[row.sets] = said
+        self.place[row.sets] = place
 
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:

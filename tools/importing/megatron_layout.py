@@ -3,7 +3,7 @@ batch."""
 
 from collections.abc import Iterator
 
-from megaprec.comm.experts import misfit
+from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.importing.draft import NO_RANKS, Draft
 from tools.importing.grammar import Arguments
@@ -90,13 +90,13 @@ def _add_experts(a: Arguments, draft: Draft, ranks: int | None, data: int, tenso
     elif (
         not ranks
         and "parallel.data" not in draft.settled
-        and misfit(data, tensor, expert, in_slices or tensor)
+        and describe_misfit(data, tensor, expert, in_slices or tensor)
     ):
         draft.notes.append(
             f"{a.origin(*SIZES)}: left out, because the arguments do not say how many ranks "
             "there are; --ranks N does"
         )
-    elif problem := misfit(data, tensor, expert, in_slices or tensor):
+    elif problem := describe_misfit(data, tensor, expert, in_slices or tensor):
         a.refuse(problem, *(name for name in SIZES if a.has(name)))
     else:
         draft.put("parallel.expert", expert, a.origin(SIZES[0]))

@@ -13,8 +13,8 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.arguments.forms import option
 from tools.arguments.megatron import DEFAULTS, READ
-from tools.convert.megatron.keys import READ as IN_CHECKPOINTS
-from tools.convert.megatron.layout import model_of
+from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
+from tools.convert.megatron.layout import model_of_args
 from tools.importing.draft import Draft
 from tools.importing.grammar import Arguments
 
@@ -45,7 +45,7 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         return
     try:
         args = completed(arguments)
-        model = model_of(args, args["vocab_size"] or args["padded_vocab_size"] or NO_NAMES)
+        model = model_of_args(args, args["vocab_size"] or args["padded_vocab_size"] or NO_NAMES)
     except UserError as error:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return

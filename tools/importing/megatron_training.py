@@ -10,7 +10,7 @@ from megaprec.dialects.nemo import resolve
 from megaprec.errors import UserError
 from megaprec.precision.plan import PrecisionPlan
 from tools.arguments.forms import option
-from tools.config.native_keys import native
+from tools.config.native_keys import native_keys_of
 from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.importing.draft import MEGATRON, NO_HALF, Draft
 from tools.importing.grammar import Arguments
@@ -178,7 +178,7 @@ def add_precision(a: Arguments, draft: Draft) -> None:
         half = "fp16"
     else:
         half = "fp32"
-    keys = native(plan)
+    keys = native_keys_of(plan)
     draft.put("precision.compute", half, a.origin(half) if half != "fp32" else NO_HALF)
     reduced = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype")
     if half != "fp32":

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from tools.arguments import megatron_idle
 from tools.arguments.deepspeed import idle
 from tools.config.run_file import tables_of_a_run
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 
 WIDTH = 100
 
 
 def run_text(
-    keys: Mapping[str, Given], notes: list[str], unused: Mapping[str, str], source: str
+    keys: Mapping[str, Setting], notes: list[str], unused: Mapping[str, str], source: str
 ) -> str:
     """Return the run file. unused: arguments without a meaning here, by name, as they were
     given."""
@@ -34,7 +34,7 @@ def run_text(
     return "\n".join(lines) + "\n"
 
 
-def _table(own: Mapping[str, Given]) -> Iterator[str]:
+def _table(own: Mapping[str, Setting]) -> Iterator[str]:
     shown = {name: f"{name} = {toml(entry.value)}" for name, entry in own.items()}
     width = min(40, max(map(len, shown.values())))
     for name, entry in own.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.config.run_file import load_run, tables_of_a_run
-from tools.console.toml import Given, toml
+from tools.console.toml import Setting, toml
 from tools.importing.deepspeed import add_deepspeed
 from tools.importing.draft import DEEPSPEED, MEGATRON, Draft
 from tools.importing.megatron_data import add_data, add_run
@@ -41,7 +41,7 @@ class Imported:
 
 def import_run(
     items: Sequence[str],
-    settled: Mapping[str, Given],
+    settled: Mapping[str, Setting],
     assumed: Mapping[str, str],
     ranks: int | None,
     dropped: frozenset[str] = frozenset(),

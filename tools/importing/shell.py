@@ -296,7 +296,8 @@ class _Script:
             if self.flow.asks():
                 self._leave_open_in(condition)
             self.flow.decide(self._holds(condition))
-            words, first = words[1:], words[1].plain if len(words) > 1 else ""
+            words = words[1:]
+            first = words[0].plain if words else ""
         negated = False
         while first in (
             "do",
@@ -609,7 +610,8 @@ class _Script:
             value = [self.unknown.mark(f"${name}", why)]
         if sum(map(len, value)) > 1_000_000:
             raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
-        self.values[name], self.uses[name] = value, self.reading
+        self.values[name] = value
+        self.uses[name] = self.reading
 
     # expansion
 

@@ -21,8 +21,8 @@ from tools.journal.records import (
     EVENTS,
     LASTING,
     METRICS,
-    NAMED,
-    TASKS,
+    TASK_PREFIX,
+    VALIDATION_PREFIX,
     lost_steps,
     odd_lines,
     read_lines,
@@ -281,10 +281,10 @@ def _format_evaluations(record: dict[str, Any]) -> list[str]:
     if "eval_loss" in record:
         losses.append(f"held-out loss {record['eval_loss']:.4f}")
     for key, value in record.items():
-        if key.startswith(NAMED):
-            losses.append(f"{key.removeprefix(NAMED)} loss {value:.4f}")
-        elif key.startswith(TASKS):
-            name = key.removeprefix(TASKS).replace("/", " ")
+        if key.startswith(VALIDATION_PREFIX):
+            losses.append(f"{key.removeprefix(VALIDATION_PREFIX)} loss {value:.4f}")
+        elif key.startswith(TASK_PREFIX):
+            name = key.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")
     return losses + tasks
 

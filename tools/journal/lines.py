@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from megaprec.durable import file_error, named
+from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
 
 
@@ -23,7 +23,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unwritten = b""
-        with named(path):
+        with naming_file(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, line: str) -> None:
@@ -53,7 +53,7 @@ class Lines:
         """Write the lines that wait; return the error that stopped this, if one did."""
         try:
             while self._unwritten:
-                with named(self._path):  # on a full disk a part of a line may be written
+                with naming_file(self._path):  # on a full disk a part of a line may be written
                     written = os.write(self._descriptor, self._unwritten)
                     self._unwritten = self._unwritten[written:]
         except OSError as error:

@@ -21,9 +21,11 @@ NO_TOKENS_EVENT = "no_tokens"
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
-NAMED = "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
+VALIDATION_PREFIX = (
+    "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
+)
 # prefix of fields that may be, too: results of the tasks of data.lm_eval, TASK/METRIC
-TASKS = "lm_eval/"
+TASK_PREFIX = "lm_eval/"
 # kind of event, "" for the record of a step -> required keys
 REQUIRED_KEYS = {
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
@@ -167,7 +169,7 @@ def _is_record(record: dict[str, Any]) -> bool:
     if not isinstance(kind, str) or type(record.get("outcome", "")) is not str:
         return False
     for key, value in record.items():
-        is_number_field = key in NUMBERS or key.startswith((NAMED, TASKS))
+        is_number_field = key in NUMBERS or key.startswith((VALIDATION_PREFIX, TASK_PREFIX))
         if is_number_field and type(value) not in (int, float):
             return False
     return REQUIRED_KEYS.get(kind, set()) <= record.keys()

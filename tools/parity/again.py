@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaprec.optim.main_grad import cleared
+from megaprec.optim.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
 from tools.parity.gather import Record, Tensors
@@ -67,7 +67,7 @@ class _Again(Trainer):
         optimizer.told = norm
         for buffer in optimizer.all_buffers():
             for parameter in buffer.parameters:
-                cleared(parameter).fill_(torch.inf if grads is None else 0)
+                cleared_main_grad(parameter).fill_(torch.inf if grads is None else 0)
             for piece, values in [(p, grads[p.part.name]) for p in buffer.pieces] if grads else ():
                 scaled = values.flatten() * optimizer.scale.double()
                 buffer.grads[piece.start : piece.stop] = scaled.to(buffer.grads.dtype)

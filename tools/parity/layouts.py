@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import parse_toml
 from tools.config.layouts import AXES
-from tools.config.layouts import fitted as layout_for
+from tools.config.layouts import fit_layout as layout_for
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
@@ -46,7 +46,7 @@ class Layout:
         return self.parallel.ranks
 
 
-def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
+def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
     """Return the keys of [parallel] that each text names. Raises UserError with all problems."""
     found = []
     problems = list[str]()

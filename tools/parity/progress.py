@@ -32,7 +32,7 @@ from megaprec.diagnose.call_stack import (
     WAITING,
     main_calls,
     short_path,
-    summary,
+    summarize_calls,
 )
 from megaprec.diagnose.position import Position
 from parallel.pipeline.executor import Executor
@@ -77,7 +77,7 @@ class Trail(Waits):
         """Return the whereabouts outside of waits that are noted; a wait of the user's own code may
         be there."""
         calls = main_calls()
-        waits, lines = summary(calls)
+        waits, lines = summarize_calls(calls)
         where: dict[str, Any] = {"at": lines, "waits": waits}
         collectives = [call.function for call in calls if _is_collective(call.file, call.function)]
         if waits and collectives:

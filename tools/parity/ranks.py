@@ -20,7 +20,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.parity.gather import Record, gather
 from tools.parity.progress import PATIENCE, Trail, Watch, noting, odd, told
 from tools.parity.record import Plan, record
-from tools.training.corpus import Corpus, open_made
+from tools.training.corpus import Corpus, open_built
 from tools.training.launch import launch_local, note_failure
 
 PENDING = "pending"  # file with the names of the pending runs
@@ -53,7 +53,7 @@ class Run:
 def corpus_of(config: RunConfig) -> Corpus:
     """Open the data of a run whose sources are existing data sets and whose vocabulary is known."""
     sources = config.data.sources
-    return open_made(config, [Path(source) for source in sources], None)
+    return open_built(config, [Path(source) for source in sources], None)
 
 
 def run_alone(run: Run) -> Record:
@@ -99,7 +99,7 @@ def run_together(
 
 
 @dataclass(frozen=True)
-class Hands:
+class Launcher:
     """The functions that carry out runs: on this process alone, and on several ranks."""
 
     alone: Callable[[Run], Record] = run_alone

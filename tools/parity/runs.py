@@ -15,7 +15,7 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.parity.gather import Record
 from tools.parity.record import Plan
-from tools.parity.shrink import Most, shrunk
+from tools.parity.shrink import LayoutLimits, shrunk
 
 NUMBERS = (
     "compute",
@@ -52,7 +52,9 @@ EPSILON = {
 }
 
 
-def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Path) -> RunConfig:
+def made_ready(
+    config: RunConfig, most: LayoutLimits, full: bool, steps: int, folder: Path
+) -> RunConfig:
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
     its files."""
     ready = config if full else shrunk(config, most)

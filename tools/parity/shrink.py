@@ -30,7 +30,7 @@ SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not 
 
 
 @dataclass(frozen=True)
-class Most:
+class LayoutLimits:
     """The largest sizes of the axes among the layouts. expert: the ranks over which experts are
     spread."""
 
@@ -41,7 +41,7 @@ class Most:
     expert: int = 1
 
 
-def shrunk(config: RunConfig, most: Most) -> RunConfig:
+def shrunk(config: RunConfig, most: LayoutLimits) -> RunConfig:
     """Return the small run, on one process. The vocabulary must be known."""
     model = _model(config, most)
     tables: dict[str, Table | ModelConfig] = {
@@ -86,7 +86,7 @@ def like(value: int, least: int, most: int) -> int:
     return next(fits, value)
 
 
-def _model(config: RunConfig, most: Most) -> ModelConfig:
+def _model(config: RunConfig, most: LayoutLimits) -> ModelConfig:
     model = config.model
     group = model.heads // model.kv_heads
     kv_heads = like(model.kv_heads, min(2, model.kv_heads), most.tensor)
@@ -187,11 +187,11 @@ def window_layers(model: ModelConfig, layers: int) -> tuple[int, ...]:
     return kept[: layers - 1] or (layers - 1,)
 
 
-def _length(config: RunConfig, most: Most) -> int:
+def _length(config: RunConfig, most: LayoutLimits) -> int:
     return like(config.train.seq_length, LENGTH, unit(most.context, most.tensor))
 
 
-def _train(config: RunConfig, most: Most) -> Mapping[str, int]:
+def _train(config: RunConfig, most: LayoutLimits) -> Mapping[str, int]:
     """Return [train] with few micro-batches of few samples; a schedule file keeps its number of
     micro-batches."""
     train = config.train

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megaprec.optim.microbatch_sums import sums_set_aside
+from megaprec.optim.microbatch_sums import num_waiting_sums
 from models.estimate.flops import StageCost
-from models.estimate.memory import Kept, StageMemory, message_bytes
+from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import Sharding, state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT
@@ -66,7 +66,7 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PlannedPasses:
     """The passes of a step: a schedule of its first micro-batches, and `more` further ones.
 
     longer: the schedule of some micro-batches more, which says how much time each further one
@@ -85,7 +85,7 @@ class MemoryModel:
     def __init__(self, device: Device) -> None:
         self.device: Device = device
 
-    def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[Kept]:
+    def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
         virtual, lanes = in_virtual_ranks(config)
         parallel = virtual.parallel
@@ -101,7 +101,7 @@ class MemoryModel:
         memory = _first_equal(memory)
         return [_times(lanes, memory.kept(cost.cut)) for cost in costs]
 
-    def of(self, config: RunConfig, passes: Passes) -> list[RankBytes]:
+    def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
         placement = passes.schedule.rank_of_stage
@@ -122,7 +122,7 @@ class MemoryModel:
 
         _, lanes = in_virtual_ranks(config)
         canonical = config.canonical_shards > 0
-        waiting = sums_set_aside(config.num_microbatches) if canonical else 0
+        waiting = num_waiting_sums(config.num_microbatches) if canonical else 0
         # sums of canonical numerics need the gradients of each replica
         gathers = canonical and config.parallel.copies > 1
         undoes = config.optimizer.validation == "after"
@@ -154,9 +154,9 @@ def _first_equal(memory: StageMemory) -> StageMemory:
     return memory
 
 
-def _times(lanes: int, kept: Kept) -> Kept:
+def _times(lanes: int, kept: ActivationBytes) -> ActivationBytes:
     """Return what `lanes` virtual ranks keep, each as much as `kept`."""
-    return Kept(*(lanes * getattr(kept, part.name) for part in fields(Kept)))
+    return ActivationBytes(*(lanes * getattr(kept, part.name) for part in fields(ActivationBytes)))
 
 
 def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
@@ -189,7 +189,9 @@ def sharding_of(config: RunConfig) -> Sharding:
     )
 
 
-def peak_bytes(config: RunConfig, passes: Passes, kept: Sequence[Kept]) -> list[int]:
+def peak_bytes(
+    config: RunConfig, passes: PlannedPasses, kept: Sequence[ActivationBytes]
+) -> list[int]:
     """Return the peak of each pipeline rank's activations in a step."""
     virtual, lanes = in_virtual_ranks(config)
     parallel = virtual.parallel

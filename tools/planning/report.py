@@ -7,14 +7,14 @@ from itertools import groupby
 from typing import Any
 
 from models.estimate.flops import training_flops
-from tools.config.expert_ranks import slices
+from tools.config.expert_ranks import expert_slices
 from tools.config.layouts import AXES, in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.console.units import duration, flops, size
 from tools.planning.device import RESERVED, Target, target_of
 from tools.planning.memory import MemoryModel, RankBytes
-from tools.planning.search import Found, Planned, plan_run
+from tools.planning.search import LayoutSearch, Planned, plan_run
 from tools.planning.speed import Assumptions, Prediction
 
 STATE = ("weights", "gradients", "masters", "moments", "activations")
@@ -28,7 +28,7 @@ OTHERS = {
 }
 
 
-def head(config: RunConfig, target: Target) -> Iterator[str]:
+def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield the lines on the run and its device."""
     model = config.sized_model
     parallel = config.parallel
@@ -78,7 +78,7 @@ def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     logits = planned.ranks[-1].logits or max(rank.logits for rank in planned.ranks)
     if logits:
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
-    yield f"verdict    {fit(planned.ranks, target)}"
+    yield f"verdict    {describe_fit(planned.ranks, target)}"
 
 
 def _other(kinds: Mapping[str, int]) -> int:
@@ -86,7 +86,7 @@ def _other(kinds: Mapping[str, int]) -> int:
     return sum(kinds[kind] for kind in OTHERS)
 
 
-def fit(ranks: Sequence[RankBytes], target: Target) -> str:
+def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
     """Return whether the run fits, with the numbers that say so."""
     total = max(rank.total for rank in ranks)
     needs = f"{target.verdict(total)}: {size(total)} on the fullest rank"
@@ -95,7 +95,7 @@ def fit(ranks: Sequence[RankBytes], target: Target) -> str:
     return f"{needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
 
 
-def one_line(config: RunConfig) -> str:
+def summary_line(config: RunConfig) -> str:
     """Return the plan of a run in a line: the bytes of the fullest rank by kind, and the device's
     memory.
 
@@ -162,7 +162,9 @@ def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dic
     return {"tokens_per_s": tokens, "tflops": tflops, "mfu": tflops / assumed.tflops}
 
 
-def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions) -> Iterator[str]:
+def layout_lines(
+    found: LayoutSearch, ranks: int, target: Target, assumed: Assumptions
+) -> Iterator[str]:
     """Yield the table of the layouts that fit."""
     has_context = any(planned.config.parallel.context > 1 for planned in found.layouts)
     axes = [axis for axis in AXES if has_context or axis != "context"]
@@ -198,7 +200,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     sent = predicted.traffic
     return {
         "layout": " x ".join(str(getattr(parallel, axis)) for axis in axes),
-        "experts": f"{parallel.expert} x {slices(parallel)}",
+        "experts": f"{parallel.expert} x {expert_slices(parallel)}",
         "recompute": parallel.recompute,
         "sequence": "yes" if parallel.sequence else "no",
         "memory": size(planned.total),
@@ -209,7 +211,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     }
 
 
-def none_found(found: Found, ranks: int) -> str:
+def none_found(found: LayoutSearch, ranks: int) -> str:
     """Return why no layout was found."""
     if found.too_large:
         least = f"the smallest of {found.too_large} needs {size(found.smallest)} a rank"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaprec.optim.muon import least_moments
+from megaprec.optim.muon import min_moments
 from tools.config.checks import make_rule
-from tools.config.expert_ranks import every_cut, sharing, slices
-from tools.config.layouts import fitted
+from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
+from tools.config.layouts import fit_layout
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.planning.device import Target
@@ -56,7 +56,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutSearch:
     """The fastest layouts that fit, fastest first.
 
     slower: how many others cannot be faster.
@@ -83,7 +83,7 @@ def search(
     target: Target,
     assumed: Assumptions,
     progress: Callable[[int, int], None],
-) -> Found:
+) -> LayoutSearch:
     """Return the `MOST_LAYOUTS` fastest layouts of `ranks` ranks.
 
     progress: is told how many of how many are looked at.
@@ -116,7 +116,7 @@ def search(
     progress(len(timed), len(timed))
     slower += max(0, len(planned_layouts) - MOST_LAYOUTS)
     fastest = planned_layouts[:MOST_LAYOUTS]
-    return Found(fastest, slower, len(too_large), min(too_large, default=0))
+    return LayoutSearch(fastest, slower, len(too_large), min(too_large, default=0))
 
 
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:
@@ -128,10 +128,10 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
         tensor = axes["tensor"]
         copies = axes["data"] * axes["context"]
         sequences = (parallel.sequence, True) if tensor > 1 else (parallel.sequence,)
-        expert_cuts = every_cut(parallel, config.model.experts, tensor, copies)
+        expert_cuts = possible_expert_keys(parallel, config.model.experts, tensor, copies)
         for experts, recompute, sequence in product(expert_cuts, (current, *RECOMPUTE), sequences):
             keys = {**axes, **experts, **recompute, "sequence": sequence, "schedule_file": ""}
-            fitting = fitted(config, keys)
+            fitting = fit_layout(config, keys)
             if fitting is None:
                 continue
             identity = _identity(fitting.parallel)
@@ -161,7 +161,7 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
 def _identity(parallel: Parallel) -> str:
     """Return a text that is the same for the same layout, however the slices of experts are
     said."""
-    return parallel.model_copy(update={"expert_tensor": slices(parallel)}).model_dump_json()
+    return parallel.model_copy(update={"expert_tensor": expert_slices(parallel)}).model_dump_json()
 
 
 def least_bytes(config: RunConfig) -> int:
@@ -169,7 +169,7 @@ def least_bytes(config: RunConfig) -> int:
     parameter."""
     parallel = config.parallel
     plan = config.plan
-    moments = least_moments(make_rule(config.optimizer))
+    moments = min_moments(make_rule(config.optimizer))
     # on each rank, and divided among ranks that share state
     local, sharded = plan.bytes_per_parameter(moments)
     if plan.fp8:
@@ -182,7 +182,7 @@ def least_bytes(config: RunConfig) -> int:
     total = 0.0
     for count, cut, sharing_ranks in (
         (others, parallel.tensor, sharers),
-        (experts, parallel.expert * slices(parallel), sharing(parallel)),
+        (experts, parallel.expert * expert_slices(parallel), replicas_sharing_state(parallel)),
     ):
         total += count / (cut * parallel.pipeline) * (local + sharded / sharing_ranks)
     return int(total)

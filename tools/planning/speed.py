@@ -19,10 +19,10 @@ from parallel.pipeline.builders import default_chunks
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Instruction, Op
 from parallel.pipeline.simulation import simulate
-from tools.config.expert_ranks import replicas, sharing, slices
+from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_sharing_state
 from tools.config.run_file import RunConfig
 from tools.config.schedules import pipeline_schedule
-from tools.planning.memory import Passes, RankBytes, sharding_of
+from tools.planning.memory import PlannedPasses, RankBytes, sharding_of
 
 MANY = 1024  # forward passes; of a longer schedule only the first micro-batches are simulated
 
@@ -79,7 +79,7 @@ class Prediction:
     traffic: Traffic
 
 
-def passes_of(config: RunConfig) -> Passes:
+def passes_of(config: RunConfig) -> PlannedPasses:
     """Return the passes of a step; of many micro-batches only as many as the schedule needs to
     become regular."""
     parallel = config.parallel
@@ -95,14 +95,16 @@ def passes_of(config: RunConfig) -> Passes:
     is_short = pipeline * microbatches <= MANY or microbatches <= few + further
     if parallel.schedule_file or is_short:
         schedule = config.schedule
-        return Passes(schedule, config.stage_costs(config.sized_model, schedule.rank_of_stage))
+        return PlannedPasses(
+            schedule, config.stage_costs(config.sized_model, schedule.rank_of_stage)
+        )
     placement = pipeline_schedule(parallel, few).rank_of_stage
     costs = config.stage_costs(config.sized_model, placement)
     schedule, longer = (
         pipeline_schedule(parallel, count, lambda i: costs[i.stage].of(i))
         for count in (few, few + further)
     )
-    return Passes(schedule, costs, microbatches - few, longer)
+    return PlannedPasses(schedule, costs, microbatches - few, longer)
 
 
 class _InstructionCosts:
@@ -152,7 +154,7 @@ class _InstructionCosts:
 
 
 def predict(
-    config: RunConfig, passes: Passes, ranks: Sequence[RankBytes], assumed: Assumptions
+    config: RunConfig, passes: PlannedPasses, ranks: Sequence[RankBytes], assumed: Assumptions
 ) -> Prediction:
     """Return the predicted times of a step. ranks: the bytes of each pipeline rank."""
     schedule = passes.schedule
@@ -274,7 +276,7 @@ def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
         "cp": shared,
         "dp": shared * parallel.data,
         "pp": config.world_size,
-        "experts": parallel.expert * slices(parallel),
+        "experts": parallel.expert * expert_slices(parallel),
     }
     return assumed.fast if spans[axis] <= assumed.machine else assumed.slow
 
@@ -304,7 +306,7 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     expert_layers = _expert_layers(config, cost)
     # layers that sum nothing over tp
     unsummed = 0
-    if parallel.sequence and slices(parallel) == 1 and not model.shared_experts:
+    if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = expert_layers
     forward = (4 * len(layers) - unsummed) * transfer
     recomputed = config.recompute.whole(len(layers)) / len(layers)
@@ -347,7 +349,7 @@ def _expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     if parallel.expert == 1:
         return 0.0
     local_length = train.seq_length // parallel.context
-    tokens = local_length * train.micro_batch * slices(parallel) / parallel.tensor
+    tokens = local_length * train.micro_batch * expert_slices(parallel) / parallel.tensor
     row = model.hidden * config.plan.compute.itemsize
     forward = (
         2
@@ -405,7 +407,7 @@ def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float
     # by part of the weights: their share, its replicas, and those among them that share state
     parts = (
         (1 - experts, parallel.copies, sharding_of(config).zero),
-        (experts, replicas(parallel), sharing(parallel)),
+        (experts, expert_replicas(parallel), replicas_sharing_state(parallel)),
     )
     sent = 0.0
     for part, copies, sharers in parts:
@@ -421,6 +423,6 @@ def _elements(config: RunConfig) -> tuple[float, float]:
     parallel = config.parallel
     model = config.sized_model
     return (
-        model.expert_parameters / (parallel.expert * slices(parallel)),
+        model.expert_parameters / (parallel.expert * expert_slices(parallel)),
         (model.num_parameters - model.expert_parameters) / parallel.tensor,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
-from tools.journal.records import NAMED
+from tools.journal.records import VALIDATION_PREFIX
 
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
@@ -182,11 +182,14 @@ def _lines(
 def _held_out(records: Sequence[Record], x: Sequence[float]) -> Iterator[Line]:
     """Yield a line for the held-out text, and for each set of data.validation."""
     kinds = dict.fromkeys(
-        key for record in records for key in record if key == "eval_loss" or key.startswith(NAMED)
+        key
+        for record in records
+        for key in record
+        if key == "eval_loss" or key.startswith(VALIDATION_PREFIX)
     )
     for kind in kinds:
         there = [(at, record) for at, record in zip(x, records, strict=True) if kind in record]
-        label = "held-out" if kind == "eval_loss" else kind.removeprefix(NAMED)
+        label = "held-out" if kind == "eval_loss" else kind.removeprefix(VALIDATION_PREFIX)
         yield Line(
             label, [at for at, _ in there], values([record for _, record in there], kind), "other"
         )

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megaprec.checkpoint.digests import OTHERS, OWN, file_digest, sealed
+from megaprec.checkpoint.digests import FILE_DIGESTS, OWN_DIGEST, file_digest, seal_index
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.errors import UserError
 
@@ -55,6 +55,6 @@ def _turn(file: Path, key: str, place: int, values: Tensor) -> None:
 
 def _fit(store: Store, name: str) -> None:
     """Write the digest of a changed file into checkpoint.json."""
-    index = {key: value for key, value in store.index.items() if key != OWN}
-    index[OTHERS] = {**store.digests, name: file_digest(store.file(name))}
-    (store.path / INDEX).write_bytes(sealed(index))
+    index = {key: value for key, value in store.index.items() if key != OWN_DIGEST}
+    index[FILE_DIGESTS] = {**store.digests, name: file_digest(store.file(name))}
+    (store.path / INDEX).write_bytes(seal_index(index))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tools.training.state_digests import OF_STEP
+from tools.training.state_digests import STEP_FIELDS
 
 # fields of a digest; the first is made of the others
 STATE = (
@@ -84,7 +84,7 @@ def first_parting(ours: Records, theirs: Records, state_only: bool = False) -> P
 
 
 def _of_step(record: Mapping[str, Any]) -> list[str]:
-    return [repr(record.get(key)) for key in OF_STEP]
+    return [repr(record.get(key)) for key in STEP_FIELDS]
 
 
 def _quantities(
@@ -93,7 +93,7 @@ def _quantities(
     """Yield (name, value, value), as text, of everything that is compared."""
     yield from _tables("progress", one["progress"], other["progress"])
     if not state_only:
-        yield from ((key, repr(one.get(key)), repr(other.get(key))) for key in OF_STEP)
+        yield from ((key, repr(one.get(key)), repr(other.get(key))) for key in STEP_FIELDS)
     kinds = sorted({*one["tensors"], *other["tensors"]}, key=lambda kind: (kind == "weight", kind))
     for kind in kinds:
         yield from _tables(kind, one["tensors"].get(kind, {}), other["tensors"].get(kind, {}))

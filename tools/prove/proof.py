@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tools.config.layouts import problems
+from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG
@@ -68,7 +68,7 @@ def other_layout(config: RunConfig) -> Layout | None:
 
 
 def _fits(config: RunConfig, layout: Layout) -> bool:
-    return not problems(config, layout.parallel)
+    return not layout_problems(config, layout.parallel)
 
 
 def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:

@@ -23,7 +23,7 @@ from tools.config.settings import Parallel
 from tools.console.units import counted
 from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics
-from tools.training.corpus import cache_of
+from tools.training.corpus import data_folder
 from tools.training.launch import own_program
 
 # exit code of a run that stopped itself, or of whose steps none was applied: its records are
@@ -108,7 +108,7 @@ def _ready(
 ) -> RunConfig:
     """Return the user's run up to step `last`, in another folder. data: folder of data sets that
     are built for it."""
-    own = cache_of(config)
+    own = data_folder(config)
     lr = config.lr
     length = config.lr_schedule.total
     cache = own if own.is_dir() else data

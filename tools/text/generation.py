@@ -9,11 +9,11 @@ from torch import Tensor
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 from models.kv_cache import CachedStage
-from tools.text.load import Loaded
+from tools.text.load import LoadedModel
 from tools.text.sampling import Sampling
 
 
-def harmless(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return `text` for a terminal, with control characters, which an untrained model may emit, as
     U+FFFD."""
     shown = []
@@ -38,7 +38,7 @@ class Generation:
 
     def __init__(
         self,
-        model: Loaded[CachedStage],
+        model: LoadedModel[CachedStage],
         prompt: str,
         tokens: int,
         sampling: Sampling,
@@ -123,7 +123,7 @@ class Generation:
         self.finish = "length"
 
 
-def _require_tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
+def _require_tokenizer(model: LoadedModel[CachedStage]) -> Tokenizer:
     if model.tokenizer is None:
         raise UserError(
             "the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE"

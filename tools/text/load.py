@@ -38,7 +38,7 @@ S = TypeVar("S", bound=Stage)
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[S]):
+class LoadedModel(Generic[S]):
     """A model with its tokenizer.
 
     begin: id of the token before a document, if any.
@@ -80,7 +80,7 @@ def load_model(
     compute: str = "fp32",
     tokenizer: Path | None = None,
     mesh: DeviceMesh | None = None,
-) -> Loaded[S]:
+) -> LoadedModel[S]:
     """Return the model on the CPU, whatever format, layout and precision the folder has. Raises
     UserError.
 
@@ -93,7 +93,7 @@ def load_model(
     source = _open(path)
     chosen_tokenizer = _choose_tokenizer(source, tokenizer)
     stage = _load_stage(source, kind, compute, mesh)
-    return Loaded(
+    return LoadedModel(
         stage,
         chosen_tokenizer,
         _begin(source, chosen_tokenizer),

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 from models.stages import Stage
-from tools.text.load import Loaded
+from tools.text.load import LoadedModel
 
 Ids = NDArray[np.int64]
 
@@ -64,8 +64,8 @@ def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[W
         predicted = end
 
 
-def documents(
-    path: str, model: Loaded[Stage], text_field: str, max_chars: int | None
+def read_documents(
+    path: str, model: LoadedModel[Stage], text_field: str, max_chars: int | None
 ) -> Iterable[Document]:
     """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and
     PREFIX.idx.
@@ -76,7 +76,7 @@ def documents(
     """
     if path.endswith((".bin", ".idx")):
         raise UserError(f'{path}: give the common prefix of the .bin and .idx pair, "{path[:-4]}"')
-    if beside(Path(path), ".idx").is_file():
+    if with_suffix(Path(path), ".idx").is_file():
         if max_chars is not None:
             raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
         dataset = IndexedDataset(Path(path))
@@ -110,7 +110,7 @@ def _documents_of_text(
         yield Document(np.concatenate(ids), size)
 
 
-def _documents_of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Document]:
+def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> Iterator[Document]:
     """Yield the documents of a data set, without the tokens that stand around each."""
     size = _recorded_size(dataset)
     for number in range(dataset.num_documents):

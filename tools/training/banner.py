@@ -20,8 +20,8 @@ from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
-from tools.journal.records import NAMED
-from tools.text.generation import Generation, harmless
+from tools.journal.records import VALIDATION_PREFIX
+from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
 from tools.training.batches import evaluated_samples
@@ -108,7 +108,7 @@ def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
         available = len(samples)
         taken = evaluated_samples(train, available)
         if taken < available:
-            kind = "held-out" if name == "eval_loss" else name.removeprefix(NAMED)
+            kind = "held-out" if name == "eval_loss" else name.removeprefix(VALIDATION_PREFIX)
             say(
                 f"evaluated  {taken:,} of {available:,} {kind} samples: train.eval_batches = "
                 f"{train.eval_batches} of train.global_batch = {train.global_batch}"
@@ -308,4 +308,4 @@ def _generate_sample(folder: Path, prompt: str) -> str:
         text = "".join(Generation(model, prompt, SAMPLE_TOKENS, Sampling()))
     except UserError as error:
         return f"none: {error}"
-    return f"{prompt}{harmless(text)}"
+    return f"{prompt}{escape_control_characters(text)}"

@@ -4,7 +4,7 @@ one would think."""
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megaprec.data.document_tokens import Begun, DocumentTokens
+from megaprec.data.document_tokens import DocumentTokens, WithBeginTokens
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.tokenizer import Tokenizer
 from tools.config.run_file import RunConfig
@@ -54,12 +54,12 @@ def _begin_token_notes(
     """Yield a note on each way in which the begin token comes to stand before documents."""
     origin = config.origin("data.begin")
     setting = f"data.begin = {begin} ({origin})"
-    if any(isinstance(stream, Begun) for stream in streams):
+    if any(isinstance(stream, WithBeginTokens) for stream in streams):
         yield (
             f"{setting}: this token is put before each document, in evaluation, generation and "
             "export, too"
         )
-    have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, Begun)]
+    have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, WithBeginTokens)]
     if have_it:
         yield (
             f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "

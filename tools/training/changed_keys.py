@@ -22,16 +22,16 @@ from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
-from tools.convert.train_state import TrainState, kept
+from tools.convert.train_state import TrainState, stored_value
 from tools.journal.records import read_metrics
 
-MARK = " (not bit for bit)"
+NOT_EXACT_MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 COMPARED_RATES = 1000  # of two schedules, beside those around their ends
 Table = dict[str, Any]  # of a run file: keys with their values
 # Keys that no number depends on. The data is compared by its tokens, the learning rate by its
 # schedule.
-FREELY = (
+KEYS_WITHOUT_EFFECT = (
     "log.*",
     "checkpoint.*",
     "train.folder",
@@ -123,9 +123,9 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
     """
     before = saved_keys(checkpoint)
     now = _all_keys(config)
-    unmarked_patterns = FREELY
+    unmarked_patterns = KEYS_WITHOUT_EFFECT
     if before.get("train.numerics") == now["train.numerics"] == toml("canonical"):
-        unmarked_patterns = (*FREELY, *LAYOUT)
+        unmarked_patterns = (*KEYS_WITHOUT_EFFECT, *LAYOUT)
     rates_change = _rates_change(before, config, progress)
 
     lines = list[str]()
@@ -135,7 +135,7 @@ def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> 
         unmarked = any(fnmatchcase(key, pattern) for pattern in unmarked_patterns)
         if rates_change and _decides_rates(key, config):
             unmarked = False
-        mark = "" if unmarked else MARK
+        mark = "" if unmarked else NOT_EXACT_MARK
         lines.append(f"{key}: {before[key]} -> {now[key]}{mark}")
     return sorted(lines)
 
@@ -236,7 +236,7 @@ def saved_keys(checkpoint: Store) -> dict[str, str]:
     tables = {
         "parallel": checkpoint.index.get("layout", {}),
         "precision": checkpoint.index.get("precision", {}),
-        "model": _training_keys(kept(checkpoint, "model")),
+        "model": _training_keys(stored_value(checkpoint, "model")),
     }
     all_tables = all(isinstance(table, dict) for table in (run, *tables.values()))
     if not all_tables or not all(isinstance(value, str) for value in run.values()):

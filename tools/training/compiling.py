@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
-from megaprec.comm.everyones import everyones
+from megaprec.comm.everyones import gather_entries
 from models.config import ModelConfig
 from models.cutting import cuts
 from models.estimate.memory import StageMemory
@@ -31,7 +31,7 @@ from parallel.regions import compiled_region, hindrance_of_region
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say
-from tools.training.changed_keys import MARK
+from tools.training.changed_keys import NOT_EXACT_MARK
 
 MOST_CHARACTERS = 160  # of a compiler's error
 
@@ -57,9 +57,9 @@ def compile_leaves(
         )
     forms, hindrances = try_calls(calls)
     # what one rank cannot compile is compiled on none
-    every = everyones(dict.fromkeys((call.name for call in forms), ""), world, device)
+    every = gather_entries(dict.fromkeys((call.name for call in forms), ""), world, device)
     reasons = {name: f"rank {world.rank}: {reason}" for name, reason in hindrances.items()}
-    failures = everyones(reasons, world, device)
+    failures = gather_entries(reasons, world, device)
     names = ", ".join(sorted({*every} - {*failures}))
     if world.rank == 0:
         seconds = time.perf_counter() - start
@@ -89,7 +89,7 @@ def _describe_change(names: str, resumed: Path | None) -> Iterator[str]:
     the same."""
     before = Store(resumed).index.get("compiled", names) if resumed else names
     if before != names:
-        yield f"changed    compiled code: {before or 'none'} -> {names or 'none'}{MARK}"
+        yield f"changed    compiled code: {before or 'none'} -> {names or 'none'}{NOT_EXACT_MARK}"
 
 
 def leaf_calls(

@@ -21,7 +21,7 @@ from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.blend import Blend
 from megaprec.data.build import BuildResult, prepare, reusable
 from megaprec.data.document_tokens import DocumentTokens, document_tokens, with_begin
-from megaprec.data.files import alone, beside, write_whole
+from megaprec.data.files import exclusive_lock, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import Contents, check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
@@ -35,10 +35,10 @@ from models.config import ModelConfig
 from tools.config.checks import check_all
 from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
-from tools.console.progress_bar import building
+from tools.console.progress_bar import build_progress
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
-from tools.convert.train_state import newest, read_tokenizer
+from tools.convert.train_state import open_newest_checkpoint, read_tokenizer
 from tools.training.begin_notes import begin_notes
 from tools.training.data_identity import DataSet, Identity, read_identity
 from tools.training.tokenizer_notes import different_tokenizer_notes, tokenizer_notes
@@ -109,7 +109,7 @@ class _Part:
 
     @property
     def index_file(self) -> Path:
-        return beside(self.prefix, ".idx")
+        return with_suffix(self.prefix, ".idx")
 
 
 def check_sources(config: RunConfig) -> None:
@@ -121,7 +121,7 @@ def check_sources(config: RunConfig) -> None:
         config,
         _check_parts,
         _check_tokenizer,
-        lambda config: check_validation(config, cache_of(config)),
+        lambda config: check_validation(config, data_folder(config)),
     )
 
 
@@ -139,11 +139,11 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     texts = [part for part in parts if not part.tokenized]
     if texts:
         tokenizer_file = _build(config, texts, tokenizer_file, allowed)
-    corpus = open_made(config, [part.prefix for part in parts], tokenizer_file)
+    corpus = open_built(config, [part.prefix for part in parts], tokenizer_file)
     corpus = looked_at(config, corpus)
 
     # The validation sets need the tokenizer, and so come after the training data.
-    cache = cache_of(config)
+    cache = data_folder(config)
     validation_notes = build_validation(config, corpus.tokenizer, corpus.ids, cache)
     notes = [*corpus.notes, *_notes_of_begin(config, corpus), *validation_notes]
     return replace(
@@ -228,7 +228,7 @@ def _text_identity(record: dict[str, Any]) -> dict[str, Any] | None:
     return {**source, "sha256": record["text_sha256"], "chars": record["chars"]}
 
 
-def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
+def open_built(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
     """Open existing data sets and an existing tokenizer file.
 
     Any number of processes may do so at once.
@@ -305,7 +305,7 @@ def begin_asked_for(config: RunConfig) -> int | None:
     """
     begin = config.data.begin
     left_open = begin == "auto" or _is_of_first_weights(config)
-    checkpoint = newest(config.checkpoint_folder) if left_open else None
+    checkpoint = open_newest_checkpoint(config.checkpoint_folder) if left_open else None
     identity = read_identity(checkpoint) if checkpoint else None
     if identity:
         return identity.begin
@@ -340,7 +340,7 @@ def _tokens_around_documents(
     return max(tokens_of_sets, key=tokens_of_sets.count)
 
 
-def open_kept(config: RunConfig) -> Corpus:
+def open_run_data(config: RunConfig) -> Corpus:
     """Open the data that a run was trained on, from the files in its folder. Builds nothing.
 
     Raises UserError if they no longer exist.
@@ -354,7 +354,7 @@ def open_kept(config: RunConfig) -> Corpus:
     for part in parts:
         if not part.index_file.is_file():
             raise UserError(f"the run's data is gone: there is no {part.index_file}")
-    return open_made(config, [part.prefix for part in parts], tokenizer_file)
+    return open_built(config, [part.prefix for part in parts], tokenizer_file)
 
 
 @contextmanager
@@ -375,7 +375,7 @@ def _naming(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]
 
 
 def _parts(config: RunConfig) -> list[_Part]:
-    cache = cache_of(config)
+    cache = data_folder(config)
     if not config.data.blend:
         return [_part("data.source", config.data.source, 1.0, cache / "text")]
     return [
@@ -387,7 +387,7 @@ def _parts(config: RunConfig) -> list[_Part]:
 def _part(key: str, name: str, weight: float, built: Path) -> _Part:
     """Return a part; a text's data set has the prefix `built`."""
     path = Path(name)
-    tokenized = beside(path, ".idx").is_file()
+    tokenized = with_suffix(path, ".idx").is_file()
     return _Part(key, name, weight, path if tokenized else built)
 
 
@@ -408,7 +408,7 @@ def _check_tokenizer(config: RunConfig) -> None:
     parts = _parts(config)
     if file := _existing_tokenizer(config):
         # The problem is named with the data set that the file lies beside, or with its own key.
-        origin = next((part for part in parts if beside(part.prefix, ".model") == file), None)
+        origin = next((part for part in parts if with_suffix(part.prefix, ".model") == file), None)
         keys = [] if origin else ["data.tokenizer"]
         with _naming(config, origin, *keys):
             _vocabulary_size(config, load_tokenizer(file))
@@ -441,7 +441,7 @@ def _existing_tokenizer(config: RunConfig) -> Path | None:
     if config.data.tokenizer:
         return Path(config.data.tokenizer)
     tokenized = [part for part in _parts(config) if part.tokenized]
-    files = [beside(part.prefix, ".model") for part in tokenized]
+    files = [with_suffix(part.prefix, ".model") for part in tokenized]
     existing = [file for file in files if file.is_file()]
     if not existing:
         return None
@@ -461,7 +461,7 @@ def _open_part(config: RunConfig, part: _Part) -> Source:
         return open_text(part.name, config.data, config.data.max_chars or None)
 
 
-def cache_of(config: RunConfig) -> Path:
+def data_folder(config: RunConfig) -> Path:
     """Return the folder of the data sets that are built of texts."""
     if config.data.cache:
         return Path(config.data.cache)
@@ -471,7 +471,7 @@ def cache_of(config: RunConfig) -> Path:
 def _trained_tokenizer(config: RunConfig) -> Path:
     """Return the path of the tokenizer that is trained on the texts."""
     name = "blend" if config.data.blend else "text"
-    return beside(cache_of(config) / name, ".model")
+    return with_suffix(data_folder(config) / name, ".model")
 
 
 @dataclass(frozen=True)
@@ -521,7 +521,7 @@ def _build(
     tokenizer_file: the existing one, None if it is to be trained.
     """
     sources = {part: _open_part(config, part) for part in texts}
-    checkpoint = newest(config.checkpoint_folder)
+    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
     if "tokenizer" in allowed:
         encoding = _encoding(config, tokenizer_file, None)
     else:
@@ -534,7 +534,7 @@ def _build(
 
     if all(is_built(part) for part in texts):
         return encoding.file
-    with alone(cache_of(config) / ".lock", partial(say_busy, cache_of(config))):
+    with exclusive_lock(data_folder(config) / ".lock", partial(say_busy, data_folder(config))):
         # Asked again: another process may have built them while this one waited.
         missing = [part for part in texts if not is_built(part)]
         same_text = [part for part in missing if is_built(part, by_content=True)]
@@ -616,7 +616,7 @@ def _build_alone(
             )
     # `prepare` leaves a data set as it is if it is the one that would be built.
     for part, source in sources.items():
-        with _naming(config, part), building(source) as report:
+        with _naming(config, part), build_progress(source) as report:
             prepare(
                 source,
                 part.prefix,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data.blend import Blend
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
 from megaprec.resources import cores
@@ -24,7 +24,7 @@ from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.console.units import counted
-from tools.journal.records import NAMED
+from tools.journal.records import VALIDATION_PREFIX
 from tools.training.corpus import Corpus
 
 # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
@@ -36,7 +36,7 @@ ALREADY_TOKENS = "it is tokens, not text"
 TOKEN_BYTES = 8  # of an int64, in which documents are compared
 
 
-def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> Iterator[str]:
+def run_warnings(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> Iterator[str]:
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _many_epochs(config, corpus)
     yield from _endless_warmup(config)
@@ -110,7 +110,11 @@ def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     requested = train.eval_batches * train.global_batch
     for field, samples in corpus.evaluated.items():
         if len(samples) < requested:
-            name = "the held-out text" if field == "eval_loss" else field.removeprefix(NAMED)
+            name = (
+                "the held-out text"
+                if field == "eval_loss"
+                else field.removeprefix(VALIDATION_PREFIX)
+            )
             yield (
                 f"train.eval_batches = {train.eval_batches} of train.global_batch = "
                 f"{train.global_batch} asks for {requested:,} samples, but {name} has "
@@ -168,7 +172,7 @@ def _text_keys_without_effect(config: RunConfig, corpus: Corpus) -> Iterator[str
 
 
 def _is_tokenized(name: str) -> bool:
-    return beside(Path(name), ".idx").is_file()
+    return with_suffix(Path(name), ".idx").is_file()
 
 
 def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:

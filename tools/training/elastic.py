@@ -21,11 +21,18 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megaprec.errors import UserError
-from tools.config.layouts import AXES, Fitting, check_world, in_words, largest_fitting, problems
+from tools.config.layouts import (
+    AXES,
+    FittingLayout,
+    check_world,
+    in_words,
+    largest_fitting,
+    layout_problems,
+)
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.console.units import counted
-from tools.convert.train_state import newest
+from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.journal import rewind
 from tools.training.launch import under_torchrun
 from tools.training.restarts import newest_step, reason_to_end, restart_event
@@ -89,10 +96,10 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     """
     sizes = range(ranks, 0, -1) if config.parallel.elastic else (ranks,)
     layouts = [config.parallel.model_copy(update={"data": size}) for size in sizes]
-    parallel = next((layout for layout in layouts if not problems(config, layout)), None)
+    parallel = next((layout for layout in layouts if not layout_problems(config, layout)), None)
     if parallel is None:
         reason = f"no layout is given, so each of the {ranks} ranks is a replica"
-        reasons = [f"{problem} ({reason})" for problem in problems(config, layouts[0])]
+        reasons = [f"{problem} ({reason})" for problem in layout_problems(config, layouts[0])]
         raise UserError(*reasons)
     if os.environ.get("RANK") == "0":
         print(
@@ -103,7 +110,7 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     return config.with_parallel(parallel, f"{counted(ranks, 'rank')} in the world")
 
 
-def _describe_change(config: RunConfig, fitting: Fitting, ranks: int) -> str:
+def _describe_change(config: RunConfig, fitting: FittingLayout, ranks: int) -> str:
     """Return the given and the fitting layout in words.
 
     With the keys that do not fit and the number of spares.
@@ -149,7 +156,7 @@ def release_spares(store: dist.Store, spares: Iterable[int]) -> None:
         store.wait([f"{OVER_KEY} {rank}" for rank in spares], RELEASE_TIME)
 
 
-def tell_ended(store: dist.Store) -> None:
+def publish_end_reason(store: dist.Store) -> None:
     """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them.
 
     "" if they did not.
@@ -158,7 +165,7 @@ def tell_ended(store: dist.Store) -> None:
         store.set(f"{ENDED_KEY} {dist.get_rank()}", reason_to_end())
 
 
-def require_wanted(store: dist.Store) -> None:
+def require_no_ended_ranks(store: dist.Store) -> None:
     """Raise UserError if ranks of any host ended on purpose before torchrun restarted them.
 
     For rank 0.
@@ -208,7 +215,7 @@ def _saved_layout(config: RunConfig) -> str:
 
     Empty if there is none, or it does not say.
     """
-    store = newest(config.checkpoint_folder)
+    store = open_newest_checkpoint(config.checkpoint_folder)
     layout = store.index.get("layout") if store else None
     if not layout:
         return ""

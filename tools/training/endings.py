@@ -17,7 +17,7 @@ CODES: dict[type[Exception], int] = {UserError: 2, TrainingDiverged: 3, FaultyHa
 ON_PURPOSE = (*CODES, Stopped)
 
 
-def reported(error: Exception) -> Exception:
+def as_user_error(error: Exception) -> Exception:
     """Return the exception that the user is told.
 
     UserError for a file that cannot be read or written.

@@ -14,17 +14,17 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
-from megaprec.fp8.eligibility import Eligibility, not_computed
-from megaprec.fp8.matmul import ways
+from megaprec.fp8.eligibility import Eligibility, unsupported_settings
+from megaprec.fp8.matmul import describe_kernels
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.cutting import cuts
-from models.estimate.storage import lone_experts
+from models.estimate.storage import simulated_experts
 from models.stages import Stage
 from parallel.context import Context
-from tools.config.precision_modules import spans
+from tools.config.precision_modules import layer_spans
 from tools.config.run_file import RunConfig
 
 # dialect -> field of the recipe -> key of the dialect
@@ -47,7 +47,7 @@ def check_fp8(config: RunConfig) -> None:
     if recipe is None:
         return
     problems = list[str]()
-    for field, reason in not_computed(recipe).items():
+    for field, reason in unsupported_settings(recipe).items():
         origin = config.origin(f"fp8.{field}")
         key = _key_of_origin(field, origin)
         problems.append(f"fp8.{field} = true ({origin}): {reason}; set {key} = false")
@@ -108,7 +108,7 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
     recipe = config.plan.fp8
     if recipe is None:
         return
-    weights = reaches(config, model, recipe)
+    weights = weight_eligibility(config, model, recipe)
     in_fp8 = [weight for weight in weights if not weight.fallback_reason]
     recipe_text = _describe_recipe(recipe)
     yield f"fp8        {recipe_text}: products of {len(in_fp8)} of {len(weights)} weights"
@@ -123,7 +123,9 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
         yield f"           {names}: in {config.precision.compute}, for {reason}"
 
 
-def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
+def weight_eligibility(
+    config: RunConfig, model: ModelConfig, recipe: FP8Recipe
+) -> list[Eligibility]:
     """Return the eligibility of each weight of the layers, as the run's tensor ranks hold it."""
     return _stage_of_rank(config, model, recipe).context.fp8.reached
 
@@ -132,7 +134,7 @@ def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> 
     """Return the whole model as one tensor-parallel rank holds it, on the meta device."""
     plan = replace(config.plan, fp8=recipe)
     tp = Axis("tp", 0, config.parallel.tensor)
-    experts = lone_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
+    experts = simulated_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
     context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp), experts=experts)
     whole_model = cuts(model, 1, config.train.seq_length)[0]  # the only stage of one
     with torch.device("meta"):
@@ -158,7 +160,7 @@ def _describe_kernels(plan: PrecisionPlan, device: str) -> str:
     """Return how the products are computed, grouped by kernel."""
     assert plan.fp8 is not None
     products_by_kernel = defaultdict[str, list[str]](list)
-    kernels = ways(plan.fp8, torch.device(device), plan.compute, plan.gradients)
+    kernels = describe_kernels(plan.fp8, torch.device(device), plan.compute, plan.gradients)
     for product, kernel in kernels.items():
         products_by_kernel[kernel].append(product)
     if len(products_by_kernel) == 1:
@@ -181,5 +183,5 @@ def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
         layer = int(in_layer[1]) if in_layer else 0
         layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", name)][layer] = 1
     for name, layers in layers_by_name.items():
-        for layer_range, _ in spans(layers):
+        for layer_range, _ in layer_spans(layers):
             yield name.replace("%", layer_range)

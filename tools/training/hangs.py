@@ -23,7 +23,7 @@ from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.training.end_records import EndRecord, write_record
 from tools.training.endings import ON_PURPOSE
-from tools.training.launch import RankHangs, lost_connection, note_failure, started_here
+from tools.training.launch import RankHangs, is_local_rank, lost_connection, note_failure
 
 LEFT = "left, because of that"
 
@@ -64,7 +64,7 @@ def watching(
             raise
         reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         _record_end(folder, watchdog, size, reason, (rank,))
-        if not started_here():
+        if not is_local_rank():
             watchdog.failed(reason)
         raise
     finally:
@@ -85,7 +85,7 @@ def _record_end(
     write_record(folder, record)
 
 
-def tell_waiting(watchdog: Watchdog, seconds: float) -> None:
+def print_waiting(watchdog: Watchdog, seconds: float) -> None:
     """Print what this rank waits for, during the preparation of the data: once on each machine."""
     if watchdog.first and _speaks_for_machine(watchdog.rank):
         reason = f"waits for rank 0 on {watchdog.first.host}, which prepares the data"
@@ -138,7 +138,7 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
         except RankHangs as hang:
             note_failure(hang)
         kill_silent(verdict)  # their launcher would wait for them
-        if not started_here() and me.rank == _speaker(verdict, me):
+        if not is_local_rank() and me.rank == _speaker(verdict, me):
             print(verdict.reason, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

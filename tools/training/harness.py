@@ -28,7 +28,7 @@ from models.engine import Engine
 from models.relay import Relay
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
-from tools.journal.records import TASKS
+from tools.journal.records import TASK_PREFIX
 from tools.text.likelihood import likelihoods
 from tools.text.windows import Ids, Window, windows
 from tools.training.corpus import Corpus
@@ -235,7 +235,7 @@ def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if metric.endswith("_stderr") or metric == "sample_len":  # no results
                 continue
             suffix = "" if filter_name in ("", "none") else f"/{filter_name}"
-            fields[f"{TASKS}{task}/{metric}{suffix}"] = float(value)
+            fields[f"{TASK_PREFIX}{task}/{metric}{suffix}"] = float(value)
     return fields
 
 

@@ -31,10 +31,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.resources import cores
-from tools.training.endings import code_of, ended_on_purpose, reported
+from tools.training.endings import as_user_error, code_of, ended_on_purpose
 from tools.training.ground import LOOPBACK, require_local_meeting
 from tools.training.leftovers import launcher_folder
-from tools.training.signals import SIGNALS, Stopped, end, listening
+from tools.training.signals import SIGNALS, Stopped, end_by_signal, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
@@ -239,7 +239,7 @@ class _Ranks:
         Without ranks, end here.
         """
         if not self.pids:
-            end(number)
+            end_by_signal(number)
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -266,7 +266,7 @@ def note_failure(error: Exception) -> None:
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not error_file or not os.path.exists(error_file):
-        get_error_handler().record_exception(reported(error))
+        get_error_handler().record_exception(as_user_error(error))
 
 
 def under_torchrun() -> bool:
@@ -288,17 +288,17 @@ def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(launcher) and environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def must_tell() -> bool:
+def prints_own_failure() -> bool:
     """Return True if this process prints its own failure.
 
     False if a launcher prints it after all ranks have ended.
     """
-    if started_here():
+    if is_local_rank():
         return False
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
 
 
-def started_here() -> bool:
+def is_local_rank() -> bool:
     """Return True if `start_ranks` has started this process as a rank."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
 

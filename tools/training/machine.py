@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 
 from megaprec.errors import UserError
-from megaprec.optim.muon import least_moments
+from megaprec.optim.muon import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from tools.config.checks import make_rule
-from tools.config.expert_ranks import replicas
+from tools.config.expert_ranks import expert_replicas
 from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
@@ -73,7 +73,7 @@ def _state_bytes(config: RunConfig) -> int:
     """Return the least bytes of weights, gradients and optimizer state on all ranks together."""
     model = config.sized_model
     parallel = config.parallel
-    moments = least_moments(make_rule(config.optimizer))
+    moments = min_moments(make_rule(config.optimizer))
     on_every_rank, sharded = config.plan.bytes_per_parameter(moments)
     experts = model.expert_parameters
 
@@ -83,7 +83,7 @@ def _state_bytes(config: RunConfig) -> int:
         return parameters * (on_every_rank * copies + sharded * sharded_copies)
 
     shared_bytes = bytes_of(model.num_parameters - experts, parallel.copies)
-    return shared_bytes + bytes_of(experts, replicas(parallel))
+    return shared_bytes + bytes_of(experts, expert_replicas(parallel))
 
 
 def _logit_bytes(config: RunConfig) -> int:

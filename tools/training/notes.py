@@ -9,7 +9,7 @@ from typing import Any
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from tools.config.run_file import SAVED, RunConfig
-from tools.training.launch import must_tell
+from tools.training.launch import prints_own_failure
 
 
 def add_strict(parser: Any) -> None:
@@ -25,7 +25,7 @@ def tell_notes(notes: Iterable[str], strict: bool) -> None:
     # Refused with all notes at once, so that one attempt shows all that is to be changed.
     if strict and lines:
         raise UserError(*(f"{line} (--strict)" for line in lines))
-    if must_tell():
+    if prints_own_failure():
         for line in lines:
             print(line, file=sys.stderr)
 

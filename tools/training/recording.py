@@ -26,7 +26,7 @@ from tools.training.saves import resume_point
 
 
 @contextmanager
-def recorded(
+def record_run(
     config: RunConfig,
     corpus: Corpus,
     resumed: Path | None,

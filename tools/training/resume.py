@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
 from megaprec.data.tokenizer import FILE_DIGEST, has_built, same_tokens
 from megaprec.errors import UserError
@@ -21,10 +21,16 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
-from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
+from tools.convert.train_state import (
+    open_newest_checkpoint,
+    read_model,
+    read_progress,
+    read_tokenizer,
+    read_watch,
+)
 from tools.training.arithmetic import arithmetic_changes
 from tools.training.changed_keys import (
-    MARK,
+    NOT_EXACT_MARK,
     changed_keys,
     keys_of,
     lr_jump,
@@ -54,7 +60,7 @@ def check_resumable(
     corpus: None before the data is open; then only keys are compared. allowed: differences that are
     accepted, of `ALLOW`.
     """
-    checkpoint = newest(config.checkpoint_folder)
+    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
     if checkpoint is None:
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
@@ -72,7 +78,7 @@ def check_resumable(
     ]
     refused = [
         difference
-        for difference in differences(checkpoint, config, corpus)
+        for difference in data_differences(checkpoint, config, corpus)
         if difference.what not in allowed
     ]
     # All are told at once; problems cannot be accepted, and so decide the remedy.
@@ -97,7 +103,7 @@ def check_resumable(
         )
 
 
-def differences(
+def data_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
 ) -> list[Difference]:
     """Return the differences between the data of the run and of the checkpoint.
@@ -158,16 +164,16 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     yield from _notes(_missing_records(checkpoint))
 
     # A change of the data has a line that says more than the one of its key.
-    data_lines = [difference.line for difference in differences(checkpoint, config, corpus)]
+    data_lines = [difference.line for difference in data_differences(checkpoint, config, corpus)]
     data_keys = {_key_of(line) for line in data_lines}
     all_key_lines = changed_keys(checkpoint, config, progress)
     key_lines = [line for line in all_key_lines if _key_of(line) not in data_keys]
     for line in data_lines:
-        yield _Remark("changed", f"{line}{MARK}")
+        yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
     for line in key_lines:
         yield _Remark("changed", line)
     for line in arithmetic_changes(checkpoint):
-        yield _Remark("changed", f"{line}{MARK}")
+        yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
 
     if any(line.startswith("train.init_from: ") for line in key_lines):
         weights = f"the run goes on with the weights of {checkpoint.path}"
@@ -277,7 +283,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     tokenizer = corpus.tokenizer.path
     accept = "or accept it with --allow tokenizer"
     # A run that resumes does not use the weights of train.init_from.
-    if config.train.init_from and newest(config.checkpoint_folder) is None:
+    if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
         weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
         if weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
             yield (
@@ -290,7 +296,7 @@ def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         record = read_record(prefix)
         if record is None:  # its tokenizer is not known
             continue
-        built_with = beside(prefix, ".model")
+        built_with = with_suffix(prefix, ".model")
         has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
         is_same = has_built(corpus.tokenizer, record)
         if is_same is None and has_copy:

@@ -120,7 +120,7 @@ class Saves:
         self._printed_warnings = set(warnings)
 
 
-def beside_the_state(
+def extra_entries(
     config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what a checkpoint has besides the optimizer's state.

@@ -36,14 +36,14 @@ class Stopped(Exception):
         return cls(signal.Signals[signal_name])
 
 
-def end(number: signal.Signals) -> None:
+def end_by_signal(number: signal.Signals) -> None:
     """End this process by the signal, with the default handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 @contextmanager
-def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
+def listening(first: OnSignal, again: OnSignal = end_by_signal) -> Iterator[None]:
     """Within the context the first of SIGNALS calls `first` and later ones call `again`.
 
     Repetitions of the first within ECHO seconds call nothing.

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from models.engine import Engine, Share
-from models.microbatch_trace import TRACED
+from models.microbatch_trace import TRACED_MICROBATCH
 from models.sentinel import Sentinel, SilentFault
 from tools.config.run_file import RunConfig
 
@@ -24,7 +24,7 @@ class FaultyHardware(Exception):
         self.hosts = hosts
 
 
-class Checks:
+class SentinelChecks:
     """The steps of a run that the sentinel checks, and their outcome.
 
     Without train.sentinel no step is checked.
@@ -76,7 +76,7 @@ class Checks:
             "event": "silent_fault",
             "step": done,
             "checked_step": done + 1,
-            "microbatch": TRACED,
+            "microbatch": TRACED_MICROBATCH,
             **fault.fields(),
             "last_clean": self._last_clean,
             "saved": saved,

@@ -9,14 +9,14 @@ tensors.
 from dataclasses import asdict
 from typing import Any
 
-from megaprec.diagnose.state_digest import StateDigest, folded
+from megaprec.diagnose.state_digest import StateDigest, fold_digests
 from megaprec.optim.step_report import StepReport
 from models.engine import Engine
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST
 
-OF_STEP = ("outcome", "loss", "grad_norm", "loss_scale")
+STEP_FIELDS = ("outcome", "loss", "grad_norm", "loss_scale")
 
 
 class Digests:
@@ -38,7 +38,7 @@ class Digests:
         """Return the event of a step that was taken: one if it is due, else none."""
         if not self.due(progress.step):
             return []
-        step_fields = {name: getattr(report, name) for name in OF_STEP}
+        step_fields = {name: getattr(report, name) for name in STEP_FIELDS}
         return [self._event(progress, step_fields)]
 
     def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class Digests:
             "event": DIGEST,
             "step": progress.step,
             **fields,
-            "state": folded(tensor_digests, numbers, progress_fields),
+            "state": fold_digests(tensor_digests, numbers, progress_fields),
             "numbers": numbers,
             "progress": progress_fields,
             "tensors": tensor_digests,

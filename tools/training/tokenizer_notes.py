@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaprec.data.files import beside
+from megaprec.data.files import with_suffix
 from megaprec.data.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
 from megaprec.errors import UserError
 
@@ -28,7 +28,7 @@ def tokenizer_notes(
         return
     is_same = has_built(tokenizer, record)
     # The file beside a data set must be its tokenizer; another one may have the same tokens.
-    if not is_same and tokenizer.path == beside(prefix, ".model"):
+    if not is_same and tokenizer.path == with_suffix(prefix, ".model"):
         raise UserError(
             f"{tokenizer.path} is not the one that the data set was built with: copy both again or "
             "build again"

@@ -50,11 +50,11 @@ from tools.training.compiling import compile_leaves
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
 from tools.training.place_in_data import resumed_progress
-from tools.training.recording import recorded
+from tools.training.recording import record_run
 from tools.training.run_folder import RunFolder
-from tools.training.saves import Saves, beside_the_state, tokenizer_files
+from tools.training.saves import Saves, extra_entries, tokenizer_files
 from tools.training.signals import listening
-from tools.training.silent_faults import Checks
+from tools.training.silent_faults import SentinelChecks
 from tools.training.skipped_steps import TrainingDiverged, no_tokens_event, overflow_event
 from tools.training.state_digests import Digests
 from tools.training.stopping import stop_together
@@ -111,7 +111,7 @@ class Trainer:
         self.corpus = corpus
         self.resumed = checkpoint
         self.engine = self._build_engine(mesh, observers)
-        self._checks = Checks(self.engine, config)
+        self._checks = SentinelChecks(self.engine, config)
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
@@ -269,7 +269,7 @@ class Trainer:
         """Return the journal, which rank 0 alone writes."""
         if self.rank:
             return nullcontext()
-        return recorded(
+        return record_run(
             self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
         )
 
@@ -476,7 +476,7 @@ class Trainer:
         return self._batches.share(samples, position, replica, end)
 
     def _save(self) -> None:
-        extra = beside_the_state(
+        extra = extra_entries(
             self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
         )
         self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))

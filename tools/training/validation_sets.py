@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaprec.data.build import prepare, reusable
 from megaprec.data.document_tokens import with_begin
-from megaprec.data.files import alone, beside
+from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples
@@ -26,7 +26,7 @@ from megaprec.resources import cores
 from tools.config.data_settings import Data
 from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
-from tools.console.progress_bar import building
+from tools.console.progress_bar import build_progress
 from tools.console.toml import toml
 from tools.training.tokenizer_notes import tokenizer_notes
 
@@ -123,7 +123,7 @@ def _sets(data: Data, cache: Path) -> Iterator[_ValidationSet]:
     for i, validation in enumerate(data.validation):
         key = f"data.validation[{i}].source"
         path = Path(validation.source)
-        tokenized = beside(path, ".idx").is_file()
+        tokenized = with_suffix(path, ".idx").is_file()
         prefix = path if tokenized else cache / f"eval-{validation.name}"
         yield _ValidationSet(key, validation.name, validation.source, prefix)
 
@@ -153,7 +153,10 @@ def _build(
     if reusable(validation_set.prefix, source, tokenizer):
         return
     # The lock is that of the training data: both are built in this folder.
-    with alone(cache / ".lock", partial(say_busy, cache)), building(source) as report:
+    with (
+        exclusive_lock(cache / ".lock", partial(say_busy, cache)),
+        build_progress(source) as report,
+    ):
         prepare(
             source,
             validation_set.prefix,

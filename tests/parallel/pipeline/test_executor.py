@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from parallel.linear import Input, Linear
+from parallel.linear import InputLayout, Linear
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
@@ -306,7 +306,7 @@ def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bi
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         x = batch[microbatch].requires_grad_()
-        return Linear.apply(x, weight, None, Input.OWN, Axis("tp"), deferred).square().sum()
+        return Linear.apply(x, weight, None, InputLayout.OWN, Axis("tp"), deferred).square().sum()
 
     def run(text: str) -> list[Tensor]:
         seen.clear()

@@ -7,7 +7,7 @@ from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.instructions import RECEIVES, Channel, Instruction, Message
 from parallel.pipeline.posting import moved, posts
 from parallel.pipeline.schedules import Schedule
-from parallel.pipeline.simulation import Refused, sends_under_way, simulate
+from parallel.pipeline.simulation import RefusedSchedule, sends_under_way, simulate
 
 SIZES = [(2, 4), (4, 8), (3, 7)]
 
@@ -62,5 +62,5 @@ def test_a_receive_that_is_posted_before_what_its_message_needs_is_found() -> No
     text = Instruction.parse("rG0.0")
     # before the activation that the gradient needs
     first = tuple(sorted(one.programs[0], key=lambda i: i != text))
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedSchedule):
         runs(Schedule((first, *one.programs[1:]), one.rank_of_stage))

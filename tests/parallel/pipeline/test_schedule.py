@@ -11,7 +11,7 @@ from megaprec.errors import UserError
 from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
 from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op
 from parallel.pipeline.schedules import Schedule, complete, forward_only
-from parallel.pipeline.simulation import Mark, Refused, peak, sends_under_way, simulate
+from parallel.pipeline.simulation import Mark, RefusedSchedule, peak, sends_under_way, simulate
 from parallel.pipeline.verify import check
 
 KIND = st.sampled_from(sorted(KINDS))
@@ -159,7 +159,7 @@ def test_a_faulty_schedule_is_refused_with_a_picture(second_rank: str, says: str
 
 
 def test_a_refused_schedule_tells_what_would_run_and_where_each_rank_goes_wrong() -> None:
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(RefusedSchedule) as refusal:
         check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", "rA1.0 B1.0 F1.0 sG1.0 R1"))
     assert refusal.value.marks == {1: Mark(1, "B1.0 comes before F1.0")}
     assert {str(span.instruction) for span in refusal.value.spans} == {"F0.0", "sA0.0", "rA1.0"}

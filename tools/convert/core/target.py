@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.digests import raw
+from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.durable import read_whole, sync
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
@@ -329,5 +329,5 @@ def checksum(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Tensor])
     """
     crc = zlib.crc32(f"{dtype} {tuple(shape)}\n".encode())
     for piece in pieces:
-        crc = zlib.crc32(raw(piece), crc)
+        crc = zlib.crc32(tensor_bytes(piece), crc)
     return f"{crc:08x}"

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megaprec.checkpoint.digests import raw
-from megaprec.durable import named, reading
+from megaprec.checkpoint.digests import tensor_bytes
+from megaprec.durable import naming_file, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
 
@@ -226,8 +226,8 @@ def allocate(descriptor: int, size: int) -> None:
 
 def fill(file: Path, start: int, values: Tensor) -> None:
     """Write `values` at byte `start` of an allocated file."""
-    content = raw(values)
-    with named(file), open(file, "r+b", buffering=0) as opened:
+    content = tensor_bytes(values)
+    with naming_file(file), open(file, "r+b", buffering=0) as opened:
         opened.seek(start)
         while content:
             content = content[opened.write(content[:PIECE]) :]

@@ -43,9 +43,9 @@ from tools.convert.hf.vocabulary import main_file, require_writable, write_token
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.write_config import (
     ARCHITECTURES,
+    config_of,
     model_type,
     omitted_settings,
-    to_hugging_face,
 )
 
 CONFIG = "config.json"
@@ -437,7 +437,7 @@ class _Writer:
         """Write everything but tensors."""
         dtype = str(next(iter(self.dtype_of.values()))).removeprefix("torch.")
         ids = special_ids_of(self.source)
-        _write_json(folder / CONFIG, to_hugging_face(self.source.model, dtype) | ids)
+        _write_json(folder / CONFIG, config_of(self.source.model, dtype) | ids)
         write_generation(folder, self.source.facts.generation or ids)
         if len(self.shards) > 1:
             weight_map = {}

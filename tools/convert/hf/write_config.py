@@ -322,7 +322,7 @@ def model_type(model: ModelConfig) -> str:
     )
 
 
-def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json of `model`, with weights in `dtype` (float32, bfloat16, ...)."""
     kind = model_type(model)
     shared = {
@@ -343,7 +343,7 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     would compute otherwise.
     """
     ours = as_computed(model)
-    theirs = as_computed(from_hugging_face(to_hugging_face(model, "float32")))
+    theirs = as_computed(from_hugging_face(config_of(model, "float32")))
     keys = type(model).model_fields
     differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
     permitted = [*TRAINING, *NAMES]
@@ -435,7 +435,7 @@ def _rope(model: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> dict
     return older | {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
-def newer_only(model: ModelConfig) -> list[str]:
+def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     """Return a note for each thing in the config.json of `model` that transformers 4 refuses or
     computes otherwise."""
     readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"

@@ -147,7 +147,8 @@ def read_chunked(path: Path) -> Contents:
         if _OPTIMIZER.match(key) and not state:
             flat[key] = tensor
             continue
-        kind, name = "weight", key
+        kind = "weight"
+        name = key
         if state:
             kind, name = state.groups()
             if kind in _MASTERS:

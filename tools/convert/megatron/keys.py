@@ -32,7 +32,7 @@ LISTS = (
 OFF = (None, False, 0, 0.0)
 AS_IT_IS = (None, False, 0)  # of arguments that change how the same weights are stored
 # Arguments that make it another model: the values that leave it as it is.
-ONLY: dict[str, tuple[Any, ...]] = {
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "softmax_type": ("vanilla", "learnable", None),
@@ -82,7 +82,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
         OFF,
     ),
 }
-READ = (
+READ_ARGUMENTS = (
     "num_layers hidden_size num_attention_heads group_query_attention num_query_groups "
     "kv_channels ffn_hidden_size "
     "moe_ffn_hidden_size vocab_size padded_vocab_size max_position_embeddings norm_epsilon "
@@ -323,8 +323,8 @@ def refuse_others(args: Args) -> None:
     """Raise UserError for an argument that makes it a model that none of ours is."""
     problems = [
         f"Megatron's {key} = {args[key]!r} cannot be converted; {_describe_allowed(key)}"
-        for key in ONLY
-        if key in args and not _is_allowed(args[key], ONLY[key])
+        for key in ALLOWED_VALUES
+        if key in args and not _is_allowed(args[key], ALLOWED_VALUES[key])
     ]
     if problems:
         raise UserError(*problems)
@@ -332,7 +332,7 @@ def refuse_others(args: Args) -> None:
 
 def unknown_arguments(args: Args) -> Iterator[str]:
     """Yield key = value of arguments that no table here has, unless they are off."""
-    known = {*ONLY, *READ.split(), *ALIASES, *FREE}
+    known = {*ALLOWED_VALUES, *READ_ARGUMENTS.split(), *ALIASES, *FREE}
     for key, value in sorted(args.items(), key=lambda item: str(item[0])):
         if key not in known and not str(key).startswith(FREE_PREFIXES) and not _is_off(value):
             yield f"{key} = {value!r}"
@@ -348,7 +348,7 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
 
 def _describe_allowed(key: str) -> str:
     """Return the values that an argument may have, as a remedy."""
-    values = [value for value in ONLY[key] if value is not None]
-    if ONLY[key] in (OFF, AS_IT_IS):
+    values = [value for value in ALLOWED_VALUES[key] if value is not None]
+    if ALLOWED_VALUES[key] in (OFF, AS_IT_IS):
         return "it must be off"
     return f"only {', '.join(map(str, dict.fromkeys(values)))} can"

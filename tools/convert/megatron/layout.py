@@ -117,7 +117,7 @@ def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int =
     return name
 
 
-def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
+def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
     """Return the model that Megatron's args describe. vocab: tokens without padding; None: what the
     args say, or all rows.
 
@@ -319,7 +319,7 @@ def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
     compute otherwise."""
     ours = as_computed(model)
-    theirs = as_computed(model_of(args, None))
+    theirs = as_computed(model_of_args(args, None))
     keys = type(model).model_fields
     differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
     lost = [key for key in differing if key not in (*TRAINING, *NAMES)]

@@ -23,13 +23,13 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.megatron.experts import is_expert, with_global_experts
-from tools.convert.megatron.keys import ONLY, READ
+from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, FILE, join_parts, part_shape
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
-MODEL_ARGUMENTS = {*ONLY, *READ.split()}
+MODEL_ARGUMENTS = {*ALLOWED_VALUES, *READ_ARGUMENTS.split()}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 

@@ -34,7 +34,7 @@ from tools.convert.megatron.distributed import (
 from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of
+from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of_args
 from tools.convert.megatron.order import sizes_of, unknown_order_setting
 from tools.convert.megatron.ranks import (
     RANK,
@@ -129,7 +129,7 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     """Open a folder with a file of each rank."""
     ranks = read_ranks(path)
     _require_one_time(ranks)
-    model = model_of(ranks.args, vocab)
+    model = model_of_args(ranks.args, vocab)
     parts_by_name = parts_over_all(ranks, lambda rank: rank.chunks)
     # Before names are matched, for the table has no such tensor in a tied model.
     _drop_tied_head(path, model, parts_by_name)
@@ -152,7 +152,7 @@ def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Sour
     common = read_common(path)
     args = common["args"]
     _require_form(path, common)
-    model = model_of(args, vocab)
+    model = model_of_args(args, vocab)
     saved = read_chunked(path)
     if weights_only:
         saved = replace(saved, by_kind={"weight": saved.by_kind["weight"]}, flat={})

@@ -194,7 +194,7 @@ def test_keys_that_a_layout_is_compared_without_are_told(
 
 def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
     told = Difference("loss", "", 1, 1e-16, 1e-12)
-    hidden = Difference("loss", "", 2, 1e-9, 1e-3, untold="rounding")
+    hidden = Difference("loss", "", 2, 1e-9, 1e-3, inconclusive="rounding")
     assert not hidden.fails
     assert not replace(hidden, error=1.0).fails, "nor is it called wrong"
     assert worst([told, hidden]) is told

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
 from tools.parity import ranks
 from tools.parity.layouts import fitted, requested_layouts
-from tools.parity.progress import Watch, noting, odd, told
+from tools.parity.progress import Watch, describe_position, odd_ranks, recorded_position
 from tools.parity.ranks import PENDING, Run, corpus_of, run_together
 from tools.parity.record import Plan, record
 from tools.parity.runs import in_float64, made_ready, with_random_tokens
@@ -43,7 +43,7 @@ def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
 
 
 def watched(mesh: DeviceMesh, folder: Path) -> None:
-    with noting(folder / f"{dist.get_rank()}.at") as trail:
+    with recorded_position(folder / f"{dist.get_rank()}.at") as trail:
         run = Run.read(folder)
         record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
 
@@ -75,17 +75,17 @@ def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunCon
 def test_a_tied_head_without_tied_is_found_where_the_other_end_waits_for_it(tmp_path: Path) -> None:
     stuck = hung(of_own_model(tmp_path, "pp=2", TIED_END), {"pp": 2})
     assert stuck.keys() == {0, 1}
-    said = [told(rank, one) for rank, one in sorted(stuck.items())]
+    said = [describe_position(rank, one) for rank, one in sorted(stuck.items())]
     assert said[0].startswith("rank 0 waits in sum over tied at megaprec/optim/model_buffers.py")
     assert said[1].startswith("rank 1 waits in sum over world at megaprec/optim/optimizer.py")
-    assert odd(stuck), "the two wait for different things"
+    assert odd_ranks(stuck), "the two wait for different things"
 
 
 def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_module(
     tmp_path: Path,
 ) -> None:
     stuck = hung(of_own_model(tmp_path, "tp=2", LONE_BARRIER), {"tp": 2})
-    said = [told(rank, one) for rank, one in sorted(stuck.items())]
+    said = [describe_position(rank, one) for rank, one in sorted(stuck.items())]
     assert said[0].startswith("rank 0 waits in barrier at ")
     assert "mine.py" in said[0]
     assert "instruction F0.0, layers.0" in said[0]

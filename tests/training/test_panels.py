@@ -10,7 +10,7 @@ import pytest
 
 from tools.plots.panels import Over, mean_width, pictures, short, smoothed
 from tools.plots.run_plots import plot_run
-from tools.plots.svg_panels import MOST, to_svg
+from tools.plots.svg_panels import MAX_STRETCHES, to_svg
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -96,7 +96,9 @@ def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
     norm = next(panel for panel in shown.panels if panel.title.startswith("gradient"))
     assert len(re.findall(r'class="main" d="(M[^M"]+)(M[^M"]+)"', to_svg(norm, shown))) == 1
     long = pictures([record(step) for step in range(1, 20_001)])
-    assert max(len(to_svg(panel, long)) for panel in long.panels) < 2 * MOST * 2 * 16 + 4000
+    assert (
+        max(len(to_svg(panel, long)) for panel in long.panels) < 2 * MAX_STRETCHES * 2 * 16 + 4000
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -6,7 +6,7 @@ other, bit by bit. Otherwise both are taken again in float64 and each is compare
 as `megaprec parity` does: in float64 a fault is far larger than rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.parity.again import updates
-from tools.parity.borders import BACKWARD, FORWARD, Notes
+from tools.parity.borders import BACKWARD, FORWARD, BorderValues
 from tools.parity.certificate import PROVEN, WRONG, Compared, entry
 from tools.parity.compare import Difference, compare
-from tools.parity.gather import Borders, Record, gather
+from tools.parity.gather import BorderTable, Record, gather
 from tools.parity.layouts import Layout
 from tools.parity.noise import Noise
 from tools.parity.ranks import Run, corpus_of, run_alone, run_together
@@ -35,8 +35,8 @@ class NotTaken(Exception):
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both runs.
-    folder: empty."""
+    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both
+    runs. folder: empty."""
 
     a: RunConfig
     b: RunConfig
@@ -48,7 +48,7 @@ class Replay:
         return Run(config, plan or self.plan, self.folder / name / "run")
 
 
-def taken(run: Run) -> Record:
+def take_run(run: Run) -> Record:
     """Take a run in processes of its own and return its record. Raises NotTaken."""
     if run.config.world_size == 1:
         return run_alone(run)
@@ -59,43 +59,49 @@ def taken(run: Run) -> Record:
     return gather(run.folder)
 
 
-def located_bits(replay: Replay, take: Take = taken) -> dict[str, Any]:
+def located_bits(replay: Replay, take: Take = take_run) -> dict[str, Any]:
     """Return the entry of the first bit that differs between both runs, in their own precision."""
-    order = take(replay.run("order", alone(replay.a), replace(replay.plan, steps=1)))
-    theirs = as_one(take(replay.run("a", replay.a)), order)
+    # a step of one process tells in which order borders are passed
+    one_step = replace(replay.plan, steps=1)
+    order = take(replay.run("order", alone(replay.a), one_step))
+    theirs = merge_ranks(take(replay.run("a", replay.a)), order)
     ours = take(replay.run("b", replay.b))
-    after = {kind: tensors for kind, tensors in theirs.tensors.items() if kind.startswith("after/")}
-    found = compare(ours, theirs, Noise(exact=True), replay.b.optimizer.norm, after)
-    return _entry(
-        replay, replay.b, found, ours, theirs, f"{replay.names[1]} against {replay.names[0]}"
-    )
+    states = {
+        kind: tensors for kind, tensors in theirs.tensors.items() if kind.startswith("after/")
+    }
+    differences = compare(ours, theirs, Noise(exact=True), replay.b.optimizer.norm, states)
+    compared = f"{replay.names[1]} against {replay.names[0]}"
+    return _entry(replay.b, differences, ours, theirs, compared)
 
 
-def located_in_float64(replay: Replay, take: Take = taken) -> dict[str, Any]:
+def located_in_float64(replay: Replay, take: Take = take_run) -> dict[str, Any]:
     """Return the entry of the first run that differs from one process in float64, of B if neither
     does."""
     exact = alone(in_float64(replay.a))
     truth = take(replay.run("truth", exact))
-    noise = Noise(take(replay.run("shaken", exact, replace(replay.plan, shaken=EPSILON["fp64"]))))
+    shaken_plan = replace(replay.plan, shaken=EPSILON["fp64"])
+    noise = Noise(take(replay.run("shaken", exact, shaken_plan)))
+    start = Path(replay.plan.start) if replay.plan.start else None
     entries: list[dict[str, Any]] = []
     for name, config in zip(replay.names, (replay.a, replay.b), strict=True):
         run = replay.run(f"float64 {len(entries)}", in_float64(config))
         ours = take(run)
-        start = Path(replay.plan.start) if replay.plan.start else None
-        again = updates(exact, corpus_of(exact), ours, start)
-        found = compare(ours, truth, noise, config.optimizer.norm, again)
-        entries.append(
-            _entry(replay, run.config, found, ours, truth, f"{name} against one process")
-        )
-    return min(
-        entries, key=lambda one: (one["verdict"] != WRONG, one.get("first", {}).get("step", 0))
-    )
+        repeated = updates(exact, corpus_of(exact), ours, start)
+        differences = compare(ours, truth, noise, config.optimizer.norm, repeated)
+        compared = f"{name} against one process"
+        entries.append(_entry(run.config, differences, ours, truth, compared))
+    return min(entries, key=_entry_rank)
+
+
+def _entry_rank(entry: Mapping[str, Any]) -> tuple[bool, int]:
+    """Order entries: those with a difference first, by its step."""
+    first = entry.get("first", {})
+    return entry["verdict"] != WRONG, first.get("step", 0)
 
 
 def _entry(
-    replay: Replay,
     config: RunConfig,
-    found: Sequence[Difference],
+    differences: Sequence[Difference],
     ours: Record,
     theirs: Record,
     compared: str,
@@ -103,69 +109,80 @@ def _entry(
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
     layout = Layout(compared, config.parallel)
-    made = entry(Compared(layout, str(config.precision.compute), config, found, ours, theirs))
-    first = next((d for d in found if d.fails), None)
+    precision = str(config.precision.compute)
+    fields = entry(Compared(layout, precision, config, differences, ours, theirs))
+    first = next((difference for difference in differences if difference.fails), None)
     if first is not None:
-        made["first"] |= _samples(first, config, ours, theirs)
-    return made | {"compared": compared, "equal": made["verdict"] == PROVEN}
+        fields["first"] |= _locate_sample(first, config, ours, theirs)
+    return fields | {"compared": compared, "equal": fields["verdict"] == PROVEN}
 
 
-def _samples(first: Difference, config: RunConfig, ours: Record, theirs: Record) -> dict[str, Any]:
+def _locate_sample(
+    first: Difference, config: RunConfig, ours: Record, theirs: Record
+) -> dict[str, Any]:
     """Return sample, replica and micro-batch of a difference between activations or their
     gradients."""
     if first.quantity not in (FORWARD, BACKWARD):
         return {}
-    (whole,) = theirs.borders[first.quantity, first.name]
+    (reference,) = theirs.borders[first.quantity, first.name]
     step = first.step - 1
-    own = config.train.global_batch // config.parallel.data
-    for notes in ours.borders[first.quantity, first.name]:
-        for row, sample in enumerate(notes.samples):
-            if notes.rank not in first.ranks or sample not in whole.samples:
+    samples_per_replica = config.train.global_batch // config.parallel.data
+    for values in ours.borders[first.quantity, first.name]:
+        if values.rank not in first.ranks:
+            continue
+        for row, sample in enumerate(values.samples):
+            if sample not in reference.samples:
                 continue
-            columns = [whole.positions.index(place) for place in notes.positions]
-            seen = notes.values[step, row]
-            wanted = whole.values[step, whole.samples.index(sample)][columns]
-            if not (seen - wanted).norm() <= first.bound * wanted.norm():
-                number = sample % own // config.train.micro_batch
-                return {"sample": sample, "replica": sample // own, "microbatch": number}
+            columns = [reference.positions.index(position) for position in values.positions]
+            actual = values.values[step, row]
+            expected = reference.values[step, reference.samples.index(sample)][columns]
+            if not (actual - expected).norm() <= first.bound * expected.norm():  # NaN differs
+                return {
+                    "sample": sample,
+                    "replica": sample // samples_per_replica,
+                    "microbatch": sample % samples_per_replica // config.train.micro_batch,
+                }
     return {}
 
 
-def as_one(record: Record, order: Record) -> Record:
+def merge_ranks(record: Record, order: Record) -> Record:
     """Return the record with the values of all ranks at each border put together, as if one process
     had seen them.
 
     order: a record of one process, whose borders are in order.
     """
-    together: Borders = {
-        where: [_merged(record.borders[where])]
-        for where in order.borders
-        if where in record.borders
+    borders: BorderTable = {
+        key: [_merge_values(record.borders[key])] for key in order.borders if key in record.borders
     }
-    return replace(record, borders=together, same=order.same)
+    return replace(record, borders=borders, aliases=order.aliases)
 
 
-def _merged(several: Sequence[Notes]) -> Notes:
+def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
     """Return the values of several ranks as those of one; where ranks saw the same, the first
     counts."""
-    samples = sorted({sample for notes in several for sample in notes.samples})
-    positions = sorted({place for notes in several for place in notes.positions})
-    whole = torch.full(
-        (len(several[0].values), len(samples), len(positions)), torch.nan, dtype=torch.float64
-    )
-    for notes in reversed(several):
-        rows = torch.tensor([samples.index(sample) for sample in notes.samples])
-        columns = torch.tensor([positions.index(place) for place in notes.positions])
-        whole[:, rows[:, None], columns] = notes.values
-    return Notes(several[0].rank, samples, positions, whole)
+    all_samples: set[int] = set()
+    all_positions: set[int] = set()
+    for rank in ranks:
+        all_samples.update(rank.samples)
+        all_positions.update(rank.positions)
+    samples = sorted(all_samples)
+    positions = sorted(all_positions)
+    shape = (len(ranks[0].values), len(samples), len(positions))
+    merged = torch.full(shape, torch.nan, dtype=torch.float64)
+    # backwards, so that the first rank's values are written last
+    for rank in reversed(ranks):
+        rows = torch.tensor([samples.index(sample) for sample in rank.samples])
+        columns = torch.tensor([positions.index(position) for position in rank.positions])
+        merged[:, rows[:, None], columns] = rank.values
+    return BorderValues(ranks[0].rank, samples, positions, merged)
 
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:
     """Raise UserError if the runs cannot be compared step by step."""
-    sizes = [(c.train.global_batch, c.train.seq_length) for c in (a, b)]
-    if sizes[0] != sizes[1]:
+    ours = (a.train.global_batch, a.train.seq_length)
+    theirs = (b.train.global_batch, b.train.seq_length)
+    if ours != theirs:
         raise UserError(
-            f"train.global_batch and train.seq_length differ, {sizes[0]} and {sizes[1]}: a "
-            "step of one run is not a "
-            "step of the other"
+            f"train.global_batch and train.seq_length differ, {ours} and {theirs}: a step of one "
+            "run is not a step of the other"
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,15 +39,18 @@ from tools.training.state_digests import STEP_FIELDS
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
 # keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
 ROUNDING = (
-    "precision.*", "fp8.*", "train.numerics", "train.canonical_shards", "train.micro_batch", "train.threads",
-    "train.compile", "optimizer.native",
-)  # fmt: skip
+    "precision.*",
+    "fp8.*",
+    "train.numerics",
+    "train.canonical_shards",
+    "train.micro_batch",
+    "train.threads",
+    "train.compile",
+    "optimizer.native",
+)
 SCHEDULE = ("lr.*", "train.steps")
 # of FREELY: no number of a resume depends on them as such, but of a run
-ACTING = (
-    "train.init_from",
-    *SCHEDULE,
-)
+ACTING = ("train.init_from", *SCHEDULE)
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,10 @@ class Side:
         folder = Path(path)
         if not folder.is_dir():
             return Side(path, load_run(path), None)
-        file = next(
-            (
-                folder / name
-                for name in ("run.toml", "run.resolved.toml")
-                if (folder / name).is_file()
-            ),
-            None,
-        )
-        if file is None:
-            raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
-        return Side(path, load_run(file), folder)
+        for name in ("run.toml", "run.resolved.toml"):
+            if (folder / name).is_file():
+                return Side(path, load_run(folder / name), folder)
+        raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
 
     @property
     def digests(self) -> dict[int, Mapping[str, Any]]:
@@ -97,11 +93,16 @@ class Side:
         """Yield a note for each file of records with lines that cannot be compared."""
         if self.folder is None:
             return
-        yield from filter(None, (odd_lines(self.folder / name) for name in (METRICS, DIGESTS)))
-        lines = read_lines(self.folder / DIGESTS)
-        used = read_digests(self.folder)
-        if others := sum(line.record is not None for line in lines) - len(used):
-            yield f"{self.folder / DIGESTS}: {others} of {len(lines)} lines are no digests: not used"
+        for name in (METRICS, DIGESTS):
+            note = odd_lines(self.folder / name)
+            if note:
+                yield note
+        path = self.folder / DIGESTS
+        lines = read_lines(path)
+        num_records = sum(line.record is not None for line in lines)
+        num_others = num_records - len(read_digests(self.folder))
+        if num_others:
+            yield f"{path}: {num_others} of {len(lines)} lines are no digests: not used"
 
     def checkpoint_steps(self) -> dict[int, Path]:
         """Return the checkpoints by step."""
@@ -131,10 +132,12 @@ class Records:
 def must_be_equal(a: RunConfig, b: RunConfig) -> bool:
     """Return True if every bit of the two runs must be equal: in one layout, or in any if both are
     canonical."""
-    both = is_canonical(a) and is_canonical(b)
-    rounding = (*ROUNDING, *(() if both else ("parallel.*",)))
+    rounding: list[str] = [*ROUNDING]
+    if not (is_canonical(a) and is_canonical(b)):
+        rounding.append("parallel.*")
+    keys = [difference.key for difference in _different_keys(a, b)]
     return not any(
-        _like(key, rounding) and not _like(key, KEYS_WITHOUT_EFFECT) for key, *_ in _keys(a, b)
+        _matches(key, rounding) and not _matches(key, KEYS_WITHOUT_EFFECT) for key in keys
     )
 
 
@@ -147,15 +150,15 @@ def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
     free = ["parallel.*", *(key for key in KEYS_WITHOUT_EFFECT if key not in ACTING)]
     if same_rates(Rates.of(a.lr, a.train), Rates.of(b.lr, b.train), TrainState()):
         free += SCHEDULE
-    found = [line for line in _keys(a, b) if not _like(line[0], free)]
-    return [
-        f"{key}: {one} | {other}"
-        for key, one, other in found
-        if key != "model.vocab" or "0" not in (one, other)
-    ]
+    lines: list[str] = []
+    for key, ours, theirs in _different_keys(a, b):
+        is_vocab_of_data = key == "model.vocab" and "0" in (ours, theirs)
+        if not _matches(key, free) and not is_vocab_of_data:
+            lines.append(f"{key}: {ours} | {theirs}")
+    return lines
 
 
-def _like(key: str, patterns: Sequence[str]) -> bool:
+def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
@@ -165,18 +168,31 @@ def other_tokens(a: Corpus, b: Corpus) -> list[str]:
         return []
     if len(a.identity.sets) != len(b.identity.sets):
         return [f"data.blend: {len(a.identity.sets)} data sets | {len(b.identity.sets)}"]
-    lines = [found.line for found in other_sets(a.identity, b.identity, " | ")]
+    lines = [difference.line for difference in other_sets(a.identity, b.identity, " | ")]
     if a.identity.tokenizer != b.identity.tokenizer:
-        names = (str(one.tokenizer.path) if one.tokenizer else "none" for one in (a, b))
-        lines.append(f"data.tokenizer: {' | '.join(names)} (other contents)")
+        names = f"{_tokenizer_name(a)} | {_tokenizer_name(b)}"
+        lines.append(f"data.tokenizer: {names} (other contents)")
     return lines
 
 
-def _keys(a: RunConfig, b: RunConfig) -> Iterator[tuple[str, str, str]]:
-    for (table, one), (_, other) in zip(a, b, strict=True):
-        for name, value in one:
-            if value != getattr(other, name):
-                yield f"{table}.{name}", a.value(f"{table}.{name}"), b.value(f"{table}.{name}")
+def _tokenizer_name(corpus: Corpus) -> str:
+    return str(corpus.tokenizer.path) if corpus.tokenizer else "none"
+
+
+class _KeyDifference(NamedTuple):
+    """A key whose values differ, as a run file writes them."""
+
+    key: str
+    ours: str
+    theirs: str
+
+
+def _different_keys(a: RunConfig, b: RunConfig) -> Iterator[_KeyDifference]:
+    for (table, ours), (_, theirs) in zip(a, b, strict=True):
+        for name, value in ours:
+            if value != getattr(theirs, name):
+                key = f"{table}.{name}"
+                yield _KeyDifference(key, a.value(key), b.value(key))
 
 
 def compare_records(a: Side, b: Side, exact: bool) -> Records:
@@ -186,68 +202,66 @@ def compare_records(a: Side, b: Side, exact: bool) -> Records:
     steps, and the earlier difference tells more. by: of which the first difference is; digests if
     there is none.
     """
-    metrics = _by_metrics(a, b, exact)
-    if not exact or not (common := a.digests.keys() & b.digests.keys()):
+    metrics = _compare_metrics(a, b, exact)
+    if not exact:
         return metrics
-    found = _first(a, b)
-    later = metrics.parting
-    if later and (found is None or later.step < found.step):
+    common = a.digests.keys() & b.digests.keys()
+    if not common:
+        return metrics
+    parting = _first_digest_parting(a, b)
+    if metrics.parting and (parting is None or metrics.parting.step < parting.step):
         return metrics
     beyond = sum(step > max(common) for step in a.metrics.keys() & b.metrics.keys())
-    return Records("digests", len(common), found, beyond)
+    return Records("digests", len(common), parting, beyond)
 
 
-def _by_metrics(a: Side, b: Side, exact: bool) -> Records:
+def _compare_metrics(a: Side, b: Side, exact: bool) -> Records:
     """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
     ours = a.metrics
     theirs = b.metrics
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return Records("", 0, None)
-    found = (_of_step(step, ours[step], theirs[step], exact) for step in common)
-    return Records("metrics", len(common), next((parting for parting in found if parting), None))
+    for step in common:
+        parting = _metrics_parting(step, ours[step], theirs[step], exact)
+        if parting:
+            return Records("metrics", len(common), parting)
+    return Records("metrics", len(common), None)
 
 
-def _first(a: Side, b: Side) -> Parting | None:
+def _first_digest_parting(a: Side, b: Side) -> Parting | None:
     """Return the first difference between the states after steps, and between a loaded state and
     that of a step."""
-    found = [first_parting(a.digests, b.digests)]
-    found += [
-        first_parting(one.loaded, other, state_only=True)
-        for one in (a, b)
-        for other in (a.digests, b.digests)
-    ]
-    return min(
-        (parting for parting in found if parting), key=lambda p: (p.step, p.loaded), default=None
-    )
+    # a side reads its file on each access
+    our_digests = a.digests
+    their_digests = b.digests
+    partings = [first_parting(our_digests, their_digests)]
+    for loaded in (a.loaded, b.loaded):
+        for digests in (our_digests, their_digests):
+            partings.append(first_parting(loaded, digests, state_only=True))
+    present = [parting for parting in partings if parting is not None]
+    return min(present, key=lambda parting: (parting.step, parting.loaded), default=None)
 
 
-def _of_step(
-    step: int, one: Mapping[str, Any], other: Mapping[str, Any], exact: bool
+def _metrics_parting(
+    step: int, ours: Mapping[str, Any], theirs: Mapping[str, Any], exact: bool
 ) -> Parting | None:
-    apart = [
-        key
-        for key in STEP_FIELDS
-        if not _near(one.get(key), other.get(key), 0.0 if exact else TOLERANCE)
-    ]
-    if not apart:
+    tolerance = 0.0 if exact else TOLERANCE
+    keys = [key for key in STEP_FIELDS if not _are_near(ours.get(key), theirs.get(key), tolerance)]
+    if not keys:
         return None
-    return Parting(
-        step,
-        apart[0],
-        len(apart) - 1,
-        (json.dumps(one.get(apart[0])), json.dumps(other.get(apart[0]))),
-    )
+    first = keys[0]
+    values = (json.dumps(ours.get(first)), json.dumps(theirs.get(first)))
+    return Parting(step, first, len(keys) - 1, values)
 
 
-def _near(one: Any, other: Any, tolerance: float) -> bool:
-    if (
-        not isinstance(one, float)
-        or not isinstance(other, float)
-        or not (math.isfinite(one) and math.isfinite(other))
-    ):
-        return repr(one) == repr(other)
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+def _are_near(ours: Any, theirs: Any, tolerance: float) -> bool:
+    """Return True if two finite numbers differ by at most the relative tolerance, or other values
+    not at all."""
+    are_numbers = isinstance(ours, float) and isinstance(theirs, float)
+    if are_numbers and math.isfinite(ours) and math.isfinite(theirs):
+        return abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs))
+    return repr(ours) == repr(theirs)  # NaN equals NaN
 
 
 @dataclass(frozen=True)
@@ -271,16 +285,15 @@ def common_start(a: Side, b: Side, before: int, exact: bool) -> Start:
     ours = a.checkpoint_steps()
     theirs = b.checkpoint_steps()
     passed_over: list[str] = []
-    for step in sorted(
-        (step for step in ours.keys() & theirs.keys() if step < before), reverse=True
-    ):
-        apart = other_tensors(Store(ours[step]), Store(theirs[step])) if exact else []
-        if not apart:
+    for step in sorted(ours.keys() & theirs.keys(), reverse=True):
+        if step >= before:
+            continue
+        different = other_tensors(Store(ours[step]), Store(theirs[step])) if exact else []
+        if not different:
             return Start(step, str(ours[step]), passed_over)
-        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-        passed_over.append(
-            f"the checkpoints of step {step} differ in {apart[0].replace('/', ' ')}{more}"
-        )
+        first = different[0].replace("/", " ")
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        passed_over.append(f"the checkpoints of step {step} differ in {first}{more}")
     return Start(0, "", passed_over)
 
 
@@ -296,7 +309,10 @@ def other_tensors(a: Store, b: Store) -> list[str]:
 
 
 def _same_bits(key: str, a: Store, b: Store) -> bool:
-    one, other = (store.read(*key.split("/", 1)) for store in (a, b))
-    if one.dtype != other.dtype or one.shape != other.shape:
+    kind, name = key.split("/", 1)
+    ours = a.read(kind, name)
+    theirs = b.read(kind, name)
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
-    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    # as bytes: NaN equals NaN, and 0 is not -0
+    return torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
@@ -29,67 +30,78 @@ def updates(
     is not recorded and is assumed to be infinite. start: the checkpoint that they began with. Empty
     if a gradient lacks a tensor or elements of the model.
     """
-    # the gradients are whole, and nothing is summed
+    # One process sums no gradients, so the mode that makes sums the same in all layouts has no use.
     train = config.train.model_copy(update={"numerics": "fast"})
-    trainer = _Again(config.model_copy(update={"train": train}), corpus, None, start)
-    if not _whole(trainer.engine.optimizer, ours):
+    trainer = _RepeatingTrainer(config.model_copy(update={"train": train}), corpus, None, start)
+    if not _is_complete(trainer.engine.optimizer, ours):
         return {}
-    made: dict[str, Tensors] = {}
-    for number in range(len(ours.steps)):
-        trainer.apply(ours.tensors.get(f"gradient/{number}"), ours.steps[number]["grad_norm"])
-        for kind in (kind for kind in ours.tensors if kind.startswith(f"after/{number}/")):
-            made[kind] = _state(trainer.engine.optimizer, kind)
-    return made
+    states: dict[str, Tensors] = {}
+    for step, report in enumerate(ours.steps):
+        trainer.apply(ours.tensors.get(f"gradient/{step}"), report["grad_norm"])
+        for kind in ours.tensors:
+            if kind.startswith(f"after/{step}/"):
+                states[kind] = _state(trainer.engine.optimizer, kind)
+    return states
 
 
 class _Told(ParallelAMPOptimizer):
     """Optimizer that clips by a given norm: a norm summed in another order would move every
     element."""
 
-    told = 0.0
+    fixed_norm = 0.0
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        return super()._clip_factor(torch.full_like(norm, self.told))
+        return super()._clip_factor(torch.full_like(norm, self.fixed_norm))
 
 
-class _Again(Trainer):
+class _RepeatingTrainer(Trainer):
     """Trainer that takes steps with given gradients."""
 
     @staticmethod
     def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
         return _Told
 
-    def apply(self, grads: Tensors | None, norm: float) -> None:
+    def apply(self, gradients: Tensors | None, norm: float) -> None:
         """Take one step with these gradients by name, of the given `norm`; skip it if there are
         none."""
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, _Told)
-        optimizer.told = norm
+        optimizer.fixed_norm = norm
         for buffer in optimizer.all_buffers():
+            # a gradient that is infinite makes the optimizer skip the step
             for parameter in buffer.parameters:
-                cleared_main_grad(parameter).fill_(torch.inf if grads is None else 0)
-            for piece, values in [(p, grads[p.part.name]) for p in buffer.pieces] if grads else ():
-                scaled = values.flatten() * optimizer.scale.double()
+                cleared_main_grad(parameter).fill_(torch.inf if gradients is None else 0)
+            if not gradients:
+                continue
+            for piece in buffer.pieces:
+                # the optimizer divides by the loss scale
+                scaled = gradients[piece.part.name].flatten() * optimizer.scale.double()
                 buffer.grads[piece.start : piece.stop] = scaled.to(buffer.grads.dtype)
         self._advance(optimizer.step(self._lr()))
 
 
-def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
+def _is_complete(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
     """Return True if each gradient and each state has all elements of the model."""
-    for kind, some in ours.tensors.items():
-        if kind.startswith(("gradient/", "after/")):
-            name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
-            having = [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
-            shapes = {
-                piece.part.name: piece.part.shape for buffer in having for piece in buffer.pieces
-            }
-            if shapes != {n: tuple(values.shape) for n, values in some.items()}:
-                return False
+    for kind, tensors in ours.tensors.items():
+        if not kind.startswith(("gradient/", "after/")):
+            continue
+        name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for buffer in _buffers_with(optimizer, name):
+            shapes |= {piece.part.name: piece.part.shape for piece in buffer.pieces}
+        if shapes != {logical: tuple(tensor.shape) for logical, tensor in tensors.items()}:
+            return False
     return True
 
 
+def _buffers_with(optimizer: ParallelAMPOptimizer, name: str) -> list[Buffer]:
+    """Return the buffers that save a tensor `name`: "weight" or an average."""
+    return [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
+
+
 def _state(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
+    """Return weights or averages by logical name. kind: "after/STEP/NAME"."""
     name = kind.rpartition("/")[2]
-    having = [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
-    found = fragments(having, kind, lambda buffer: buffer.saved()[name])
-    return {fragment.name: values.double().view(fragment.shape) for fragment, values in found}
+    buffers = _buffers_with(optimizer, name)
+    state = fragments(buffers, kind, lambda buffer: buffer.saved()[name])
+    return {fragment.name: values.double().view(fragment.shape) for fragment, values in state}

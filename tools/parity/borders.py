@@ -16,8 +16,7 @@ activations are not recorded: they are outside of a stage's forward pass. Virtua
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from models.routing import Router
 from models.virtual_stage import VirtualStage
 from parallel.sequence_cut import positions
 
+Border = tuple[str, str]  # kind and name: ("activation", "layers.3.mlp>out")
 TOKENS = 4096  # tokens of a step that are recorded at each border, at most
 FORWARD = "activation"
 BACKWARD = "activation gradient"
@@ -37,7 +37,7 @@ TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, 
 
 
 @dataclass(frozen=True)
-class Size:
+class RunSize:
     """Sizes of a run: tokens of a sample, samples of a step, features, steps. first: number of the
     first step."""
 
@@ -49,7 +49,7 @@ class Size:
 
 
 @dataclass
-class Notes:
+class BorderValues:
     """The values that one rank saw at one border, float64 [steps, samples, positions], NaN where it
     saw nothing.
 
@@ -63,144 +63,181 @@ class Notes:
     values: Tensor
 
 
+class _Recorded(NamedTuple):
+    """The values of one tp rank at one border, float64 [steps, batch, positions].
+
+    positions: within the sample.
+    """
+
+    positions: list[int]
+    values: Tensor
+
+
 @dataclass(frozen=True)
-class _Call:
-    """A forward pass of a stage in progress."""
+class _StageCall:
+    """A forward pass of a stage in progress.
+
+    step: number of the step. samples: numbers within the global batch.
+    counts: by tp rank and border, how often the border was passed.
+    seen: by id of a tensor, the tensor and the border at which it was seen first. The tensor is
+        kept alive, so that no other one gets its id.
+    embedded: how often the embedding was called before.
+    """
 
     step: int
     samples: list[int]
-    # each tp rank has passed each border
-    times: dict[tuple[int, str], int] = field(default_factory=dict)
-    # by id; kept alive, so that no other tensor gets the id
+    counts: dict[tuple[int, str], int] = field(default_factory=dict)
     seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    embedded: int = 0  # how often the embedding was called before
+    embedded: int = 0
 
 
-class Borders:
+class BorderRecorder:
     """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
 
     passed: borders in the order of their first pass, each with the border where the same tensor was
         seen before, or "".
-    within: the modules whose forward pass is under way, innermost last.
+    active_modules: the modules whose forward pass is under way, innermost last.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        size: Size,
+        size: RunSize,
         tp: Axis,
         cp: Axis,
         rank: int,
-        within: list[str] | None = None,
+        active_modules: list[str] | None = None,
     ) -> None:
-        self.within = [] if within is None else within
+        self.active_modules = [] if active_modules is None else active_modules
         self.size = size
         self.tp = tp
         self.cp = cp
         self.rank = rank
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
         self.ones = torch.ones(1, dtype=torch.float64)
+        # all layouts record the positions that it divides, wherever these lie
         self.stride = max(1, size.batch * size.length // TOKENS)
         self.passed: dict[str, str] = {}
-        # by kind, border and tp rank: positions; [steps, batch, positions]
-        self._seen: dict[tuple[str, str, int], tuple[list[int], Tensor]] = {}
+        # by kind, border and tp rank
+        self._recorded: dict[tuple[str, str, int], _Recorded] = {}
         self._samples: set[int] = set()
-        self._call: _Call | None = None
+        self._call: _StageCall | None = None
         for stage in stages:
-            stage.register_forward_pre_hook(self._begin)
-            stage.register_forward_hook(self._end)
-            for own, part in _ranks_of(stage, tp):
-                for module, name in named(part).items():
-                    module.register_forward_pre_hook(partial(self._enter, own, name))
-                    module.register_forward_hook(partial(self._leave, own, name))
+            stage.register_forward_pre_hook(self._begin_stage)
+            stage.register_forward_hook(self._end_stage)
+            for axis, shard in _tp_shards(stage, tp):
+                for module, name in name_modules(shard).items():
+                    module.register_forward_pre_hook(partial(self._enter_module, axis, name))
+                    module.register_forward_hook(partial(self._leave_module, axis, name))
 
-    def _begin(self, stage: nn.Module, args: Sequence[Any]) -> None:
-        place = args[1] if len(args) > 1 else None
+    def _begin_stage(self, stage: nn.Module, args: Sequence[Any]) -> None:
+        microbatch = args[1] if len(args) > 1 else None
         self._call = None
-        self.within.clear()
-        if place is None:
+        self.active_modules.clear()
+        if microbatch is None:
             return
-        inner = args[0].dtype != torch.int64
-        # the first stage calls it first
-        self._call = _Call(place.step, place.samples.tolist(), embedded=int(inner))
-        self._samples.update(self._call.samples)
-        if not inner:
+        x = args[0]
+        is_first_stage = x.dtype == torch.int64
+        # A later stage embeds tokens only for multi-token prediction, where one process calls the
+        # embedding for the second time.
+        embedded = 0 if is_first_stage else 1
+        call = _StageCall(microbatch.step, microbatch.samples.tolist(), embedded=embedded)
+        self._call = call
+        self._samples.update(call.samples)
+        if is_first_stage:
             self.passed.setdefault(TOKENS_IN, "")
-            self._note((FORWARD, TOKENS_IN), self.tp, self._call, args[0].unsqueeze(-1), self.ones)
+            self._record((FORWARD, TOKENS_IN), self.tp, call, x.unsqueeze(-1), self.ones)
 
-    def _end(self, stage: nn.Module, args: object, made: object) -> None:
+    def _end_stage(self, stage: nn.Module, args: object, output: object) -> None:
         if self._call is not None:
             self._call.seen.clear()  # hooks hold the call for as long as the graph lives
         self._call = None
 
-    def _enter(self, tp: Axis, name: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self.within.append(name)
-        self._look(tp, f"{name}>in", args[0] if args else None)
+    def _enter_module(self, tp: Axis, name: str, module: nn.Module, args: Sequence[Any]) -> None:
+        self.active_modules.append(name)
+        x = args[0] if args else None
+        self._pass_border(tp, f"{name}>in", x)
 
-    def _leave(self, tp: Axis, name: str, module: nn.Module, args: object, made: Any) -> None:
-        if self.within:  # empty in a recomputation, where a stage begins in the midst of itself
-            self.within.pop()
-        self._look(tp, f"{name}>out", made[0] if isinstance(made, tuple) else made)
+    def _leave_module(
+        self, tp: Axis, name: str, module: nn.Module, args: object, output: Any
+    ) -> None:
+        if self.active_modules:  # empty in a recomputation, which does not enter its stage anew
+            self.active_modules.pop()
+        x = output[0] if isinstance(output, tuple) else output
+        self._pass_border(tp, f"{name}>out", x)
 
-    def _look(self, tp: Axis, border: str, x: Any) -> None:
+    def _pass_border(self, tp: Axis, border: str, x: Any) -> None:
+        """Record `x` and later its gradient, unless the same tensor was seen before."""
         call = self._call
-        if call is None or not isinstance(x, Tensor) or not self._fits(x, tp, len(call.samples)):
+        if call is None or not isinstance(x, Tensor):
+            return
+        if not self._is_residual(x, tp, len(call.samples)):
             return
         before = call.embedded if border == EMBEDDED else 0
-        times = call.times[tp.rank, border] = call.times.get((tp.rank, border), before) + 1
-        border = border if times == 1 else f"{border} {times}"
-        known = call.seen.get(id(x))
-        self.passed.setdefault(border, known[1] if known else "")
-        if known is None:
-            call.seen[id(x)] = x, border
-            self._note((FORWARD, border), tp, call, x, self.direction)
-            if x.requires_grad:
-                x.register_hook(
-                    lambda grad: self._note((BACKWARD, border), tp, call, grad, self.direction)
-                )
+        count = call.counts.get((tp.rank, border), before) + 1
+        call.counts[tp.rank, border] = count
+        label = border if count == 1 else f"{border} {count}"
+        if id(x) in call.seen:
+            self.passed.setdefault(label, call.seen[id(x)][1])
+            return
+        self.passed.setdefault(label, "")
+        # one tensor is often the output of a module and the input of the next: recorded once
+        call.seen[id(x)] = (x, label)
+        self._record((FORWARD, label), tp, call, x, self.direction)
+        if x.requires_grad:
+            x.register_hook(
+                lambda grad: self._record((BACKWARD, label), tp, call, grad, self.direction)
+            )
 
-    def _fits(self, x: Tensor, tp: Axis, samples: int) -> bool:
-        s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
-        own = self.size.length // self.cp.size
-        return (
-            s in (own, own // tp.size)
-            and b == samples
-            and hidden == self.size.hidden
-            and x.is_floating_point()
-        )
+    def _is_residual(self, x: Tensor, tp: Axis, samples: int) -> bool:
+        """Return True if `x` is shaped like the residual stream, or tp's part of its sequence."""
+        if x.dim() != 3 or not x.is_floating_point():
+            return False
+        s, b, hidden = x.shape
+        local_length = self.size.length // self.cp.size
+        if s not in (local_length, local_length // tp.size):
+            return False
+        return b == samples and hidden == self.size.hidden
 
     @torch.no_grad()
-    def _note(
-        self, where: tuple[str, str], tp: Axis, call: _Call, x: Tensor, direction: Tensor
+    def _record(
+        self, border: Border, tp: Axis, call: _StageCall, x: Tensor, direction: Tensor
     ) -> None:
-        own = self.size.length // self.cp.size
-        places = positions(self.cp, own)
-        places = places if len(x) == own else tp.chunk(places)
+        """Record a number for each token: its features, of `x` [s, b, features], times
+        `direction`."""
+        local_length = self.size.length // self.cp.size
+        places = positions(self.cp, local_length)
+        if len(x) != local_length:
+            places = tp.chunk(places)  # the sequence is cut over tp
         chosen = places % self.stride == 0
-        some = x.detach()[chosen.to(x.device)].double() @ direction.to(x.device)
-        key = (*where, tp.rank)
-        if key not in self._seen:
-            shape = (self.size.steps, self.size.batch, len(some))
-            self._seen[key] = (
-                places[chosen].tolist(),
-                torch.full(shape, torch.nan, dtype=torch.float64),
-            )
-        self._seen[key][1][call.step - self.size.first, call.samples] = some.t().cpu()
+        features = x.detach()[chosen.to(x.device)].double()
+        products = features @ direction.to(x.device)
+        key = (*border, tp.rank)
+        if key not in self._recorded:
+            shape = (self.size.steps, self.size.batch, len(products))
+            values = torch.full(shape, torch.nan, dtype=torch.float64)
+            self._recorded[key] = _Recorded(places[chosen].tolist(), values)
+        step = call.step - self.size.first
+        self._recorded[key].values[step, call.samples] = products.t().cpu()
 
-    def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
+    def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
         """Return the values of each border that has a tensor of its own; of one seen by virtual
         ranks, of all."""
         samples = sorted(self._samples)
-        for where in dict.fromkeys((kind, border) for kind, border, _ in self._seen):
-            parts = [some for key, some in self._seen.items() if key[:2] == where]
-            if all(places == parts[0][0] for places, _ in parts):
-                parts = parts[:1]  # each saw the whole
-            places = [place for some, _ in parts for place in some]
-            values = torch.cat([some for _, some in parts], dim=2)
-            yield where, Notes(self.rank, samples, places, values[:, samples])
+        by_border: dict[Border, list[_Recorded]] = {}
+        for (kind, border, _), part in self._recorded.items():
+            by_border.setdefault((kind, border), []).append(part)
+        for border, parts in by_border.items():
+            if all(part.positions == parts[0].positions for part in parts):
+                parts = parts[:1]  # each virtual rank saw the full sequence
+            places: list[int] = []
+            for part in parts:
+                places += part.positions
+            values = torch.cat([part.values for part in parts], dim=2)
+            yield border, BorderValues(self.rank, samples, places, values[:, samples])
 
 
-def _ranks_of(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
+def _tp_shards(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
     """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual
     ones, if any."""
     if isinstance(stage, VirtualStage):
@@ -208,24 +245,31 @@ def _ranks_of(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
     return [(tp, stage)]
 
 
-def named(stage: nn.Module) -> Mapping[nn.Module, str]:
-    """Yield the named modules of a stage, by the common part of their parameters' logical names.
+def name_modules(stage: nn.Module) -> Mapping[nn.Module, str]:
+    """Return the modules of a stage by the common part of their parameters' logical names.
 
-    A router is left out: the gradient of its input is a part of the sum that its layer reduces.
+    Of modules with one name the outermost counts. A router is left out: the gradient of its input
+    is a part of the sum that its layer reduces.
     """
     names: dict[nn.Module, str] = {}
     for module in stage.modules():
+        if module is stage or isinstance(module, (nn.ModuleList, nn.ModuleDict, Router)):
+            continue
         name = shared_name(module)
-        inner = module is not stage and not isinstance(
-            module, (nn.ModuleList, nn.ModuleDict, Router)
-        )
-        if inner and name and name not in names.values():
+        if name and name not in names.values():
             names[module] = name
     return names
 
 
 def shared_name(module: nn.Module) -> str:
     """Return the dotted path that all parameters of a module share; "" if there is none."""
-    parts = [part.name for p in module.parameters() if has_layout(p) for part in layout_of(p).parts]
-    levels = zip(*(name.split(".")[:-1] for name in parts), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+    paths: list[list[str]] = []
+    for parameter in module.parameters():
+        if has_layout(parameter):
+            paths += [part.name.split(".")[:-1] for part in layout_of(parameter).parts]
+    shared: list[str] = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)

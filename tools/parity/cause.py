@@ -25,70 +25,74 @@ class Case:
     """The differences of the first step in which anything differs; later differences only follow
     from them.
 
-    failed: all that differs. differing: gradients among it, by name, with their ratio, in the order
-        of a backward pass.
-    whole: tensors that every tp rank holds whole. tied: the tensor that is embedding and head, ""
-        if there is none.
+    failed: all that differs. gradient_ratios: of gradients among it, by name, in the order of a
+        backward pass. num_gradients: of the model.
+    replicated: tensors of which every tp rank holds all elements. tied: the tensor that is
+        embedding and head, "" if there is none.
     microbatches: of a replica. fixed: True if no step draws random numbers.
     """
 
     origin: Origin
     failed: Sequence[Difference]
-    differing: Mapping[str, float]
-    gradients: int
-    whole: frozenset[str]
+    gradient_ratios: Mapping[str, float]
+    num_gradients: int
+    replicated: frozenset[str]
     tied: str
     parallel: Parallel
     microbatches: int
     fixed: bool
 
-    def quantities(self) -> set[str]:
-        return {d.quantity for d in self.failed}
-
-    def ratio(self) -> float | None:
-        """The common ratio of all gradients that differ, if nearly all have one."""
-        ratios = list(self.differing.values())
-        if len(ratios) < 0.9 * self.gradients or not ratios:
+    def common_ratio(self) -> float | None:
+        """Return the ratio of all gradients that differ, if nearly all gradients do, and by one."""
+        ratios = list(self.gradient_ratios.values())
+        if len(ratios) < 0.9 * self.num_gradients or not ratios:
             return None
-        middle = sorted(ratios)[len(ratios) // 2]
-        alike = [r for r in ratios if abs(r - middle) <= NEAR * abs(middle)]
-        return middle if len(alike) >= 0.9 * len(ratios) else None
+        median = sorted(ratios)[len(ratios) // 2]
+        alike = [ratio for ratio in ratios if abs(ratio - median) <= NEAR * abs(median)]
+        return median if len(alike) >= 0.9 * len(ratios) else None
 
     def factors(self) -> dict[str, float]:
-        p = self.parallel
+        """Return the numbers that a gradient may be multiplied or divided by, by name."""
+        parallel = self.parallel
         sizes = {
-            "dp": p.data,
-            "cp": p.context,
-            "tp": p.tensor,
-            "pp": p.pipeline,
+            "dp": parallel.data,
+            "cp": parallel.context,
+            "tp": parallel.tensor,
+            "pp": parallel.pipeline,
             "micro-batches": self.microbatches,
         }
         return {name: float(size) for name, size in sizes.items() if size > 1}
 
 
-def case(
-    found: Sequence[Difference],
+def make_case(
+    differences: Sequence[Difference],
     ours: Record,
     theirs: Record,
     tied: str,
     parallel: Parallel,
-    m: int,
+    microbatches: int,
     fixed: bool,
 ) -> Case:
-    """Return the case of a layout that differs. found: all differences, in order. m: micro-batches
-    of a replica."""
-    first = origin(found, theirs)
-    early = [d for d in found if d.fails and d.step == first.step]
+    """Return the case of a layout that differs. differences: all, in order. microbatches: of a
+    replica."""
+    first = origin(differences, theirs)
+    failed: list[Difference] = []
+    gradient_ratios: dict[str, float] = {}
+    for difference in differences:
+        if difference.fails and difference.step == first.step:
+            failed.append(difference)
+            if difference.quantity == "gradient":
+                gradient_ratios[difference.name] = difference.ratio
     return Case(
-        first,
-        early,
-        {d.name: d.ratio for d in early if d.quantity == "gradient"},
-        len(theirs.tensors.get(f"gradient/{first.step - 1}", {})),
-        frozenset(theirs.names) - ours.cut,
-        tied,
-        parallel,
-        m,
-        fixed,
+        origin=first,
+        failed=failed,
+        gradient_ratios=gradient_ratios,
+        num_gradients=len(theirs.tensors.get(f"gradient/{first.step - 1}", {})),
+        replicated=frozenset(theirs.names) - ours.tp_sliced,
+        tied=tied,
+        parallel=parallel,
+        microbatches=microbatches,
+        fixed=fixed,
     )
 
 
@@ -97,79 +101,80 @@ def near(ratio: float, factor: float) -> bool:
     return abs(ratio - factor) <= NEAR * factor
 
 
-def said(ratio: float, factors: Mapping[str, float]) -> str:
-    """Return a ratio with the name of the factor that it resembles."""
+def describe_ratio(ratio: float, factors: Mapping[str, float]) -> str:
+    """Return a ratio with the names of the factors that it resembles; empty if it is not finite."""
     if not math.isfinite(ratio):
         return ""
-    names = [(f"1/{n}", 1 / f) for n, f in factors.items()] + [(n, f) for n, f in factors.items()]
-    names += [("2", 2.0), ("1/2", 0.5), ("√2", math.sqrt(2)), ("1/√2", math.sqrt(0.5))]
-    like = [name for name, factor in names if near(ratio, factor)]
-    return f"{ratio:.6g}" + (f" ({', '.join(like)})" if like else "")
+    candidates = [(f"1/{name}", 1 / factor) for name, factor in factors.items()]
+    candidates += factors.items()
+    candidates += [("2", 2.0), ("1/2", 0.5), ("√2", math.sqrt(2)), ("1/√2", math.sqrt(0.5))]
+    matches = [name for name, factor in candidates if near(ratio, factor)]
+    return f"{ratio:.6g}" + (f" ({', '.join(matches)})" if matches else "")
 
 
-def _tensors(c: Case) -> str | None:
-    names = [d.name for d in c.failed if d.quantity == "tensors"]
-    layers = sorted({int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))})
+def _layer_of(name: str) -> str | None:
+    """Return the prefix of a tensor of a layer, "layers.3."; None if it belongs to none."""
+    match = re.match(r"layers\.\d+\.", name)
+    return match[0] if match else None
+
+
+def _missing_tensors(case: Case) -> str | None:
+    names = [difference.name for difference in case.failed if difference.quantity == "tensors"]
+    layers = {int(layer.split(".")[1]) for layer in map(_layer_of, names) if layer}
     if layers:
-        which = ", ".join(map(str, layers))
+        numbers = ", ".join(map(str, sorted(layers)))
         return (
-            f"layer {which} is on no rank, or not all of it: look at how layers are dealt out to "
+            f"layer {numbers} is on no rank, or not all of it: look at how layers are dealt out to "
             "stages"
         )
     return f"{names[0]} is not held as in one process: look at its Layout"
 
 
-def _samples(c: Case) -> str | None:
+def _other_samples(case: Case) -> str | None:
     return (
         "the replicas do not take the samples that one process takes: look at the order and the "
         "shares of data"
     )
 
 
-def _initial(c: Case) -> str | None:
+def _initial_weights(case: Case) -> str | None:
     return (
         "initial weights depend on the layout: draw them by logical name and place "
         "(parallel.layers.parameter)"
     )
 
 
-def _left_out(c: Case) -> str | None:
+def _without_gradient(case: Case) -> str | None:
     """Return a cause if a layer has weights but no gradient."""
-    silent = [name for name, ratio in c.differing.items() if ratio == 0]
-    layers = {m[0] if (m := re.match(r"layers\.\d+\.", n)) else n for n in silent}
+    silent = [name for name, ratio in case.gradient_ratios.items() if ratio == 0]
+    layers = {_layer_of(name) or name for name in silent}
     if len(layers) == 1:
         return f"no gradient reaches {layers.pop()}*: the layer is left out of the computation"
     if silent:
-        return (
-            "no gradient reaches "
-            f"{silent[0]}{f' and {len(silent) - 1} others' if silent[1:] else ''}"
-        )
+        others = f" and {len(silent) - 1} others" if len(silent) > 1 else ""
+        return f"no gradient reaches {silent[0]}{others}"
     return None
 
 
-def _stale(c: Case) -> str | None:
+def _stale_weights(case: Case) -> str | None:
     """Return a cause if the first step's activations agree and a later step's do not, though the
     updates are right."""
-    if c.origin.step > 1 and (c.fixed or c.origin.place == "embedding"):
+    if case.origin.step > 1 and (case.fixed or case.origin.place == "embedding"):
         return (
-            f"step {c.origin.step} is the first whose activations differ, and all updates "
-            "before it are right: the "
-            f"weights that {c.origin.place} holds are not those that the update made (rounded "
-            "into place or collected "
-            "late, or not at all)"
+            f"step {case.origin.step} is the first whose activations differ, and all updates "
+            f"before it are right: the weights that {case.origin.place} holds are not those that "
+            "the update made (rounded into place or collected late, or not at all)"
         )
     return None
 
 
-def _between(c: Case) -> str | None:
-    place = c.origin.place
+def _between_modules(case: Case) -> str | None:
+    place = case.origin.place
     if not place.startswith("between "):
         return None
-    if (
-        place.count("layers.") == 2
-        and c.parallel.pipeline > 1
-        and re.search(r"layers\.\d+ and layers\.\d+$", place)
-    ):
+    # two layers as such, not two modules of layers
+    are_layers = re.fullmatch(r"between layers\.\d+ and layers\.\d+", place)
+    if are_layers and case.parallel.pipeline > 1:
         return (
             f"{place}: the message from one pipeline stage to the next is another one's, or is "
             "changed on its way"
@@ -177,173 +182,167 @@ def _between(c: Case) -> str | None:
     return f"{place}: the sum of the residual stream, dropout, or a scale between them"
 
 
-def _forward(c: Case) -> str | None:
+def _wrong_forward(case: Case) -> str | None:
     return (
-        f"what {c.origin.place} is given agrees, and what it makes does not: a sum over tp in "
-        "its forward pass is "
-        "missing, doubled or of something else, a bias is added by every rank, or its share "
-        "of a weight is wrong"
+        f"what {case.origin.place} is given agrees, and what it makes does not: a sum over tp in "
+        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
+        "or its share of a weight is wrong"
     )
 
 
-def _tokens(c: Case) -> str | None:
+def _divided_by_local_tokens(case: Case) -> str | None:
     """Return a cause if the loss is larger by about the number of ranks with tokens of their
     own."""
-    ratio = c.origin.difference.ratio
-    dp = c.parallel.copies
-    if dp > 1 and abs(ratio - dp) < 0.2 * dp:
+    ratio = case.origin.difference.ratio
+    copies = case.parallel.copies
+    # replicas have about as many tokens as each other, not just as many
+    if copies > 1 and abs(ratio - copies) < 0.2 * copies:
         return (
-            f"the loss is about {_of_copies(c.parallel)} times too large: each replica "
-            "divides by its own tokens, not "
-            "by those of all"
+            f"the loss is about {_name_copies(case.parallel)} times too large: each replica "
+            "divides by its own tokens, not by those of all"
         )
     return None
 
 
-def _of_copies(parallel: Parallel) -> str:
+def _name_copies(parallel: Parallel) -> str:
     if parallel.context == 1:
         return f"dp = {parallel.data}"
     return f"dp x cp = {parallel.copies}"
 
 
-def _loss(c: Case) -> str | None:
+def _wrong_loss(case: Case) -> str | None:
     return (
-        "all activations agree and the loss does not: the head, the cross entropy over the "
-        "cut vocabulary, which "
-        "targets count, or the number that the loss is divided by"
+        "all activations agree and the loss does not: the head, the cross entropy over the cut "
+        "vocabulary, which targets count, or the number that the loss is divided by"
     )
 
 
-def _scaled(c: Case) -> str | None:
+def _scaled_gradients(case: Case) -> str | None:
     """Return a cause if all gradients are off by one factor, from the loss on or by a sum over
     ranks."""
-    ratio = c.ratio()
+    ratio = case.common_ratio()
     if ratio is None:
         return None
-    for name, size in c.factors().items():
+    for name, size in case.factors().items():
         if near(ratio, 1 / size):
             return (
-                f"every gradient is 1/{name}: it is averaged over {name} although the loss "
-                "already is a mean over all"
+                f"every gradient is 1/{name}: it is averaged over {name} although the loss already "
+                "is a mean over all"
             )
         if near(ratio, size):
             return (
-                f"every gradient is {name} times too large: the loss is divided by one rank's "
-                "own tokens or samples, "
-                f"not by those of all, or summed over {name} once too often"
+                f"every gradient is {name} times too large: the loss is divided by one rank's own "
+                f"tokens or samples, not by those of all, or summed over {name} once too often"
             )
     if abs(ratio - 1) < 0.5:
         return (
-            "every gradient is off by one factor: the loss is divided by another number of "
-            "tokens than the whole's"
+            "every gradient is off by one factor: the loss is divided by another number of tokens "
+            "than the whole's"
         )
     return "every gradient is off by one factor: look at how the loss is scaled and divided"
 
 
-def _from_loss(c: Case) -> str | None:
-    if c.origin.place != HEAD:
+def _wrong_head_gradient(case: Case) -> str | None:
+    if case.origin.place != HEAD:
         return None
     return (
-        "the loss agrees, and the gradient of what the head is given does not: the backward "
-        "pass of the cross entropy "
-        "or of the head, whose input's gradient is to be summed over tp once, or what the "
-        "loss is multiplied by"
+        "the loss agrees, and the gradient of what the head is given does not: the backward pass "
+        "of the cross entropy or of the head, whose input's gradient is to be summed over tp once, "
+        "or what the loss is multiplied by"
     )
 
 
-def _backward(c: Case) -> str | None:
-    place = c.origin.place
-    if c.parallel.recompute != "none":
+def _wrong_backward(case: Case) -> str | None:
+    place = case.origin.place
+    if case.parallel.recompute != "none":
         again = "; or what is made again for its backward pass is something else"
     else:
         again = ""
     if place.startswith("after "):
         return (
-            f"the first gradient that differs is of what {place.removeprefix('after ')} "
-            "makes: what is done with that "
-            f"(dropout, a scale, the sum of the residual stream) goes another way back{again}"
+            f"the first gradient that differs is of what {place.removeprefix('after ')} makes: "
+            "what is done with that (dropout, a scale, the sum of the residual stream) goes "
+            f"another way back{again}"
         )
     return (
         f"the gradient of what {place} makes agrees, and of what it is given does not: in its "
-        "backward pass a "
-        "sum over tp is missing (the input's gradient of a column-parallel layer), doubled "
-        f"or of something else{again}"
+        "backward pass a sum over tp is missing (the input's gradient of a column-parallel layer), "
+        f"doubled or of something else{again}"
     )
 
 
-def _tied(c: Case) -> str | None:
-    if not c.tied or set(c.differing) != {c.tied}:
+def _tied_gradient(case: Case) -> str | None:
+    if not case.tied or set(case.gradient_ratios) != {case.tied}:
         return None
     return (
-        f"{c.tied} is embedding and head in one: its gradient is the sum of both ends', each "
-        "counted once. Here one is "
-        "counted twice, or one is left out (Layout.tied, split weight gradients of shared weights)"
+        f"{case.tied} is embedding and head in one: its gradient is the sum of both ends', each "
+        "counted once. Here one is counted twice, or one is left out (Layout.tied, split weight "
+        "gradients of shared weights)"
     )
 
 
-def _shares(c: Case) -> str | None:
+def _unsummed_over_tp(case: Case) -> str | None:
     """Return a cause if only tensors that all tp ranks hold whole, or copies of them, differ."""
-    if c.parallel.tensor == 1 or not c.differing or not set(c.differing) <= c.whole:
+    differing = set(case.gradient_ratios)
+    if case.parallel.tensor == 1 or not differing or not differing <= case.replicated:
         return None
-    share = "cut along the sequence" if c.parallel.sequence else "used with its own part"
+    share = "cut along the sequence" if case.parallel.sequence else "used with its own part"
     return (
-        f"only tensors that every tp rank holds whole differ, {next(iter(c.differing))} among "
-        "them: where each tp rank "
-        f"saw a share ({share}) their gradients are to be summed over tp (Layout.partial), "
-        "once; where each saw all, "
-        "they are not, and a bias is added once, after the sum"
+        f"only tensors that every tp rank holds whole differ, {next(iter(case.gradient_ratios))} "
+        f"among them: where each tp rank saw a share ({share}) their gradients are to be summed "
+        "over tp (Layout.partial), once; where each saw all, they are not, and a bias is added "
+        "once, after the sum"
     )
 
 
-def _layer(c: Case) -> str | None:
+def _single_layer(case: Case) -> str | None:
     """Return a cause if all differences are in one layer."""
-    layers = {m[0] if (m := re.match(r"layers\.\d+\.", n)) else n for n in c.differing}
+    layers = {_layer_of(name) or name for name in case.gradient_ratios}
     if len(layers) == 1:
         return f"all gradients that differ are of {layers.pop()}*: look there"
     return None
 
 
-def _unsummed(c: Case) -> str | None:
+def _unsummed_over_replicas(case: Case) -> str | None:
     """Return a cause if nearly all gradients differ, by different factors, though activations'
     gradients agree."""
-    if c.parallel.copies > 1 and len(c.differing) >= 0.9 * c.gradients > 0:
-        over = "dp" if c.parallel.context == 1 else "dp and cp"
+    if case.parallel.copies > 1 and len(case.gradient_ratios) >= 0.9 * case.num_gradients > 0:
+        over = "dp" if case.parallel.context == 1 else "dp and cp"
         return (
-            "every activation's gradient agrees and nearly no weight's does: the sum of "
-            f"gradients over {over} is "
-            "missing, or micro-batches' gradients are lost on the way into it"
+            "every activation's gradient agrees and nearly no weight's does: the sum of gradients "
+            f"over {over} is missing, or micro-batches' gradients are lost on the way into it"
         )
     return None
 
 
-def _accumulated(c: Case) -> str | None:
-    ratios = sorted(c.differing.values())
-    if c.microbatches > 1 and len(ratios) >= 0.5 * c.gradients > 0 and ratios[len(ratios) // 2] < 1:
+def _lost_microbatches(case: Case) -> str | None:
+    """Return a cause if most gradients are too small."""
+    ratios = sorted(case.gradient_ratios.values())
+    most_differ = len(ratios) >= 0.5 * case.num_gradients > 0
+    if case.microbatches > 1 and most_differ and ratios[len(ratios) // 2] < 1:
         return (
-            "every activation's gradient agrees and most weights' are too small, each by "
-            "another factor: of "
-            f"{c.microbatches} micro-batches some gradients are lost, or overwritten where "
-            "they should be added"
+            "every activation's gradient agrees and most weights' are too small, each by another "
+            f"factor: of {case.microbatches} micro-batches some gradients are lost, or overwritten "
+            "where they should be added"
         )
     return None
 
 
-def _gradients(c: Case) -> str | None:
+def _wrong_gradients(case: Case) -> str | None:
     return (
-        f"every activation's gradient agrees, and the gradient of {c.origin.place} does not: "
-        "how it is made of them, "
-        "added up over micro-batches, or summed over ranks"
+        f"every activation's gradient agrees, and the gradient of {case.origin.place} does not: "
+        "how it is made of them, added up over micro-batches, or summed over ranks"
     )
 
 
-def _norm(c: Case) -> str | None:
+def _wrong_norm(case: Case) -> str | None:
     """Return a cause if gradients agree, but their norm or their count of zeros does not."""
-    if c.origin.difference.ratio < 1:
+    if case.origin.difference.ratio < 1:
         return (
-            "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank "
-            "is left out of it"
+            "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank is "
+            "left out of it"
         )
-    if c.origin.difference.ratio > 1:
+    if case.origin.difference.ratio > 1:
         return (
             "gradients agree, their norm is too large: tied or replicated tensors, or replicas, "
             "are counted repeatedly"
@@ -354,42 +353,51 @@ def _norm(c: Case) -> str | None:
     )
 
 
-def _decision(c: Case) -> str | None:
+def _wrong_decision(case: Case) -> str | None:
     return (
-        "gradients agree, and what is decided from them does not: found_inf or the loss "
-        "scaler is not the same on all "
-        "ranks, or is told at another time"
+        "gradients agree, and what is decided from them does not: found_inf or the loss scaler is "
+        "not the same on all ranks, or is told at another time"
     )
 
 
-def _update(c: Case) -> str | None:
+def _wrong_update(case: Case) -> str | None:
     return (
-        "gradients and their norm agree, and what the update makes of them does not: "
-        "clipping, learning rate, weight "
-        "decay, rounding of masters, or the slices of ZeRO differ by rank"
+        "gradients and their norm agree, and what the update makes of them does not: clipping, "
+        "learning rate, weight decay, rounding of masters, or the slices of ZeRO differ by rank"
     )
 
 
-def _copies(c: Case) -> str | None:
+def _diverged_copies(case: Case) -> str | None:
     return "ranks that hold the same element hold different numbers: a sum over them is missing"
 
 
 Rule = Callable[[Case], str | None]
 RULES: dict[Phase, tuple[Rule, ...]] = {
-    "model": (_tensors,),
-    "initial weights": (_initial,),
-    "data": (_samples,),
-    "forward": (_left_out, _stale, _between, _forward),
-    "loss": (_tokens, _loss),
-    "backward": (_scaled, _from_loss, _between, _backward),
-    "gradients": (_left_out, _tied, _scaled, _shares, _layer, _unsummed, _accumulated, _gradients),
-    "norm": (_norm,),
-    "decision": (_decision,),
-    "update": (_update,),
-    "copies": (_copies,),
+    "model": (_missing_tensors,),
+    "initial weights": (_initial_weights,),
+    "data": (_other_samples,),
+    "forward": (_without_gradient, _stale_weights, _between_modules, _wrong_forward),
+    "loss": (_divided_by_local_tokens, _wrong_loss),
+    "backward": (_scaled_gradients, _wrong_head_gradient, _between_modules, _wrong_backward),
+    "gradients": (
+        _without_gradient,
+        _tied_gradient,
+        _scaled_gradients,
+        _unsummed_over_tp,
+        _single_layer,
+        _unsummed_over_replicas,
+        _lost_microbatches,
+        _wrong_gradients,
+    ),
+    "norm": (_wrong_norm,),
+    "decision": (_wrong_decision,),
+    "update": (_wrong_update,),
+    "copies": (_diverged_copies,),
 }
 
 
-def likely(c: Case) -> str:
-    """Return the cause of the first rule of the phase that applies."""
-    return next(text for rule in RULES[c.origin.phase] if (text := rule(c)))
+def likely_cause(case: Case) -> str:
+    """Return the cause of the first rule of the phase that applies. The last rule of each phase
+    always does."""
+    causes = (rule(case) for rule in RULES[case.origin.phase])
+    return next(cause for cause in causes if cause)

@@ -19,12 +19,12 @@ from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.parity.borders import BACKWARD, FORWARD
-from tools.parity.cause import case, likely, said
+from tools.parity.cause import describe_ratio, likely_cause, make_case
 from tools.parity.compare import Difference, worst
 from tools.parity.first import OF
 from tools.parity.gather import Record
 from tools.parity.layouts import Layout
-from tools.parity.noise import rounded
+from tools.parity.noise import count_rounding_elements
 from tools.parity.ranks import Failure
 from tools.parity.record import Plan
 
@@ -51,52 +51,60 @@ class Compared:
     theirs: Record
 
 
-def entry(c: Compared) -> dict[str, Any]:
+def entry(compared: Compared) -> dict[str, Any]:
     """Return the entry of a layout."""
-    failed = [d for d in c.found if d.fails]
-    quantities = {
-        quantity: _quantity(c, quantity)
-        for quantity in OF
-        if quantity not in ("copies", "ranks agree")
-    }
-    quantities |= {
-        quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)
-    }
-    made = {
-        **_about(c.layout, c.precision),
-        "verdict": _verdict(failed, quantities),
+    failed = [difference for difference in compared.found if difference.fails]
+    # what a layout must show, whether compared or not, and whatever else failed
+    names = [name for name in OF if name not in ("copies", "ranks agree")]
+    names += [difference.quantity for difference in failed]
+    quantities = {name: _quantity_fields(compared, name) for name in dict.fromkeys(names)}
+    verdict = _verdict(failed, quantities)
+    fields = {
+        **_layout_fields(compared.layout, compared.precision),
+        "verdict": verdict,
         "quantities": quantities,
     }
-    if made["verdict"] == PROVEN:
-        made["equal_bits"] = not any(d.error for d in c.found if d.quantity != WITHIN)
-    if made["verdict"] == NOT_TRIED:
-        made["why"] = "; ".join(
-            f"{q}: {quantities[q]['why']}" for q in NEEDED if quantities[q]["verdict"] == NOT_TRIED
+    if verdict == PROVEN:
+        fields["equal_bits"] = not any(
+            difference.error for difference in compared.found if difference.quantity != WITHIN
         )
+    if verdict == NOT_TRIED:
+        untried = [name for name in NEEDED if quantities[name]["verdict"] == NOT_TRIED]
+        fields["why"] = "; ".join(f"{name}: {quantities[name]['why']}" for name in untried)
     if failed:
-        fixed = not (c.run.model.dropout or c.run.model.attention_dropout)
-        tied = "embedding.weight" if c.run.model.tied else ""
-        about = case(
-            c.found, c.ours, c.theirs, tied, c.layout.parallel, c.run.num_microbatches, fixed
-        )
-        numbers = about.factors()
-        first = about.origin
-        made |= {
-            "first": {
-                "phase": first.phase,
-                "place": first.place,
-                **_told(first.difference, numbers),
-            },
-            "worst": _told(worst(failed), numbers),
-            "likely_cause": likely(about),
-            "way": list(_way(c.found, first.step)),
-            "differing": [_told(d, numbers) for d in failed[:SHOWN]],
-            "num_differing": len(failed),
-        }
-    return made
+        fields |= _failure_fields(compared, failed)
+    return fields
 
 
-def _about(layout: Layout, precision: str) -> dict[str, Any]:
+def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:
+    """Return the fields of a layout that differs: where the difference arises, and what follows."""
+    model = compared.run.model
+    case = make_case(
+        compared.found,
+        compared.ours,
+        compared.theirs,
+        "embedding.weight" if model.tied else "",
+        compared.layout.parallel,
+        compared.run.num_microbatches,
+        fixed=not (model.dropout or model.attention_dropout),
+    )
+    factors = case.factors()
+    first = case.origin
+    return {
+        "first": {
+            "phase": first.phase,
+            "place": first.place,
+            **_difference_fields(first.difference, factors),
+        },
+        "worst": _difference_fields(worst(failed), factors),
+        "likely_cause": likely_cause(case),
+        "way": list(_stations(compared.found, first.step)),
+        "differing": [_difference_fields(difference, factors) for difference in failed[:SHOWN]],
+        "num_differing": len(failed),
+    }
+
+
+def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
     return {
         "layout": layout.name,
         "ranks": layout.ranks,
@@ -108,44 +116,44 @@ def _about(layout: Layout, precision: str) -> dict[str, Any]:
 def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
     if failed:
         return WRONG
-    if any(quantities[q]["verdict"] == NOT_TRIED for q in NEEDED):
+    if any(quantities[name]["verdict"] == NOT_TRIED for name in NEEDED):
         return NOT_TRIED
     return PROVEN
 
 
-def _quantity(c: Compared, quantity: str) -> dict[str, Any]:
+def _quantity_fields(compared: Compared, quantity: str) -> dict[str, Any]:
     """Return the results of one quantity: numbers of compared and differing values and the worst
     one, or why none was compared.
     """
-    some = [d for d in c.found if d.quantity == quantity]
-    if not some:
-        return {"verdict": NOT_TRIED, "why": _untold(c, quantity)}
-    untold = [d for d in some if d.untold]
-    failed = sum(d.fails for d in some)
-    if failed:
+    differences = [item for item in compared.found if item.quantity == quantity]
+    if not differences:
+        return {"verdict": NOT_TRIED, "why": _why_not_compared(compared, quantity)}
+    inconclusive = [item for item in differences if item.inconclusive]
+    num_failed = sum(item.fails for item in differences)
+    if num_failed:
         verdict = WRONG
-    elif len(untold) == len(some):
+    elif len(inconclusive) == len(differences):
         verdict = NOT_TRIED
     else:
         verdict = PROVEN
-    made = {
+    fields = {
         "verdict": verdict,
-        "compared": len(some) - len(untold),
-        "failed": failed,
-        **_told(worst(some)),
+        "compared": len(differences) - len(inconclusive),
+        "failed": num_failed,
+        **_difference_fields(worst(differences)),
     }
-    if untold:
-        made |= {"untold": len(untold), "why": untold[0].untold}
-    return made
+    if inconclusive:
+        fields |= {"untold": len(inconclusive), "why": inconclusive[0].inconclusive}
+    return fields
 
 
-def _untold(c: Compared, quantity: str) -> str:
+def _why_not_compared(compared: Compared, quantity: str) -> str:
     """Return the reason why a quantity was not compared."""
     if quantity in (FORWARD, BACKWARD):
         return "no module with parameters is passed by a tensor [s, b, hidden]"
     if quantity == "zero count":
         return "in this precision rounding decides which elements are zero"
-    if quantity == "moments" and any(d.quantity == "weights" for d in c.found):
+    if quantity == "moments" and any(item.quantity == "weights" for item in compared.found):
         return "the optimizer keeps no averages"
     if quantity in ("weights", "moments"):
         return (
@@ -171,64 +179,74 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         "place": "; ".join(failure.where),
         "note": failure.why,
     }
-    made = {
-        **_about(layout, precision),
+    return {
+        **_layout_fields(layout, precision),
         "verdict": WRONG,
         "quantities": {},
         "first": first,
         "likely_cause": cause,
+        "ranks_at": list(failure.where),
     }
-    return made | {"ranks_at": list(failure.where)}
 
 
 def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
     """Return the entry of a layout that was not run."""
-    return {**_about(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
+    return {**_layout_fields(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
 
 
-def _way(found: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
-    """Return the stations of one step, each border, the loss and the later quantities, and whether
+def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
+    """Yield the stations of one step, each border, the loss and the later quantities, and whether
     each agrees."""
-    some = [d for d in found if d.step == step]
-    for d in some:
-        if d.quantity in (FORWARD, "loss", BACKWARD):
-            yield {
-                "phase": OF[d.quantity],
-                "name": d.name or d.quantity,
-                "verdict": _of(d),
-                "error": _finite(d.error),
-            }
+    of_step: dict[str, list[Difference]] = {}
+    for difference in differences:
+        if difference.step != step:
+            continue
+        of_step.setdefault(difference.quantity, []).append(difference)
+        if difference.quantity in (FORWARD, "loss", BACKWARD):
+            yield _station(difference, difference.name or difference.quantity)
     for quantity in ("gradient", WITHIN, "gradient norm", "weights", "moments"):
-        alike = [d for d in some if d.quantity == quantity]
+        alike = of_step.get(quantity)
         if alike:
-            name = f"{quantity}s" if quantity == "gradient" else quantity
-            top = worst([d for d in alike if d.fails] or alike)
-            yield {
-                "phase": OF[quantity],
-                "name": name,
-                "verdict": _of(top),
-                "error": _finite(top.error),
-            }
+            failed = [difference for difference in alike if difference.fails]
+            name = "gradients" if quantity == "gradient" else quantity
+            yield _station(worst(failed or alike), name)
 
 
-def _of(d: Difference) -> str:
-    if d.untold:
-        return NOT_TRIED
-    if d.fails:
-        return WRONG
-    return PROVEN
+def _station(difference: Difference, name: str) -> dict[str, Any]:
+    if difference.inconclusive:
+        verdict = NOT_TRIED
+    elif difference.fails:
+        verdict = WRONG
+    else:
+        verdict = PROVEN
+    return {
+        "phase": OF[difference.quantity],
+        "name": name,
+        "verdict": verdict,
+        "error": _finite(difference.error),
+    }
 
 
-def _told(d: Difference, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
+def _difference_fields(
+    difference: Difference, factors: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Return a difference for JSON. Infinite errors are of values that must be equal and are
     not."""
-    told: dict[str, Any] = {"quantity": d.quantity, "name": d.name, "step": d.step}
-    told |= {"error": _finite(d.error), "bound": d.bound, "ratio": _finite(d.ratio)}
+    fields: dict[str, Any] = {
+        "quantity": difference.quantity,
+        "name": difference.name,
+        "step": difference.step,
+        "error": _finite(difference.error),
+        "bound": difference.bound,
+        "ratio": _finite(difference.ratio),
+    }
     if factors is not None:
-        told["ratio_looks_like"] = said(d.ratio, factors)
-    if d.ranks:
-        told["ranks"] = list(d.ranks)
-    return told | ({"note": d.note} if d.note else {})
+        fields["ratio_looks_like"] = describe_ratio(difference.ratio, factors)
+    if difference.ranks:
+        fields["ranks"] = list(difference.ranks)
+    if difference.note:
+        fields["note"] = difference.note
+    return fields
 
 
 def _finite(value: float) -> float | str:
@@ -259,20 +277,20 @@ def certificate(
             "sha256_as_compared": run_digest(compared),
             "model": f"{config.model.factory or config.model.family}, {config.model.layers} layers",
         },
-        "changes": {key: [toml(one), toml(other)] for key, (one, other) in changes.items()},
+        "changes": {key: [toml(old), toml(new)] for key, (old, new) in changes.items()},
         "steps": plan.steps,
         "applied": len(truth.applied),
-        "clipped": _clipped(compared, truth),
+        "clipped": _count_clipped(compared, truth),
         "tensors": len(truth.names),
-        "elements": sum(t.numel() for t in truth.tensors["before/weight"].values()),
-        "rounding": rounded(truth, shaken),
-        "not_tried": [list(one) for one in _left_aside(config, compared, plan)],
+        "elements": sum(weight.numel() for weight in truth.tensors["before/weight"].values()),
+        "rounding": count_rounding_elements(truth, shaken),
+        "not_tried": [list(pair) for pair in _uncovered(config, compared, plan)],
         "layouts": [],
     }
 
 
-def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (what, why) of everything in the run that the comparison does not cover."""
+def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (part, reason) of everything in the run that the comparison does not cover."""
     if plan.planted < 0:
         yield (
             "a skipped step",
@@ -288,9 +306,10 @@ def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[
         yield "GPUs and NCCL", "ranks are processes on CPUs, over gloo"
 
 
-def _clipped(config: RunConfig, truth: Record) -> int:
+def _count_clipped(config: RunConfig, truth: Record) -> int:
     """Return the number of applied steps that were clipped."""
-    return sum(0 < config.optimizer.clip < truth.steps[n]["grad_norm"] for n in truth.applied)
+    norms = [truth.steps[step]["grad_norm"] for step in truth.applied]
+    return sum(0 < config.optimizer.clip < norm for norm in norms)
 
 
 def versions() -> dict[str, str]:
@@ -315,7 +334,7 @@ def run_digest(config: RunConfig) -> str:
     """Return the SHA-256 of every key of the run, except the paths of its files."""
     tables = config.model_dump(mode="json")
     for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):
-        del tables[table][key]
+        del tables[table][key]  # the same run in another folder is the same
     return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
 
 
@@ -324,6 +343,7 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
+            # renamed when complete: a reader never sees half a file
             unfinished = folder / f"{name}.tmp"
             unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, folder / name)

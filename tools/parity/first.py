@@ -64,73 +64,85 @@ class Origin:
     difference: Difference
 
 
-def origin(found: Sequence[Difference], theirs: Record) -> Origin:
+def origin(differences: Sequence[Difference], theirs: Record) -> Origin:
     """Return the origin of the first failing difference that `compare` found."""
-    first = next(d for d in found if d.fails)
-    same = [d for d in found if d.step == first.step and d.quantity == first.quantity]
+    first = next(difference for difference in differences if difference.fails)
+    alike = [
+        difference
+        for difference in differences
+        if difference.step == first.step and difference.quantity == first.quantity
+    ]
     phase = OF[first.quantity]
     if phase == "forward":
-        place = _forward(first, same, theirs)
+        place = _locate_forward(first, alike, theirs)
     elif phase == "backward":
-        place = _backward(first, same, theirs)
-    elif phase in ("loss", "norm", "decision", "data"):
-        place = HEAD if phase == "loss" else first.name
+        place = _locate_backward(first, alike, theirs)
+    elif phase == "loss":
+        place = HEAD
+    elif phase in ("norm", "decision", "data"):
+        place = first.name
     else:
-        place = pattern([d.name for d in same if d.fails], len(same))
+        place = pattern([difference.name for difference in alike if difference.fails], len(alike))
     return Origin(phase, place, first.step, first)
 
 
-def module(border: str) -> str:
+def module_of(border: str) -> str:
     """Return the module of a border."""
     return border.rpartition(">")[0]
 
 
-def _forward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
+def _locate_forward(first: Difference, borders: Sequence[Difference], theirs: Record) -> str:
     """Return the module whose output is wrong; if its input is wrong too, the place between it and
     the module before.
     """
     if ">in" not in first.name:
-        return module(first.name)
-    before = [d.name for d in seen[: seen.index(first)]]
-    root = theirs.same.get(first.name)
-    if root in before:
-        source = root
+        return module_of(first.name)
+    before = [difference.name for difference in borders[: borders.index(first)]]
+    alias = theirs.aliases.get(first.name)
+    if alias in before:
+        source = alias
     elif before:
         source = before[-1]
     else:
         source = ""
     if source:
-        return f"between {module(source)} and {module(first.name)}"
-    return module(first.name)
+        return f"between {module_of(source)} and {module_of(first.name)}"
+    return module_of(first.name)
 
 
-def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
+def _locate_backward(first: Difference, borders: Sequence[Difference], theirs: Record) -> str:
     """Return the module whose output's gradient is right and whose input's is not."""
-    agree = {d.name for d in seen if not d.fails}
-    root = theirs.same.get(first.name, first.name)
-    group = [d.name for d in seen if theirs.same.get(d.name, d.name) == root]
-    if right := [border for border in group if border in agree]:
-        return f"between {module(first.name)} and {module(right[0])}"
-    takers = [
-        module(border)
-        for border in group
-        if ">in" in border and border.replace(">in", ">out") in agree
+    agreeing = {difference.name for difference in borders if not difference.fails}
+    # all borders at which one process saw the same tensor
+    tensor = theirs.aliases.get(first.name, first.name)
+    names = [difference.name for difference in borders]
+    shared = [name for name in names if theirs.aliases.get(name, name) == tensor]
+    right = [border for border in shared if border in agreeing]
+    if right:
+        return f"between {module_of(first.name)} and {module_of(right[0])}"
+    consumers = [
+        module_of(border)
+        for border in shared
+        if ">in" in border and border.replace(">in", ">out") in agreeing
     ]
-    if takers:
-        return max(takers, key=len)
-    if first is seen[0]:
+    if consumers:
+        return max(consumers, key=len)  # the innermost of nested modules
+    if first is borders[0]:
         return HEAD
-    return f"after {module(first.name)}"
+    return f"after {module_of(first.name)}"
 
 
-def pattern(names: Sequence[str], of: int) -> str:
-    """Return names as a short pattern: "all" if they are nearly all `of` them, otherwise without
+def pattern(names: Sequence[str], total: int) -> str:
+    """Return names as a short pattern: "all" if they are nearly all of `total`, otherwise without
     the numbers of several layers.
     """
-    if of > 1 and len(names) >= 0.9 * of:
+    if total > 1 and len(names) >= 0.9 * total:
         return "all"
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
-    some = [kind if len(alike) > 1 else alike[0] for kind, alike in kinds.items()]
-    return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if some[3:] else "")
+    patterns = [kind if len(alike) > 1 else alike[0] for kind, alike in kinds.items()]
+    listed = ", ".join(patterns[:3])
+    if len(patterns) > 3:
+        return f"{listed} and {len(patterns) - 3} more"
+    return listed

@@ -1,21 +1,23 @@
-"""Assembling the ranks' files of one layout: whole logical tensors, and the places where ranks
+"""Assembling the ranks' files of one layout: full logical tensors, and where ranks
 disagree."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megaprec.optim.step_report import SKIPPED
-from tools.parity.borders import BACKWARD, FORWARD, Notes
+from tools.parity.borders import BACKWARD, FORWARD, Border, BorderValues
 
 Tensors = dict[str, Tensor]  # float64, by logical name
-Borders = dict[tuple[str, str], list[Notes]]  # of each rank, by kind and border
+BorderTable = dict[Border, list[BorderValues]]  # the values of each rank
+RankReport = dict[str, Any]  # a rank's JSON file
 
 
 @dataclass(frozen=True)
@@ -25,130 +27,172 @@ class Record:
 
     names: logical tensors in the model's order. tensors: by kind, then by name; an element that no
         rank holds is NaN.
-    apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
-    cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) on which ranks
-    disagree. borders: values of each rank at each border, by (kind, border). same: borders at which
-    the same tensor was seen.
+    copy_conflicts: (kind, name) of tensors of which two ranks hold the same element with different
+        bits.
+    tp_sliced: tensors of which tp ranks hold different slices.
+    rank_conflicts: (step from 1, quantity) of numbers and samples on which ranks disagree.
+    borders: values of each rank at each border, by (kind, border).
+    aliases: by border, the earlier border at which the same tensor was seen.
     """
 
     steps: list[dict[str, Any]]
     samples: list[list[int]]
     names: list[str]
     tensors: dict[str, Tensors]
-    apart: list[tuple[str, str]] = field(default_factory=list)
-    cut: frozenset[str] = frozenset()
-    torn: list[tuple[int, str]] = field(default_factory=list)
-    borders: Borders = field(default_factory=dict)
-    same: dict[str, str] = field(default_factory=dict)
+    copy_conflicts: list[tuple[str, str]] = field(default_factory=list)
+    tp_sliced: frozenset[str] = frozenset()
+    rank_conflicts: list[tuple[int, str]] = field(default_factory=list)
+    borders: BorderTable = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def applied(self) -> list[int]:
         """Numbers of the steps, from 0, that changed the weights."""
-        return [n for n, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
+        return [i for i, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
+
+
+class _Assembly(NamedTuple):
+    """Full logical tensors by kind, and the (kind, name) of those whose copies differ."""
+
+    tensors: dict[str, Tensors]
+    copy_conflicts: list[tuple[str, str]]
 
 
 def gather(folder: Path) -> Record:
     """Read the files that `record` has written to `folder`."""
-    files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
-    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    values = [load_file(path.with_suffix(".safetensors")) for path in files]
-    tensors, apart = _assembled(zip(ranks, values, strict=True))
+    paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
+    reports: list[RankReport] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    values = [load_file(path.with_suffix(".safetensors")) for path in paths]
+    # files are sorted by rank: where ranks disagree, the first one counts
+    assembly = _assemble_tensors(zip(reports, values, strict=True))
+
+    names: dict[str, None] = {}  # in order, each once
+    tp_sliced: set[str] = set()
+    aliases: dict[str, str] = {}
+    for report in reports:
+        names.update(dict.fromkeys(report["names"]))
+        tp_sliced.update(part["name"] for part in report["fragments"] if part["cut"])
+        aliases.update({border: first for border, first in report["passed"].items() if first})
+
     return Record(
-        steps=ranks[0]["steps"],
-        samples=_batches(ranks),
-        names=list(dict.fromkeys(name for rank in ranks for name in rank["names"])),
-        tensors=tensors,
-        apart=apart,
-        cut=frozenset(f["name"] for rank in ranks for f in rank["fragments"] if f["cut"]),
-        torn=_torn(ranks),
-        borders=_borders(ranks, values),
-        same={border: other for rank in ranks for border, other in rank["passed"].items() if other},
+        steps=reports[0]["steps"],
+        samples=_order_batches(reports),
+        names=list(names),
+        tensors=assembly.tensors,
+        copy_conflicts=assembly.copy_conflicts,
+        tp_sliced=frozenset(tp_sliced),
+        rank_conflicts=_find_rank_conflicts(reports),
+        borders=_read_borders(reports, values),
+        aliases=aliases,
     )
 
 
-def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Borders:
+def _read_borders(reports: Sequence[RankReport], values: Sequence[Tensors]) -> BorderTable:
     """Return the values of each rank in the order in which borders were passed, shared by all
     borders of one tensor."""
-    found: Borders = {}
-    for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
+    table: BorderTable = {}
+    for rank, (report, tensors) in enumerate(zip(reports, values, strict=True)):
+        # a rank saves the values of all its borders end to end, in the order of its list
         flat = tensors["borders"]
-        steps = len(said["steps"])
-        first = 0
-        noted: dict[tuple[str, str], Notes] = {}
-        for kind, border, samples, positions in said["borders"]:
-            last = first + steps * len(samples) * len(positions)
-            noted[kind, border] = Notes(
-                rank, samples, positions, flat[first:last].view(steps, len(samples), len(positions))
-            )
-            first = last
-        for where, some in _ordered(noted, said["passed"]):
-            found.setdefault(where, []).append(some)
-    return found
+        start = 0
+        recorded: dict[Border, BorderValues] = {}
+        steps = len(report["steps"])
+        for kind, border, samples, positions in report["borders"]:
+            shape = (steps, len(samples), len(positions))
+            stop = start + math.prod(shape)
+            numbers = flat[start:stop].view(shape)
+            recorded[kind, border] = BorderValues(rank, samples, positions, numbers)
+            start = stop
+        for key, border_values in _order_borders(recorded, report["passed"]):
+            table.setdefault(key, []).append(border_values)
+    return table
 
 
-def _ordered(
-    noted: Mapping[tuple[str, str], Notes], passed: Mapping[str, str]
-) -> Iterator[tuple[tuple[str, str], Notes]]:
-    """Return values forward in the order of borders, and backward in the order of gradients, at all
-    borders of their tensor.
+def _order_borders(
+    recorded: Mapping[Border, BorderValues], passed: Mapping[str, str]
+) -> Iterator[tuple[Border, BorderValues]]:
+    """Yield forward values in the order of borders, then backward ones in the order of gradients.
+
+    Values are recorded once for each tensor, and yielded for each border that it passes.
     """
-    for border, other in passed.items():
-        if (FORWARD, other or border) in noted:
-            yield (FORWARD, border), noted[FORWARD, other or border]
-    for kind, border in noted:
-        if kind == BACKWARD:
-            alike = [border, *(alias for alias, other in passed.items() if other == border)]
-            yield from (((BACKWARD, one), noted[kind, border]) for one in alike)
+    for border, first in passed.items():
+        key = (FORWARD, first or border)
+        if key in recorded:
+            yield (FORWARD, border), recorded[key]
+    for (kind, border), values in recorded.items():
+        if kind != BACKWARD:
+            continue
+        # gradients arrive in the order of the backward pass, which is that of `recorded`
+        yield (BACKWARD, border), values
+        for alias, first in passed.items():
+            if first == border:
+                yield (BACKWARD, alias), values
 
 
-def _assembled(
-    ranks: Iterable[tuple[dict[str, Any], Tensors]],
-) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:
+def _assemble_tensors(ranks: Iterable[tuple[RankReport, Tensors]]) -> _Assembly:
+    """Put the fragments of all ranks together, first to slices, then to full tensors."""
     slices: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
-    whole: dict[str, Tensors] = {}
-    apart: dict[tuple[str, str], None] = {}
-    for said, values in ranks:
-        for number, f in enumerate(said["fragments"]):
-            kind = f["kind"]
-            name = f["name"]
-            offset = tuple(f["offset"])
+    full: dict[str, Tensors] = {}
+    conflicts: dict[tuple[str, str], None] = {}  # in order, each once
+    for report, values in ranks:
+        for number, fragment in enumerate(report["fragments"]):
+            kind = fragment["kind"]
+            name = fragment["name"]
+            by_name = full.setdefault(kind, {})
+            if name not in by_name:
+                by_name[name] = _missing(fragment["shape"])
+            key = (kind, name, tuple(fragment["offset"]))
+            if key not in slices:
+                slices[key] = _missing(fragment["local"])
+
             new = values[str(number)].double()
-            whole.setdefault(kind, {}).setdefault(
-                name, torch.full(f["shape"], torch.nan, dtype=torch.float64)
-            )
-            local = slices.setdefault(
-                (kind, name, offset), torch.full(f["local"], torch.nan, dtype=torch.float64)
-            )
-            place = local.view(-1)[f["first"] : f["first"] + len(new)]
-            known = ~place.isnan()
-            if not torch.equal(place[known], new[known]):
-                apart[kind, name] = None
-            place[~known] = new[~known]  # the first rank's, which is the one that counts
+            start = fragment["first"]
+            span = slices[key].view(-1)[start : start + len(new)]
+            filled = ~span.isnan()
+            if not torch.equal(span[filled], new[filled]):
+                conflicts[kind, name] = None
+            span[~filled] = new[~filled]  # of copies that differ, the first rank's counts
+
     for (kind, name, offset), local in slices.items():
-        whole[kind][name][
-            tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-        ] = local
-    return whole, list(apart)
+        region = full[kind][name]
+        for dim, (start, length) in enumerate(zip(offset, local.shape, strict=True)):
+            region = region.narrow(dim, start, length)
+        region.copy_(local)
+    return _Assembly(full, list(conflicts))
 
 
-def _batches(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return the ids of each step in the order of the replicas."""
-    replicas = {rank["place"][1]: rank["samples"] for rank in ranks}
-    return [
-        [i for _, step in sorted(replicas.items()) for i in step[n]]
-        for n in range(len(ranks[0]["samples"]))
-    ]
+def _missing(shape: Sequence[int]) -> Tensor:
+    """Return a float64 tensor of which no rank has given an element yet: NaN."""
+    return torch.full(tuple(shape), torch.nan, dtype=torch.float64)
 
 
-def _torn(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return steps and samples on which ranks disagree, though all must agree."""
-    found = []
-    for number, steps in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), 1):
-        keys = [
-            key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)
-        ]
-        found += [(number, key) for key in keys]
-    for rank in ranks:
-        if any(r["samples"] != rank["samples"] for r in ranks if r["place"][1] == rank["place"][1]):
-            return [(1, "samples of one replica"), *found]
-    return found
+def _replica_of(report: RankReport) -> int:
+    """Return the dp rank: a report's "place" is (pp, dp, tp)."""
+    return report["place"][1]
+
+
+def _order_batches(reports: Sequence[RankReport]) -> list[list[int]]:
+    """Return the sample ids of each step in the order of the replicas."""
+    replicas = {_replica_of(report): report["samples"] for report in reports}
+    batches: list[list[int]] = [[] for _ in reports[0]["samples"]]
+    for _, steps in sorted(replicas.items()):
+        for batch, ids in zip(batches, steps, strict=False):
+            batch += ids
+    return batches
+
+
+def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]:
+    """Return (step, quantity) of numbers and samples on which ranks disagree, though all must
+    agree."""
+    conflicts: list[tuple[int, str]] = []
+    step_reports = zip(*(report["steps"] for report in reports), strict=True)
+    for number, steps in enumerate(step_reports, 1):
+        for key, value in steps[0].items():
+            # compared as text, in which NaN equals NaN
+            if any(str(step[key]) != str(value) for step in steps):
+                conflicts.append((number, key))
+    samples: dict[int, Any] = {}
+    for report in reports:
+        if samples.setdefault(_replica_of(report), report["samples"]) != report["samples"]:
+            return [(1, "samples of one replica"), *conflicts]
+    return conflicts

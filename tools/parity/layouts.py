@@ -33,7 +33,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. name: as a user would write it. parallel: the whole table. left_out: keys of the
+    """One layout. name: as a user would write it. parallel: the full table. left_out: keys of the
     run that do not fit.
     """
 
@@ -47,43 +47,48 @@ class Layout:
 
 
 def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
-    """Return the keys of [parallel] that each text names. Raises UserError with all problems."""
-    found = []
-    problems = list[str]()
+    """Return the keys of [parallel] that each text names. Raises UserError with all problems.
+
+    own: the table of the run, of which a layout keeps the other keys.
+    """
+    layouts: list[dict[str, Any]] = []
+    problems: list[str] = []
     for text in texts:
-        said: dict[str, Any] = {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            short, _, value = (x.strip() for x in part.partition("="))
-            key = SHORT.get(short, short)
-            if key not in Parallel.model_fields:
-                hint = did_you_mean(short, [*SHORT, *Parallel.model_fields])
-                problems.append(f'--layouts "{text}": no such key "{short}"{hint}')
+        keys: dict[str, Any] = {}
+        for part in text.split(","):
+            if not part.strip():
+                continue
+            name, _, value = part.partition("=")
+            name = name.strip()
+            key = SHORT.get(name, name)
+            if key in Parallel.model_fields:
+                keys[key] = _parse_value(value.strip())
             else:
-                said[key] = _value(value)
-        found.append(said)
-        problems += _unreadable(text, {**own.model_dump(), **said})
+                hint = did_you_mean(name, [*SHORT, *Parallel.model_fields])
+                problems.append(f'--layouts "{text}": no such key "{name}"{hint}')
+        layouts.append(keys)
+        problems += _value_problems(text, {**own.model_dump(), **keys})
     if problems:
         raise UserError(*problems)
-    return found
+    return layouts
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
+    """Return a value as TOML has it; text without quotes is a string."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
 
 
-def _unreadable(text: str, table: Mapping[str, Any]) -> Iterator[str]:
+def _value_problems(text: str, table: Mapping[str, Any]) -> Iterator[str]:
     try:
         Parallel.model_validate(table)
     except ValidationError as error:
-        for found in error.errors(include_url=False):
-            if found["type"] != "extra_forbidden":
-                yield (
-                    f'--layouts "{text}": {found["loc"][0]}: '
-                    f"{found['msg'].replace('Input should', 'must')}"
-                )
+        for problem in error.errors(include_url=False):
+            if problem["type"] != "extra_forbidden":  # `asked` names unknown keys
+                message = problem["msg"].replace("Input should", "must")
+                yield f'--layouts "{text}": {problem["loc"][0]}: {message}'
 
 
 def every(most: int) -> list[dict[str, Any]]:
@@ -91,49 +96,50 @@ def every(most: int) -> list[dict[str, Any]]:
 
     Sequences are cut over two ranks, alone and together with two ranks of each other axis.
     """
-    powers = [1 << n for n in range(most.bit_length())]
-    sizes = [
-        s
-        for s in product(powers, repeat=4)
-        if 1 < prod(s) <= most and (s[3] == 1 or prod(s) <= 4 == s[3] * 2)
-    ]
-    sizes.sort(key=lambda s: (prod(s), s[3], s))
-    axes = ("tensor", "pipeline", "data", "context")
-    return [
-        {axis: n for axis, n in zip(axes, s, strict=True) if n > 1 or axis != "context"}
-        for s in sizes
-    ]
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    sizes: list[tuple[int, ...]] = []
+    for tensor, pipeline, data, context in product(powers, repeat=4):
+        ranks = tensor * pipeline * data * context
+        is_wanted = context == 1 or (context == 2 and ranks <= 4)
+        if 1 < ranks <= most and is_wanted:
+            sizes.append((tensor, pipeline, data, context))
+    sizes.sort(key=lambda size: (prod(size), size[3], size))
+    layouts: list[dict[str, Any]] = []
+    for tensor, pipeline, data, context in sizes:
+        layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
+        if context > 1:
+            layout["context"] = context
+        layouts.append(layout)
+    return layouts
 
 
-def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
+def largest(layouts: Sequence[Mapping[str, Any]], key: str) -> int:
     """Return the largest size of one axis over these layouts."""
-    return max((int(one.get(key, 1)) for one in said), default=1)
+    return max((int(layout.get(key, 1)) for layout in layouts), default=1)
 
 
-def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
-    """Return the layout with the keys of `said`; see `tools.config.layouts.fitted`.
+def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Layout:
+    """Return the layout with these keys of [parallel]; see `tools.config.layouts.fitted`.
 
-    A layout that the run cannot have keeps all keys, so that the reasons are those of the whole
+    A layout that the run cannot have keeps all keys, so that the reasons are those of the full
     table.
     """
-    if fitting := layout_for(config, said):
-        return Layout(_name(said), fitting.parallel, fitting.left_out)
-    return Layout(
-        _name(said),
-        Parallel.model_validate({**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **said}),
-    )
+    fitting = layout_for(config, keys)
+    if fitting:
+        return Layout(_layout_name(keys), fitting.parallel, fitting.left_out)
+    table = {**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **keys}
+    return Layout(_layout_name(keys), Parallel.model_validate(table))
 
 
-def _name(said: Mapping[str, Any]) -> str:
-    usual = {key: Parallel.model_fields[key].default for key in SHORT.values()}
-    axes = [
-        f"{short}={said[key]}"
-        for short, key in SHORT.items()
-        if said.get(key, usual[key]) != usual[key]
-    ]
-    others = [
-        f"{k}={str(v).lower() if isinstance(v, bool) else v}"
-        for k, v in said.items()
-        if k not in SHORT.values()
-    ]
-    return ",".join([*axes, *others]) or "one process"
+def _layout_name(keys: Mapping[str, Any]) -> str:
+    """Return the layout as a user would write it: axes by their short names first."""
+    parts: list[str] = []
+    for short, key in SHORT.items():
+        default = Parallel.model_fields[key].default
+        if keys.get(key, default) != default:
+            parts.append(f"{short}={keys[key]}")
+    for key, value in keys.items():
+        if key not in SHORT.values():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            parts.append(f"{key}={text}")
+    return ",".join(parts) or "one process"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -13,7 +13,8 @@ from rich.table import Table
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
 
 EQUAL_BITS = "equal bits"
-CLASS = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}
+CLASS = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}  # of CSS
+COLOR = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}  # in a terminal
 
 # shown as errors; all other quantities must be exact, and share a column
 NUMBERS = {
@@ -24,114 +25,138 @@ NUMBERS = {
     "moments": "moments",
 }
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1100px; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1100px;
+  margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .8rem .3rem 0 }
+table { border-collapse: collapse; width: 100% }
+td, th { text-align: left; padding: .3rem .8rem .3rem 0 }
 th { border-bottom: 2px solid #d0d7de } td { border-bottom: 1px solid #eaeef2; vertical-align: top }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 code { font: 13px ui-monospace, monospace } .proven { color: #1a7f37 } .wrong { color: #cf222e }
-.untried { color: #7d4e00 } ol.way { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 3px }
+.untried { color: #7d4e00 } ol.way { list-style: none;
+  padding: 0; display: flex; flex-wrap: wrap; gap: 3px }
 ol.way li { font-size: 12px; padding: 1px 6px; border-radius: 4px; background: #dafbe1 }
-ol.way li.wrong { background: #ffcecb; color: #24292f } ol.way li.untried { background: #fff1d6; color: #24292f }
+ol.way li.wrong { background: #ffcecb; color: #24292f }
+ol.way li.untried { background: #fff1d6; color: #24292f }
 ol.way li.first { outline: 2px solid #cf222e; font-weight: 600 }
 .verdict { font-size: 1.25rem; font-weight: 600 } .scroll { overflow-x: auto }
 """
 
 
-def show(made: Certificate, console: Console) -> None:
+def show(certificate: Certificate, console: Console) -> None:
     """Print the layouts as a table, and the details of those that differ."""
-    if made["changes"]:
-        console.print(_changes(made))
+    if certificate["changes"]:
+        console.print(_changes_table(certificate))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
         table.add_column(column, no_wrap=column != "exact")
-    for one in made["layouts"]:
-        color = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}[one["verdict"]]
-        cells = [f"[red]{cell}[/]" if bad else cell for cell, bad in _cells(one)]
-        table.add_row(plain(one["layout"]), one["precision"], *cells, f"[{color}]{verdict(one)}[/]")
+    for entry in certificate["layouts"]:
+        color = COLOR[entry["verdict"]]
+        cells = [
+            f"[red]{cell.text}[/]" if cell.is_bad else cell.text for cell in _number_cells(entry)
+        ]
+        result = f"[{color}]{verdict(entry)}[/]"
+        table.add_row(plain(entry["layout"]), entry["precision"], *cells, result)
     console.print(table)
-    for one in made["layouts"]:
-        if one["verdict"] != PROVEN:
-            console.print(f"[bold]{plain(one['layout'])}, {one['precision']}[/]")
-            for word, text in _trouble(one):
-                console.print(f"  {word:13}{plain(text)}", highlight=False, soft_wrap=True)
-    for what, why in _aside(made):
-        console.print(f"not tried: {plain(what)} ({plain(why)})", highlight=False, soft_wrap=True)
-    console.print(conclusion(made), highlight=False, soft_wrap=True)
+    for entry in certificate["layouts"]:
+        if entry["verdict"] != PROVEN:
+            console.print(f"[bold]{plain(entry['layout'])}, {entry['precision']}[/]")
+            for label, text in _details(entry):
+                console.print(f"  {label:13}{plain(text)}", highlight=False, soft_wrap=True)
+    for part, reason in _not_tried(certificate):
+        line = f"not tried: {plain(part)} ({plain(reason)})"
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(conclusion(certificate), highlight=False, soft_wrap=True)
 
 
-def verdict(one: Mapping[str, Any]) -> str:
+def verdict(entry: Mapping[str, Any]) -> str:
     """Return the verdict on a layout, EQUAL_BITS if it is proven without any tolerance."""
-    return EQUAL_BITS if one.get("equal_bits") else str(one["verdict"])
+    return EQUAL_BITS if entry.get("equal_bits") else str(entry["verdict"])
 
 
-def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
-    """Yield (what, why) that was not tried: of the run, of one layout, or a quantity in every
+def _not_tried(certificate: Certificate) -> Iterator[tuple[str, str]]:
+    """Yield (part, reason) that was not tried: of the run, of one layout, or a quantity in every
     layout."""
-    yield from ((what, why) for what, why in made["not_tried"])
-    for one in made["layouts"]:
-        if left_out := ", ".join(f"parallel.{key}" for key in one["left_out"]):
+    yield from ((part, reason) for part, reason in certificate["not_tried"])
+    by_precision: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in certificate["layouts"]:
+        precision = entry["precision"]
+        if entry["left_out"]:
             yield (
-                left_out,
-                (
-                    f"{one['layout']} in {one['precision']}: the sizes that were compared do not "
-                    "allow it"
-                ),
+                ", ".join(f"parallel.{key}" for key in entry["left_out"]),
+                f"{entry['layout']} in {precision}: the sizes that were compared do not allow it",
             )
-    tried = [one for one in made["layouts"] if one["quantities"]]
-    for precision in dict.fromkeys(one["precision"] for one in tried):
-        alike = [one["quantities"] for one in tried if one["precision"] == precision]
-        for quantity, first in alike[0].items():
-            if all(some.get(quantity, {}).get("verdict") == NOT_TRIED for some in alike):
+        if entry["quantities"]:
+            by_precision.setdefault(precision, []).append(entry["quantities"])
+    for precision, layouts in by_precision.items():
+        for quantity, first in layouts[0].items():
+            verdicts = {quantities.get(quantity, {}).get("verdict") for quantities in layouts}
+            if verdicts == {NOT_TRIED}:
                 yield f"{quantity} in {precision}", first["why"]
 
 
-def conclusion(made: Certificate) -> str:
+def conclusion(certificate: Certificate) -> str:
     """Return the result in a sentence."""
-    layouts = made["layouts"]
-    count = Counter(one["verdict"] for one in layouts)
-    good = count[PROVEN]
+    layouts = certificate["layouts"]
+    count = Counter(entry["verdict"] for entry in layouts)
     tried = count[PROVEN] + count[WRONG]
     rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
-    equal = sum(bool(one.get("equal_bits")) for one in layouts)
+    equal = sum(bool(entry.get("equal_bits")) for entry in layouts)
     bits = f", {equal} of them in every bit" if equal else ""
-    how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
+    extent = (
+        f"{certificate['tensors']} tensors, {certificate['steps']} steps, of which "
+        f"{certificate['applied']} applied"
+    )
     if not tried:
         return (
             f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be "
-            f"tried ({how})"
+            f"tried ({extent})"
         )
-    if good == tried:
+    if count[PROVEN] == tried:
         return (
-            f"all {good} comparisons agree with one process{bits}: {how} and {made['clipped']} "
-            f"clipped{rest}"
+            f"all {tried} comparisons agree with one process{bits}: {extent} and "
+            f"{certificate['clipped']} clipped{rest}"
         )
-    return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({how}){rest}"
+    return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({extent}){rest}"
 
 
-def _changes(made: Certificate) -> Table:
+def _changes_table(certificate: Certificate) -> Table:
     table = Table("made small", "from", "to", box=box.SIMPLE_HEAD)
-    for key, (one, other) in made["changes"].items():
-        table.add_row(plain(key), plain(_short(one)), plain(_short(other)))
+    for key, (old, new) in certificate["changes"].items():
+        table.add_row(plain(key), plain(_shorten(old)), plain(_shorten(new)))
     return table
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, is it bad) of each column between precision and verdict."""
-    quantities = one["quantities"]
-    for quantity in NUMBERS:
-        found = quantities.get(quantity)
-        if found is None or found["verdict"] == NOT_TRIED:
-            yield ("not tried" if found else ""), False
+class _Cell(NamedTuple):
+    """A cell of the table of layouts."""
+
+    text: str
+    is_bad: bool = False
+
+
+def _number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
+    """Return the cells of each column between precision and verdict."""
+    quantities = entry["quantities"]
+    cells: list[_Cell] = []
+    for name in NUMBERS:
+        quantity = quantities.get(name)
+        if quantity is None:
+            cells.append(_Cell(""))
+        elif quantity["verdict"] == NOT_TRIED:
+            cells.append(_Cell("not tried"))
         else:
-            yield _number(found["error"]), found["failed"] > 0
-    exact = {q: found for q, found in quantities.items() if q not in NUMBERS}
-    bad = [q for q, found in exact.items() if found["verdict"] == WRONG]
-    yield (", ".join(bad) or ("yes" if exact else "")), bool(bad)
+            cells.append(_Cell(_number(quantity["error"]), quantity["failed"] > 0))
+    exact = [name for name in quantities if name not in NUMBERS]
+    wrong = [name for name in exact if quantities[name]["verdict"] == WRONG]
+    if wrong:
+        cells.append(_Cell(", ".join(wrong), is_bad=True))
+    else:
+        cells.append(_Cell("yes" if exact else ""))
+    return cells
 
 
 def _number(error: float | str) -> str:
@@ -142,67 +167,76 @@ def _number(error: float | str) -> str:
     return f"{error:.0e}"
 
 
-def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if one["verdict"] == NOT_TRIED:
-        yield "not tried", one["why"]
+def _details(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of a layout that is not proven."""
+    if entry["verdict"] == NOT_TRIED:
+        yield "not tried", entry["why"]
         return
-    first = one["first"]
-    yield (
-        "arises in",
-        " ".join(
-            filter(None, (f"{first['phase']}:", first["place"] if "ranks_at" not in one else ""))
-        ),
-    )
+    first = entry["first"]
+    # the places of ranks that hang have lines of their own
+    place = "" if "ranks_at" in entry else first["place"]
+    yield "arises in", f"{first['phase']}: {place}".rstrip()
     if "note" in first and "quantity" not in first:
         yield "", first["note"]
-    yield from (("", where) for where in one.get("ranks_at", ()))
-    for word in ("first", "worst"):
-        if "quantity" in one.get(word, ()):
-            yield word, told(one[word])
-    yield "likely cause", one["likely_cause"]
+    for position in entry.get("ranks_at", ()):
+        yield "", position
+    for label in ("first", "worst"):
+        if "quantity" in entry.get(label, ()):
+            yield label, told(entry[label])
+    yield "likely cause", entry["likely_cause"]
 
 
-def told(d: Mapping[str, Any]) -> str:
+def told(difference: Mapping[str, Any]) -> str:
     """Return a difference in words."""
-    what = " ".join(filter(None, (d["quantity"], d["name"])))
-    when = f"step {d['step']}" if d["step"] else "before the first step"
-    ratio = f", ratio {d['ratio_looks_like']}" if d.get("ratio_looks_like") else ""
-    if d["error"] == "inf":
+    name = f" {difference['name']}" if difference["name"] else ""
+    step = f"step {difference['step']}" if difference["step"] else "before the first step"
+    ratio = (
+        f", ratio {difference['ratio_looks_like']}" if difference.get("ratio_looks_like") else ""
+    )
+    if difference["error"] == "inf":
         size = ""
     else:
-        size = f": error {_number(d['error'])}, bound {_number(d['bound'])}"
-    note = f"; {_short(d['note'])}" if d.get("note") else ""
-    seen = f", on rank {', '.join(map(str, d['ranks']))}" if d.get("ranks") else ""
-    return f"{what}, {when}{size}{ratio}{seen}{note}"
+        size = f": error {_number(difference['error'])}, bound {_number(difference['bound'])}"
+    note = f"; {_shorten(difference['note'])}" if difference.get("note") else ""
+    ranks = (
+        f", on rank {', '.join(map(str, difference['ranks']))}" if difference.get("ranks") else ""
+    )
+    return f"{difference['quantity']}{name}, {step}{size}{ratio}{ranks}{note}"
 
 
-def page(made: Certificate) -> str:
+def page(certificate: Certificate) -> str:
     """Return the certificate as HTML."""
-    versions = ", ".join(f"{name} {value}" for name, value in made["versions"].items())
-    configuration = made["configuration"]
+    versions = ", ".join(f"{name} {value}" for name, value in certificate["versions"].items())
+    configuration = certificate["configuration"]
+    css_class = CLASS[certificate["verdict"]]
     parts = [
         f"<h1>megaprec parity: {escape(configuration['file'])}</h1>",
-        f'<p class="verdict {CLASS[made["verdict"]]}">{escape(conclusion(made))}</p>',
+        f'<p class="verdict {css_class}">{escape(conclusion(certificate))}</p>',
         f"<p>{escape(configuration['model'])}. Run <code>sha256 "
         f"{configuration['sha256']}</code>, as compared "
         f"<code>{configuration['sha256_as_compared']}</code>. {escape(versions)}.</p>",
         "<h2>Layouts</h2>",
-        _layouts(made["layouts"]),
-        *(_trouble_html(one) for one in made["layouts"] if one["verdict"] != PROVEN),
-        "<h2>Quantities</h2>",
-        *(_quantities(one) for one in made["layouts"] if one["quantities"]),
+        _layouts_html(certificate["layouts"]),
     ]
-    if made["changes"]:
-        rows = [(key, one, other) for key, (one, other) in made["changes"].items()]
-        parts += ["<h2>Made small</h2>", _table(("key", "from", "to"), rows)]
-    if aside := list(_aside(made)):
-        parts += ["<h2>Not tried</h2>", _table(("what", "why"), aside)]
-    if made["rounding"]:
-        names = ", ".join(f"{name} ({count})" for name, count in made["rounding"].items())
+    for entry in certificate["layouts"]:
+        if entry["verdict"] != PROVEN:
+            parts.append(_details_html(entry))
+    parts.append("<h2>Quantities</h2>")
+    for entry in certificate["layouts"]:
+        if entry["quantities"]:
+            parts.append(_quantities_html(entry))
+    if certificate["changes"]:
+        changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
+        parts += ["<h2>Made small</h2>", _table(("key", "from", "to"), changes)]
+    not_tried = list(_not_tried(certificate))
+    if not_tried:
+        parts += ["<h2>Not tried</h2>", _table(("what", "why"), not_tried)]
+    if certificate["rounding"]:
+        counts = certificate["rounding"].items()
+        names = ", ".join(f"{name} ({count})" for name, count in counts)
         parts.append(
-            "<p>Elements whose gradient may be nothing but rounding: they need not be as "
-            "near, and are not counted as "
-            f"zeros: {escape(names)}.</p>"
+            "<p>Elements whose gradient may be nothing but rounding: they need not be as near, and "
+            f"are not counted as zeros: {escape(names)}.</p>"
         )
     body = "\n".join(parts)
     return (
@@ -212,67 +246,54 @@ def page(made: Certificate) -> str:
     )
 
 
-def _layouts(layouts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), verdict(one))
-        for one in layouts
-    ]
+def _layouts_html(layouts: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[Sequence[str]] = []
+    for entry in layouts:
+        cells = [cell.text for cell in _number_cells(entry)]
+        rows.append([entry["layout"], entry["precision"], *cells, verdict(entry)])
     return _table(("layout", "precision", *NUMBERS.values(), "exact", "verdict"), rows)
 
 
-def _trouble_html(one: Mapping[str, Any]) -> str:
+def _details_html(entry: Mapping[str, Any]) -> str:
     lines = "".join(
-        f"<tr><td>{escape(word)}</td><td>{escape(text)}</td></tr>" for word, text in _trouble(one)
+        f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>"
+        for label, text in _details(entry)
     )
     heading = (
-        f"<h2 class='{CLASS[one['verdict']]}'>{escape(one['layout'])}, "
-        f"{escape(one['precision'])}</h2>"
+        f"<h2 class='{CLASS[entry['verdict']]}'>{escape(entry['layout'])}, "
+        f"{escape(entry['precision'])}</h2>"
     )
-    rows = [(told(d),) for d in one.get("differing", [])]
-    if one.get("num_differing", 0) > len(rows):
-        more = f"<p>{one['num_differing']} in all.</p>"
-    else:
-        more = ""
-    return f"{heading}<table>{lines}</table>{_way(one)}{_table(('what differs',), rows) if rows else ''}{more}"
+    rows = [(told(difference),) for difference in entry.get("differing", [])]
+    listed = _table(("what differs",), rows) if rows else ""
+    if entry.get("num_differing", 0) > len(rows):
+        listed += f"<p>{entry['num_differing']} in all.</p>"
+    return f"{heading}<table>{lines}</table>{_stations_html(entry)}{listed}"
 
 
-def _way(one: Mapping[str, Any]) -> str:
+def _stations_html(entry: Mapping[str, Any]) -> str:
     """Return the step of the first difference as a row of its stations, with the first that differs
-    marked."""
-    way = one.get("way", [])
-    shown = []
-    first = next((n for n, stop in enumerate(way) if stop["verdict"] == WRONG), -1)
-    for n, stop in enumerate(way):
-        mark = f"{CLASS[stop['verdict']]}{' first' if n == first else ''}"
-        back = "← " if stop["phase"] == "backward" else ""
-        title = f"{stop['phase']}, error {_number(stop['error'])}"
-        shown.append(
-            f'<li class="{mark}" title="{escape(title)}">{back}{escape(stop["name"])}</li>'
-        )
-    if way:
-        heading = f"<p>Step {one['first']['step']}, from its first activation to its update:</p>"
-    else:
-        heading = ""
-    return f'{heading}<ol class="way">{"".join(shown)}</ol>' if way else ""
+    marked; empty if there are none."""
+    stations = entry.get("way", [])
+    if not stations:
+        return ""
+    items: list[str] = []
+    found_first = False
+    for station in stations:
+        css_class = CLASS[station["verdict"]]
+        if station["verdict"] == WRONG and not found_first:
+            css_class += " first"
+            found_first = True
+        arrow = "← " if station["phase"] == "backward" else ""
+        title = escape(f"{station['phase']}, error {_number(station['error'])}")
+        name = escape(station["name"])
+        items.append(f'<li class="{css_class}" title="{title}">{arrow}{name}</li>')
+    step = entry["first"]["step"]
+    heading = f"<p>Step {step}, from its first activation to its update:</p>"
+    return f'{heading}<ol class="way">{"".join(items)}</ol>'
 
 
-def _quantities(one: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            q["verdict"],
-            str(q["compared"]),
-            str(q["failed"]),
-            _number(q["error"]),
-            _number(q["bound"]),
-            q["name"],
-            str(q["step"]),
-            q.get("why", ""),
-        )
-        if "compared" in q
-        else (name, q["verdict"], *[""] * 6, q["why"])
-        for name, q in one["quantities"].items()
-    ]
+def _quantities_html(entry: Mapping[str, Any]) -> str:
+    rows = [_quantity_row(name, quantity) for name, quantity in entry["quantities"].items()]
     head = (
         "quantity",
         "verdict",
@@ -284,20 +305,41 @@ def _quantities(one: Mapping[str, Any]) -> str:
         "step",
         "why not tried",
     )
-    summary = f"{escape(one['layout'])}, {escape(one['precision'])}: {one['verdict']}"
+    summary = f"{escape(entry['layout'])}, {escape(entry['precision'])}: {entry['verdict']}"
     return f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    numeric = {n for n in range(len(head)) if rows and all(_is_number(row[n]) for row in rows)}
-    marks = [' class="n"' if n in numeric else "" for n in range(len(head))]
-    top = "".join(f"<th{mark}>{escape(name)}</th>" for mark, name in zip(marks, head, strict=True))
-    lines = [
-        "".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True))
-        for row in rows
+def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[str]:
+    if "compared" not in quantity:
+        return [name, quantity["verdict"], *[""] * 6, quantity["why"]]
+    return [
+        name,
+        quantity["verdict"],
+        str(quantity["compared"]),
+        str(quantity["failed"]),
+        _number(quantity["error"]),
+        _number(quantity["bound"]),
+        quantity["name"],
+        str(quantity["step"]),
+        quantity.get("why", ""),
     ]
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><tr>{top}</tr>\n{body}</table></div>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as HTML; columns of numbers are aligned to the right."""
+    attributes: list[str] = []
+    for column in range(len(head)):
+        is_numeric = rows and all(_is_number(row[column]) for row in rows)
+        attributes.append(' class="n"' if is_numeric else "")
+    body = "\n".join(_table_row("td", attributes, row) for row in rows)
+    top = _table_row("th", attributes, head)
+    return f'<div class="scroll"><table>{top}\n{body}</table></div>'
+
+
+def _table_row(tag: str, attributes: Sequence[str], cells: Sequence[str]) -> str:
+    columns = zip(attributes, cells, strict=True)
+    inner = "".join(f"<{tag}{attribute}>{escape(cell)}</{tag}>" for attribute, cell in columns)
+    return f"<tr>{inner}</tr>"
 
 
 def _is_number(text: str) -> bool:

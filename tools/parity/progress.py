@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,7 +41,7 @@ from parallel.pipeline.instructions import Instruction
 from tools.parity.borders import shared_name
 
 PATIENCE = 20.0  # seconds without any rank moving or computing after which all are stuck
-EVERY = 0.5
+EVERY = 0.5  # seconds between two looks
 IDLE = 0.02  # share of one processor below which a rank does not compute
 
 
@@ -90,27 +91,28 @@ class Trail(Waits):
 
 
 @contextmanager
-def noting(path: Path) -> Iterator[Trail]:
-    """Within the context, keep the position of the main thread in the file `path`; yields what it
-    has to write."""
-    over = Event()
+def recorded_position(path: Path) -> Iterator[Trail]:
+    """Within the context, keep the position of the main thread in the file `path`; yield the trail
+    that it has to write."""
+    is_over = Event()
     trail = Trail()
-    watcher = Thread(target=_note, args=(path, over, trail), daemon=True)
-    watcher.start()
+    writer = Thread(target=_write_positions, args=(path, is_over, trail), daemon=True)
+    writer.start()
     try:
         with noted(trail):
             yield trail
     finally:
-        over.set()
-        watcher.join()
+        is_over.set()
+        writer.join()
 
 
-def _note(path: Path, over: Event, trail: Trail) -> None:
+def _write_positions(path: Path, is_over: Event, trail: Trail) -> None:
     last = ""
-    while not over.wait(EVERY):
-        where = {"pid": os.getpid(), "processor": round(time.process_time(), 2)}
-        text = json.dumps({**where, **trail.now()})
+    while not is_over.wait(EVERY):
+        process = {"pid": os.getpid(), "processor": round(time.process_time(), 2)}
+        text = json.dumps({**process, **trail.now()})
         if text != last:
+            # renamed when complete, for another process reads it at any time
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, path)
@@ -129,34 +131,40 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
     collective: axis and kind. waits: whether it is in a transfer between ranks. at: the innermost
     lines of code outside of torch and Python.
     """
-    found: dict[str, Any] = {"at": [], "waits": False}
+    lines: list[str] = []
+    position: dict[str, Any] = {"at": lines, "waits": False}
     inner: FrameType | None = frame
     while inner is not None:
         file = short_path(inner.f_code.co_filename)
-        local = inner.f_locals
-        found["waits"] |= not found["at"] and file.startswith(WAITING)
-        if not file.startswith(OUTSIDE) and len(found["at"]) < LINES:
-            found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
-        if _is_collective(file, inner.f_code.co_name):
-            found["collective"] = inner.f_code.co_name
-        own = local.get("self")
-        if isinstance(own, Axis):
-            found["collective"] = (
-                f"{inner.f_code.co_name.removeprefix('start_').strip('_')} over {own.name}"
-            )
-        if isinstance(own, Executor) and inner.f_code.co_name == "carry_out" and "i" in local:
-            found["instruction"] = str(local["i"])
-        if "module" not in found and (name := _module(own, local.get("ctx"))):
-            found["module"] = name
+        function = inner.f_code.co_name
+        variables = inner.f_locals
+        if not lines and file.startswith(WAITING):
+            position["waits"] = True
+        if not file.startswith(OUTSIDE) and len(lines) < LINES:
+            lines.append(f"{file}:{inner.f_lineno} {function}")
+        # of nested calls of collectives, the outermost names the kind
+        if _is_collective(file, function):
+            position["collective"] = function
+        instance = variables.get("self")
+        if isinstance(instance, Axis):
+            kind = function.removeprefix("start_").strip("_")
+            position["collective"] = f"{kind} over {instance.name}"
+        if isinstance(instance, Executor) and function == "carry_out" and "i" in variables:
+            position["instruction"] = str(variables["i"])
+        if "module" not in position:
+            module = _module_name(instance, variables.get("ctx"))
+            if module:
+                position["module"] = module
         inner = inner.f_back
-    return found
+    return position
 
 
-def _module(own: object, ctx: Any) -> str:
+def _module_name(instance: object, ctx: Any) -> str:
+    """Return the name of a module, or of the weight that an autograd function computes with."""
     weight = getattr(ctx, "weight", None)
     if isinstance(weight, nn.Parameter) and has_layout(weight):
         return layout_of(weight).parts[0].name
-    return shared_name(own) if isinstance(own, nn.Module) else ""
+    return shared_name(instance) if isinstance(instance, nn.Module) else ""
 
 
 class Watch:
@@ -188,57 +196,64 @@ class Watch:
         return self.folder / f"{rank}.at"
 
     def _watch(self) -> None:
-        seconds = 0.0
-        before = dict[int, dict[str, Any]]()
-        used = 0.0
+        seconds = 0.0  # since a rank was last seen moving or computing
+        last_positions: dict[int, dict[str, Any]] = {}
+        last_used = 0.0
         while not self._over.wait(EVERY):
-            now = self._said()
-            places = {rank: _without_processor(one) for rank, one in now.items()}
+            reports = self._read_reports()
+            positions = {rank: _position(report) for rank, report in reports.items()}
+            used = sum(report["processor"] for report in reports.values())
             seconds += EVERY  # counted in looks: a machine that stood still is no hang
-            busy = _processor(now) - used > IDLE * seconds * self.ranks
-            if places != before or len(now) < self.ranks or (busy and seconds > 1):
+            has_moved = positions != last_positions or len(reports) < self.ranks
+            # a single look is too short to measure by
+            is_busy = seconds > 1 and used - last_used > IDLE * seconds * self.ranks
+            if has_moved or is_busy:
                 seconds = 0.0
-                before = places
-                used = _processor(now)
-            elif seconds > self.patience and any(one["waits"] for one in now.values()):
-                self.stuck = places
-                for one in now.values():
+                last_positions = positions
+                last_used = used
+            elif seconds > self.patience and any(report["waits"] for report in reports.values()):
+                self.stuck = positions
+                for report in reports.values():
                     with suppress(ProcessLookupError):
-                        os.kill(one["pid"], signal.SIGKILL)
+                        os.kill(report["pid"], signal.SIGKILL)
                 return
 
-    def _said(self) -> dict[int, dict[str, Any]]:
-        said = {}
+    def _read_reports(self) -> dict[int, dict[str, Any]]:
+        """Return what each rank has last written."""
+        reports: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks):
             with suppress(FileNotFoundError):
-                said[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
-        return said
+                reports[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
+        return reports
 
 
-def _processor(said: Mapping[int, Mapping[str, Any]]) -> float:
-    """Return the processor seconds of all ranks together, as they tell them."""
-    return sum(one["processor"] for one in said.values())
+def _position(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's report without the processor time, which grows though the rank stands
+    still."""
+    return {name: value for name, value in report.items() if name != "processor"}
 
 
-def _without_processor(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "processor"}
-
-
-def told(rank: int, one: Mapping[str, Any]) -> str:
+def describe_position(rank: int, position: Mapping[str, Any]) -> str:
     """Return the position of a rank in a line."""
-    where = [f"instruction {one['instruction']}"] if "instruction" in one else []
-    where += [one["module"]] if "module" in one else []
-    how = f"waits in {one.get('collective', 'a transfer')}" if one["waits"] else "is"
-    at = f" at {' < '.join(one['at'])}" if one["at"] else ""
-    return f"rank {rank} {how}{at}" + (f" ({', '.join(where)})" if where else "")
+    if position["waits"]:
+        state = f"waits in {position.get('collective', 'a transfer')}"
+    else:
+        state = "is"
+    lines = f" at {' < '.join(position['at'])}" if position["at"] else ""
+    context: list[str] = []
+    if "instruction" in position:
+        context.append(f"instruction {position['instruction']}")
+    if "module" in position:
+        context.append(position["module"])
+    return f"rank {rank} {state}{lines}" + (f" ({', '.join(context)})" if context else "")
 
 
-def odd(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
+def odd_ranks(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
     """Return the ranks that wait for something else than most ranks do, or do not wait; empty if
     none stands out."""
     kinds = {
-        rank: (one.get("collective"), one.get("instruction"), one["waits"])
-        for rank, one in stuck.items()
+        rank: (position.get("collective"), position.get("instruction"), position["waits"])
+        for rank, position in stuck.items()
     }
-    common = max(kinds.values(), key=lambda kind: sum(other == kind for other in kinds.values()))
+    ((common, _),) = Counter(kinds.values()).most_common(1)
     return [rank for rank, kind in kinds.items() if kind != common]

@@ -8,9 +8,10 @@ their files.
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,14 @@ import torch.distributed as dist
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, load_run
 from tools.parity.gather import Record, gather
-from tools.parity.progress import PATIENCE, Trail, Watch, noting, odd, told
+from tools.parity.progress import (
+    PATIENCE,
+    Trail,
+    Watch,
+    describe_position,
+    odd_ranks,
+    recorded_position,
+)
 from tools.parity.record import Plan, record
 from tools.training.corpus import Corpus, open_built
 from tools.training.launch import launch_local, note_failure
@@ -45,9 +53,8 @@ class Run:
     @staticmethod
     def read(folder: Path) -> "Run":
         """Read the files that `write` wrote to `folder`."""
-        return Run(
-            load_run(folder / "run.toml"), Plan(**json.loads((folder / "plan").read_text())), folder
-        )
+        plan = Plan(**json.loads((folder / "plan").read_text()))
+        return Run(load_run(folder / "run.toml"), plan, folder)
 
 
 def corpus_of(config: RunConfig) -> Corpus:
@@ -89,12 +96,16 @@ def run_together(
         run.write()
     failures: list[Failure | None] = []
     while len(failures) < len(runs):
-        left = runs[len(failures) :]
-        failure = _launched(left, folder, patience)
-        reached = next((n for n, run in enumerate(left) if not done(run)), len(left))
-        failures += [None] * reached
-        if reached < len(left):
-            failures += [failure] * (len(left) - reached if failure.stopped else 1)
+        pending = runs[len(failures) :]
+        failure = _launch(pending, folder, patience)
+        num_done = 0
+        while num_done < len(pending) and done(pending[num_done]):
+            num_done += 1
+        failures += [None] * num_done
+        if num_done == len(pending):
+            break
+        # the user's signal ends the later runs too
+        failures += [failure] * (len(pending) - num_done if failure.stopped else 1)
     return failures
 
 
@@ -106,39 +117,48 @@ class Launcher:
     together: Callable[[Sequence[Run], Path], list[Failure | None]] = run_together
 
 
-def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
+def _launch(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
     (folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
     ranks = runs[0].config.world_size
     with Watch(folder, ranks, patience) as watch:
         code = launch_local(["parity", str(folder), FLAG], ranks, threads=1)
     if watch.stuck:
-        where = tuple(told(rank, one) for rank, one in sorted(watch.stuck.items()))
-        alone = ", ".join(map(str, odd(watch.stuck)))
-        if alone:
-            other = f"; rank {alone} waits for something else than the others, or for nothing"
-        else:
-            other = ""
-        why = (
-            f"its ranks hang: for {patience:g} s none moved or computed, until they were "
-            f"ended{other}"
-        )
-        return Failure(why, where)
+        return _hang(watch.stuck, patience)
     if code - 128 in STOPS:
         return Failure(f"stopped by signal {code - 128}", stopped=True)
     if code > 128:
         ended = f"a rank was ended by signal {code - 128}"
     else:
         ended = f"its ranks ended with code {code}"
-    said = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
-    fresh = [path for path in said if path.parent in {run.folder for run in runs}]
-    return Failure(f"{ended}: {fresh[0].read_text(encoding='utf-8')}" if fresh else ended)
+    # the rank that failed first is the cause; the others fail for want of it
+    notes = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
+    folders = {run.folder for run in runs}
+    notes = [path for path in notes if path.parent in folders]
+    if notes:
+        return Failure(f"{ended}: {notes[0].read_text(encoding='utf-8')}")
+    return Failure(ended)
+
+
+def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
+    """Return the failure of ranks that all waited. stuck: the last position of each."""
+    positions = tuple(describe_position(rank, stuck[rank]) for rank in sorted(stuck))
+    odd = ", ".join(map(str, odd_ranks(stuck)))
+    if odd:
+        hint = f"; rank {odd} waits for something else than the others, or for nothing"
+    else:
+        hint = ""
+    why = f"its ranks hang: for {patience:g} s none moved or computed, until they were ended{hint}"
+    return Failure(why, positions)
 
 
 def as_rank(folder: Path) -> int:
     """Act as a rank of `run_together`."""
     torch.set_num_threads(1)
-    with noting(folder / f"{os.environ['RANK']}.at") as trail, world(failed=note_failure):
+    with (
+        recorded_position(folder / f"{os.environ['RANK']}.at") as trail,
+        world(failed=note_failure),
+    ):
         carry_out(folder, trail)
     return 0
 
@@ -148,13 +168,14 @@ def carry_out(folder: Path, trail: Trail | None = None) -> None:
     where the rank is."""
     for name in (folder / PENDING).read_text(encoding="utf-8").splitlines():
         run = Run.read(folder / name)
-        p = run.config.parallel
+        parallel = run.config.parallel
         try:
-            mesh = make_mesh(p.pipeline, p.data, p.tensor, cp=p.context)
+            mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, cp=parallel.context)
             record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
         except Exception as error:
-            said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
-            (run.folder / f"{dist.get_rank()}.failed").write_text(said, encoding="utf-8")
+            rank = dist.get_rank()
+            message = f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
+            (run.folder / f"{rank}.failed").write_text(message, encoding="utf-8")
             raise
         dist.barrier()
 
@@ -167,9 +188,16 @@ def done(run: Run) -> bool:
 def with_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
     """Return the run on the open data set, with its vocabulary size."""
     prefixes = [str(dataset.prefix) for dataset in corpus.datasets]
-    parts = zip(config.data.blend, prefixes, strict=True) if config.data.blend else ()
-    blend = tuple(part.model_copy(update={"source": prefix}) for part, prefix in parts)
-    source = {"blend": blend} if blend else {"source": prefixes[0]}
-    begin = "none" if corpus.begin is None else corpus.begin
-    data = config.data.model_copy(update={**source, "tokenizer": "", "begin": begin})
+    update: dict[str, Any] = {
+        "tokenizer": "",
+        "begin": "none" if corpus.begin is None else corpus.begin,
+    }
+    if config.data.blend:
+        update["blend"] = tuple(
+            part.model_copy(update={"source": prefix})
+            for part, prefix in zip(config.data.blend, prefixes, strict=True)
+        )
+    else:
+        update["source"] = prefixes[0]
+    data = config.data.model_copy(update=update)
     return config.model_copy(update={"model": corpus.model, "data": data})

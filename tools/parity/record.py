@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,7 +31,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import report_fields
 from models.stages import Stage
 from tools.config.run_file import RunConfig
-from tools.parity.borders import Borders, Size
+from tools.parity.borders import BorderRecorder, BorderValues, RunSize
 from tools.parity.progress import Trail
 from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer
@@ -79,74 +80,76 @@ class Fragment:
     cut: bool
 
 
-class Recorder(StepObserver):
+class GradientRecorder(StepObserver):
     """Notes the gradients of each update, and plants what is to be planted."""
 
-    def __init__(self, what: Plan) -> None:
-        self.what = what
-        self.taken = 0
-        self.seen: list[tuple[Fragment, Tensor]] = []
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.num_steps = 0  # that the optimizer has taken
+        self.gradients: list[tuple[Fragment, Tensor]] = []
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
-        """Plants an infinity, if this is the step."""
-        for buffer in buffers if self.taken == self.what.planted else ():
-            _plant(buffer, self.what.into)
+        """Plant an infinity, if this is the step."""
+        if self.num_steps != self.plan.planted:
+            return
+        for buffer in buffers:
+            _plant_infinity(buffer, self.plan.into)
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        """Notes what the update is going to be made of."""
+        """Note what the update is going to be made of."""
         if not found:
-            kind = f"gradient/{self.taken}"
-            self.seen += fragments(
+            kind = f"gradient/{self.num_steps}"
+            self.gradients += fragments(
                 buffers, kind, lambda buffer: buffer.own(buffer.grads).double() / scale.double()
             )
-        self.taken += 1
+        self.num_steps += 1
 
 
-def _plant(buffer: Buffer, into: str) -> None:
-    """Makes the last element of a logical tensor infinite, if it lies in this rank's slice."""
+def _plant_infinity(buffer: Buffer, name: str) -> None:
+    """Make the last element of a logical tensor infinite, if it lies in this rank's slice."""
     for piece in buffer.pieces:
         last = piece.stop - 1
-        if (
-            piece.part.name == into
-            and piece.part.shard == piece.part.shards - 1
-            and buffer.first <= last < buffer.last
-        ):
+        has_last_element = piece.part.shard == piece.part.shards - 1
+        is_local = buffer.first <= last < buffer.last
+        if piece.part.name == name and has_last_element and is_local:
             buffer.grads[last] = torch.inf
 
 
-class Listening(Samples):
-    """Notes which samples are asked for; leaves some targets out of the loss, if asked to, by
-    sample and place."""
+class RecordedSamples(Samples):
+    """Notes which samples are asked for; leaves some targets out of the loss, if `masked`, by
+    sample and position."""
 
-    def __init__(self, inner: Samples | Blend, masked: bool) -> None:
-        self.inner = inner
+    def __init__(self, samples: Samples | Blend, masked: bool) -> None:
+        self.samples = samples
         self.masked = masked
-        self.asked: list[list[int]] = []
+        self.ids: list[list[int]] = []
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self.samples)
 
     def batch(self, position: int, count: int) -> Batch:
-        batch = self.inner.batch(position, count)
-        self.asked.append(batch.ids.tolist())
+        batch = self.samples.batch(position, count)
+        self.ids.append(batch.ids.tolist())
         if not self.masked:
             return batch
-        places = batch.ids[:, None] * 5 + torch.arange(batch.tokens.shape[1])
-        # more in some samples than in others
-        drawn = (places * 2654435761 % 4294967296) % (3 + batch.ids[:, None] % 5)
-        counted = (drawn > 0).float()
-        return replace(batch, mask=counted if batch.mask is None else counted * batch.mask)
+        # The mask depends on the sample's id and the target's position alone, so it is the same in
+        # every layout. A multiplicative hash (Knuth) spreads the numbers.
+        numbers = batch.ids[:, None] * 5 + torch.arange(batch.tokens.shape[1])
+        hashes = numbers * 2654435761 % 4294967296
+        # one target in 3 to 7 is left out, more in some samples than in others
+        mask = (hashes % (3 + batch.ids[:, None] % 5) > 0).float()
+        return replace(batch, mask=mask if batch.mask is None else mask * batch.mask)
 
 
-class Watched(Trainer):
-    """The trainer, listened to."""
+class RecordedTrainer(Trainer):
+    """The trainer, with its samples and gradients recorded."""
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, position: Position
+        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, plan: Plan, position: Position
     ) -> None:
-        self.samples = Listening(corpus.train, what.small)
-        self.recorder = Recorder(what)
-        start = Path(what.start) if what.start else None
+        self.samples = RecordedSamples(corpus.train, plan.small)
+        self.recorder = GradientRecorder(plan)
+        start = Path(plan.start) if plan.start else None
         corpus = replace(corpus, train=self.samples)
         super().__init__(config, corpus, mesh, start, observers=[self.recorder], position=position)
 
@@ -155,89 +158,98 @@ def record(
     config: RunConfig,
     corpus: Corpus,
     mesh: DeviceMesh,
-    what: Plan,
+    plan: Plan,
     folder: Path,
     trail: Trail | None = None,
 ) -> None:
-    """Takes the steps and leaves this rank's files in `folder`, which is there. trail: told where
-    the rank is."""
+    """Take the steps and leave this rank's files in `folder`, which exists. trail: told where the
+    rank is."""
     trail = trail or Trail()
-    trainer = Watched(config, corpus, mesh, what, trail.position)
+    trainer = RecordedTrainer(config, corpus, mesh, plan, trail.position)
     optimizer = trainer.engine.optimizer
-    found = list(
+    rank = optimizer.world.rank
+    # before the weights are shaken: initial weights are compared bit by bit
+    recorded = list(
         fragments(optimizer.all_buffers(), "before/weight", lambda buffer: buffer.saved()["weight"])
     )
-    if what.shaken:
-        _shake(optimizer, what.shaken, what.draw)
-    train = config.train
+    if plan.shaken:
+        _shake_weights(optimizer, plan.shaken, plan.draw)
     stages = list(trainer.engine.stages.values())
-    size = Size(
-        train.seq_length, train.global_batch, corpus.model.hidden, what.steps, trainer.progress.step
+    size = RunSize(
+        length=config.train.seq_length,
+        batch=config.train.global_batch,
+        hidden=corpus.model.hidden,
+        steps=plan.steps,
+        first=trainer.progress.step,
     )
-    borders = Borders(
-        stages, size, optimizer.tp, trainer.engine.cp, optimizer.world.rank, trail.modules
+    borders = BorderRecorder(
+        stages, size, optimizer.tp, trainer.engine.cp, rank, active_modules=trail.modules
     )
-    steps = []
-    for number in range(what.steps):
+    steps: list[dict[str, Any]] = []
+    for number in range(plan.steps):
         ((report, _),) = trainer.step()
-        offenders = sorted({o.name for o in report.offenders})
-        steps.append(
-            {
-                **report_fields(report),
-                "offenders": offenders,
-                "scaler": optimizer.numbers()["scaler"],
-            }
-        )
-        if number in (0, what.steps - 1) or what.states or (what.small and report.changed):
-            found += _state(optimizer, number)
-    found += trainer.recorder.seen
-    notes = list(borders.notes())
-    said = {
-        "place": [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank],
+        fields: dict[str, Any] = dict(report_fields(report))
+        fields["offenders"] = sorted({offender.name for offender in report.offenders})
+        fields["scaler"] = optimizer.numbers()["scaler"]
+        steps.append(fields)
+        is_end = number in (0, plan.steps - 1)
+        if is_end or plan.states or (plan.small and report.changed):
+            recorded += _state_fragments(optimizer, number)
+    recorded += trainer.recorder.gradients
+
+    place = [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank]
+    border_values = list(borders.border_values())
+    rank_report = {
+        "place": place,
         "steps": steps,
-        "samples": trainer.samples.asked,
-        "names": list(_names(stages)),
-        "fragments": [asdict(fragment) for fragment, _ in found],
-        "borders": [[*where, some.samples, some.positions] for where, some in notes],
+        "samples": trainer.samples.ids,
+        "names": list(_logical_names(stages)),
+        "fragments": [asdict(fragment) for fragment, _ in recorded],
+        "borders": [[*key, values.samples, values.positions] for key, values in border_values],
         "passed": borders.passed,
     }
-    rank = optimizer.world.rank
-    tensors = {str(n): values.contiguous() for n, (_, values) in enumerate(found)}
-    if notes:
-        seen = torch.cat([some.values.flatten() for _, some in notes])
-    else:
-        seen = torch.zeros(0, dtype=torch.float64)
-    save_file({**tensors, "borders": seen}, folder / f"{rank}.safetensors")
-    (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    tensors = {str(i): values.contiguous() for i, (_, values) in enumerate(recorded)}
+    tensors["borders"] = _flatten_borders([values for _, values in border_values])
+    save_file(tensors, folder / f"{rank}.safetensors")
+    # last, for a run is done when this file is there
+    (folder / f"{rank}.json").write_text(json.dumps(rank_report), encoding="utf-8")
+
+
+def _flatten_borders(borders: Sequence[BorderValues]) -> Tensor:
+    """Return the values of all borders end to end, float64."""
+    if not borders:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.cat([border.values.flatten() for border in borders])
 
 
 @torch.no_grad()
-def _shake(optimizer: ParallelAMPOptimizer, part: float, draw: int) -> None:
-    """Multiplies weights that are their own masters, as in float64, by 1 + `part` or 1 - `part`
-    each."""
+def _shake_weights(optimizer: ParallelAMPOptimizer, fraction: float, draw: int) -> None:
+    """Multiply weights that are their own masters, as in float64, by 1 + `fraction` or
+    1 - `fraction` each."""
     for buffer in optimizer.all_buffers():
-        signs = (
-            torch.randint(
-                0, 2, (buffer.size,), generator=torch.Generator().manual_seed(draw)
-            ).double()
-            * 2
-            - 1
-        )
-        buffer.weights.mul_(1 + part * signs)
+        generator = torch.Generator().manual_seed(draw)
+        bits = torch.randint(0, 2, (buffer.size,), generator=generator)
+        signs = bits.double() * 2 - 1
+        buffer.weights.mul_(1 + fraction * signs)
 
 
-def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:
-    """Masters and averages after a step."""
+def _state_fragments(
+    optimizer: ParallelAMPOptimizer, step: int
+) -> Iterator[tuple[Fragment, Tensor]]:
+    """Yield masters and averages after a step (from 0)."""
     buffers = optimizer.all_buffers()
-    for kind in dict.fromkeys(kind for buffer in buffers for kind in buffer.saved_names):
-        having = [buffer for buffer in buffers if kind in buffer.saved_names]
+    kinds: dict[str, list[Buffer]] = {}
+    for buffer in buffers:
+        for kind in buffer.saved_names:
+            kinds.setdefault(kind, []).append(buffer)
+    for kind, having in kinds.items():
         yield from fragments(
             having, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind]
         )
 
 
-def _names(stages: Sequence[Stage]) -> Iterator[str]:
-    """Logical tensors of this rank in the model's order."""
+def _logical_names(stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield the logical tensors of this rank in the model's order."""
     for parameter in parameters_of(stages):
         yield from (part.name for part in layout_of(parameter).parts)
 
@@ -247,17 +259,17 @@ def fragments(
 ) -> Iterator[tuple[Fragment, Tensor]]:
     """Yield copies of the parts of logical tensors that this rank's shards hold."""
     for buffer in buffers:
-        own = values(buffer)
+        local_values = values(buffer)
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
-            place = Fragment(
+            offset = tuple(part.start if dim == part.dim else 0 for dim in range(len(part.shape)))
+            fragment = Fragment(
                 kind,
                 part.name,
                 part.shape,
                 offset,
                 part.local,
-                owned.in_part.start,
-                part.shards > 1,
+                first=owned.in_part.start,
+                cut=part.shards > 1,
             )
-            yield place, own[owned.in_shard].clone()
+            yield fragment, local_values[owned.in_shard].clone()

@@ -17,7 +17,8 @@ from tools.parity.gather import Record
 from tools.parity.record import Plan
 from tools.parity.shrink import LayoutLimits, shrunk
 
-NUMBERS = (
+# keys of [precision] that are dtypes, or only make sense with some
+DTYPE_KEYS = (
     "compute",
     "parameters",
     "gradients",
@@ -27,9 +28,6 @@ NUMBERS = (
     "rounding",
     "pipeline",
     "buffers",
-)
-# keys of [precision] that are dtypes, or only make sense with some
-NUMBERS += (
     "residual",
     "attention",
     "scores",
@@ -42,6 +40,7 @@ RESETS = (
     "reset_position_ids",
     "eod_mask_loss",
 )
+# one unit in the last place of 1
 EPSILON = {
     "fp64": 2.0**-52,
     "fp32": 2.0**-23,
@@ -58,14 +57,21 @@ def made_ready(
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
     its files."""
     ready = config if full else shrunk(config, most)
-    taken = max(steps, config.train.steps) if full else steps
-    train = {"steps": taken, "eval_every": 0, "sentinel": 0, "threads": 1, "device": "cpu"}
+    # evaluations and checks change no number of a step
+    train = {
+        "steps": max(steps, config.train.steps) if full else steps,
+        "folder": str(folder),
+        "eval_every": 0,
+        "sentinel": 0,
+        "threads": 1,
+        "device": "cpu",
+    }
     precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
     if config.precision.on_nonfinite == "raise":
         precision["on_nonfinite"] = "skip"
     return ready.model_copy(
         update={
-            "train": ready.train.model_copy(update={**train, "folder": str(folder)}),
+            "train": ready.train.model_copy(update=train),
             "precision": ready.precision.model_copy(update=precision),
             "optimizer": ready.optimizer.model_copy(update={"validation": "before"}),
             "log": ready.log.model_copy(update={"sample": "", "timeline": 0, "digests": 0}),
@@ -81,22 +87,21 @@ def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig
     vocab = config.model.vocab
     train = config.train
     count = (steps + 1) * train.global_batch * train.seq_length + 1
-    drawn = torch.randint(
-        0, max(1, vocab * 3 // 4), (count,), generator=torch.Generator().manual_seed(train.seed)
-    )
+    generator = torch.Generator().manual_seed(train.seed)
+    tokens = torch.randint(0, max(1, vocab * 3 // 4), (count,), generator=generator)
     prefix = folder / "tokens"
     with IndexedWriter(prefix, vocab) as writer:
-        for document in drawn.split(train.seq_length * 2 // 3 + 1):
+        for document in tokens.split(train.seq_length * 2 // 3 + 1):
             writer.add_document(document.tolist())
-    kept = {key: getattr(config.data, key) for key in ("shuffle", *RESETS)}
-    data = Data(source=str(prefix), vocab_size=vocab, held_out=0.0, **kept)
+    settings = {key: getattr(config.data, key) for key in ("shuffle", *RESETS)}
+    data = Data(source=str(prefix), vocab_size=vocab, held_out=0.0, **settings)
     return config.model_copy(update={"data": data})
 
 
 def in_float64(config: RunConfig) -> RunConfig:
     """Return the run with every dtype float64 and its loss scaling unchanged."""
-    kept = {key: value for key, value in config.precision if key not in NUMBERS}
-    precision = Precision(**{**kept, "compute": "fp64"})
+    others = {key: value for key, value in config.precision if key not in DTYPE_KEYS}
+    precision = Precision(**{**others, "compute": "fp64"})
     return config.model_copy(update={"precision": precision, "fp8": FP8()})
 
 
@@ -108,12 +113,20 @@ def alone(config: RunConfig) -> RunConfig:
 def epsilon(config: RunConfig) -> float:
     """Return one unit in the last place of the coarsest dtype of products and sums of gradients."""
     plan = config.plan
-    made = plan.compute, plan.attention, plan.scores, plan.gradients, plan.reduce, plan.pipeline
-    used = [dtype_name(d) for d in made]
-    return max(
-        EPSILON[name]
-        for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])]
+    dtypes = (
+        plan.compute,
+        plan.attention,
+        plan.scores,
+        plan.gradients,
+        plan.reduce,
+        plan.pipeline,
     )
+    names = [dtype_name(dtype) for dtype in dtypes]
+    if plan.fp8:
+        names.append("fp8")
+    if plan.tf32:
+        names.append("tf32")
+    return max(EPSILON[name] for name in names)
 
 
 def kept(config: RunConfig) -> dict[str, float]:
@@ -136,13 +149,12 @@ def tokens_per_expert(config: RunConfig) -> float:
 def clipped(config: RunConfig, probe: Record) -> RunConfig:
     """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of
     it."""
-    clip = config.optimizer.clip
     norm = probe.steps[0]["grad_norm"]
-    if not 0 < norm <= clip:
+    if not 0 < norm <= config.optimizer.clip:
         return config
-    return config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"clip": float(f"{norm / 2:.2g}")})}
-    )
+    clip = float(f"{norm / 2:.2g}")
+    optimizer = config.optimizer.model_copy(update={"clip": clip})
+    return config.model_copy(update={"optimizer": optimizer})
 
 
 def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:

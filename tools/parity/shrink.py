@@ -21,12 +21,13 @@ from parallel.sequence_cut import unit
 from tools.config.run_file import RunConfig
 from tools.config.table import Table
 
+# The small sizes, from which the next one is taken that the ranks divide as the original.
 LENGTH = 16
 HEAD_DIM = 8
 VOCAB = 61
 MICROBATCHES = 4
-EXPERT = 32  # largest width of an expert
-SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
+MAX_EXPERT_WIDTH = 32
+MAX_SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,15 @@ class LayoutLimits:
 
 def shrunk(config: RunConfig, most: LayoutLimits) -> RunConfig:
     """Return the small run, on one process. The vocabulary must be known."""
-    model = _model(config, most)
+    train = {**_train(config, most), "init_from": ""}
+    rates = {"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}
     tables: dict[str, Table | ModelConfig] = {
-        "model": model,
-        "train": config.train.model_copy(update={**_train(config, most), "init_from": ""}),
-        "lr": config.lr.model_copy(
-            update={"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}
-        ),
+        "model": _model(config, most),
+        "train": config.train.model_copy(update=train),
+        "lr": config.lr.model_copy(update=rates),
     }
     if config.precision.scaling == "dynamic":
-        initial = max(config.precision.min_scale, min(config.precision.initial_scale, SCALE))
+        initial = max(config.precision.min_scale, min(config.precision.initial_scale, MAX_SCALE))
         interval = min(config.precision.growth_interval, 2)
         tables["precision"] = config.precision.model_copy(
             update={"initial_scale": initial, "growth_interval": interval}
@@ -62,12 +62,12 @@ def shrunk(config: RunConfig, most: LayoutLimits) -> RunConfig:
 
 def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the differences between two runs, by dotted key."""
-    one = dict(_keys(before))
-    other = dict(_keys(after))
-    return {key: (one[key], value) for key, value in other.items() if one[key] != value}
+    old = dict(_dotted_keys(before))
+    new = dict(_dotted_keys(after))
+    return {key: (old[key], value) for key, value in new.items() if old[key] != value}
 
 
-def _keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
+def _dotted_keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
     for table, values in config:
         for name, value in values:
             yield f"{table}.{name}", value
@@ -77,31 +77,35 @@ def like(value: int, least: int, most: int) -> int:
     """Return the smallest number from `least` on that 2 to `most` divide exactly where they divide
     `value`; at most `value`.
     """
-    divisors = range(2, most + 1)
-    fits = (
-        n
-        for n in range(max(1, least), value)
-        if all((n % d == 0) == (value % d == 0) for d in divisors)
+    for number in range(max(1, least), value):
+        if _divide_alike(number, value, most):
+            return number
+    return value
+
+
+def _divide_alike(number: int, original: int, most: int) -> bool:
+    """Return True if each number from 2 to `most` divides both numbers or neither."""
+    return all(
+        (number % divisor == 0) == (original % divisor == 0) for divisor in range(2, most + 1)
     )
-    return next(fits, value)
 
 
 def _model(config: RunConfig, most: LayoutLimits) -> ModelConfig:
     model = config.model
-    group = model.heads // model.kv_heads
+    group = model.heads // model.kv_heads  # heads that share a key: kept, for it is structure
     kv_heads = like(model.kv_heads, min(2, model.kv_heads), most.tensor)
-    while not _alike(model, group * kv_heads, most.tensor):
+    while not _divide_alike(group * kv_heads, model.heads, most.tensor):
         kv_heads = like(model.kv_heads, kv_heads + 1, most.tensor)
-    latent = _latent(model.latent)
-    head_dim = next(
-        (d for d in range(HEAD_DIM, model.head_dim, 2) if _turns(model, d)), model.head_dim
-    )
-    head_dim = latent.head_dim or head_dim
     heads = group * kv_heads
+    latent = _latent(model.latent)
+    head_dim = latent.head_dim or _head_dim(model)
+    # the same ratio of the heads' features to those of the model
     hidden = max(8, heads * head_dim * model.hidden // (model.heads * model.head_dim))
     length = _length(config, most)
     vocab = like(model.vocab or config.data.vocab_size, VOCAB, most.tensor)
+    # every chunk of every rank has a layer
     layers = min(model.layers, max(4, most.pipeline * _chunks(config)))
+    max_expert_ranks = max(most.expert, config.parallel.expert)
     sizes: dict[str, Any] = {
         "layers": layers,
         "heads": heads,
@@ -110,13 +114,7 @@ def _model(config: RunConfig, most: LayoutLimits) -> ModelConfig:
         "head_dim": head_dim,
         "hidden": min(hidden, model.hidden),
         "vocab": vocab,
-        **_feed_forwards(
-            model,
-            layers,
-            min(hidden, model.ffn),
-            most.tensor,
-            max(most.expert, config.parallel.expert),
-        ),
+        **_feed_forwards(model, layers, min(hidden, model.ffn), most.tensor, max_expert_ranks),
         "max_positions": min(model.max_positions, 2 * length),
         "window": _window(model.window, config.train.seq_length, length),
         "window_layers": window_layers(model, layers),
@@ -127,10 +125,9 @@ def _model(config: RunConfig, most: LayoutLimits) -> ModelConfig:
 def _latent(sizes: Latent) -> Latent:
     """Return latents and features of a head that are small, and of widths that differ where they
     did."""
-    most = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
-    return sizes.model_copy(
-        update={key: min(getattr(sizes, key), size) for key, size in most.items()}
-    )
+    small = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
+    update = {key: min(getattr(sizes, key), size) for key, size in small.items()}
+    return sizes.model_copy(update=update)
 
 
 def _feed_forwards(
@@ -142,32 +139,35 @@ def _feed_forwards(
     tensor, expert: the largest number of ranks that feed-forwards are cut over, and that experts
         are spread over.
     """
-    width = min(width, EXPERT) if model.experts else width
+    if model.experts:
+        width = min(width, MAX_EXPERT_WIDTH)
     widths = {key: like(size, min(width, size), tensor) for key, size in model.ffn_widths.items()}
-    dense = [n for n in model.dense_layers if n < layers]
-    dense = dense if len(dense) < layers else dense[:-1]
+    dense = [layer for layer in model.dense_layers if layer < layers]
+    if len(dense) == layers:
+        dense.pop()  # one layer with experts is left
     enough = model.router.at_least(max(4, 2 * model.experts_per_token), model.experts_per_token)
-    fits = (
-        n
-        for n in range(enough, model.experts, model.router.groups)
-        if like(model.experts, n, expert) == n
-    )
+    experts = model.experts
+    for number in range(enough, model.experts, model.router.groups):
+        if _divide_alike(number, model.experts, expert):
+            experts = number
+            break
     return {
         "dense_ffn": widths["ffn"],
         **widths,
         "dense_layers": tuple(dense),
-        "experts": next(fits, model.experts),
+        "experts": experts,
     }
 
 
-def _alike(model: ModelConfig, heads: int, most: int) -> bool:
-    return all((heads % d == 0) == (model.heads % d == 0) for d in range(2, most + 1))
-
-
-def _turns(model: ModelConfig, head_dim: int) -> bool:
-    """Return True if rotary positions work with heads of this width."""
-    turning = int(head_dim * model.rotary_fraction)
-    return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
+def _head_dim(model: ModelConfig) -> int:
+    """Return the smallest even width of a head, from HEAD_DIM on, that rotary positions work
+    with; at most the model's."""
+    for head_dim in range(HEAD_DIM, model.head_dim, 2):
+        rotated = int(head_dim * model.rotary_fraction)
+        # features are rotated in pairs; more than one pair, so that their frequencies differ
+        if model.positions != "rope" or (rotated > 2 and rotated % 2 == 0):
+            return head_dim
+    return model.head_dim
 
 
 def _chunks(config: RunConfig) -> int:
@@ -183,8 +183,10 @@ def window_layers(model: ModelConfig, layers: int) -> tuple[int, ...]:
     """Return the layers with the window, spread as in the model; some have it and some do not."""
     if not model.window_layers or len(model.window_layers) == model.layers:
         return ()
-    kept = tuple(n for n in range(layers) if n * model.layers // layers in model.window_layers)
-    return kept[: layers - 1] or (layers - 1,)
+    chosen = tuple(
+        layer for layer in range(layers) if layer * model.layers // layers in model.window_layers
+    )
+    return chosen[: layers - 1] or (layers - 1,)
 
 
 def _length(config: RunConfig, most: LayoutLimits) -> int:

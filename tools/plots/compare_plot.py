@@ -9,9 +9,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools.plots.panels import Over, Record, axis_label, mean_width, positions, smoothed, values
+from tools.plots.panels import (
+    Over,
+    Record,
+    axis_label,
+    mean_width,
+    positions,
+    skipped_positions,
+    smoothed,
+    values,
+)
 from tools.plots.run_plots import BLUE, GREY, RED, mark_skipped, plain
 
 LAST = 10  # newest applied steps, over whose loss the mean is taken
@@ -35,25 +44,27 @@ class Curve:
     @property
     def final(self) -> float:
         """The mean loss over the newest applied steps; NaN if there are none."""
-        losses = [record["loss"] for record in self.records if record["outcome"] == "applied"][
-            -LAST:
-        ]
+        applied = [record for record in self.records if record["outcome"] == "applied"]
+        losses = [record["loss"] for record in applied[-LAST:]]
         return sum(losses) / len(losses) if losses else math.nan
 
     @property
     def held_out(self) -> float:
         """The newest held-out loss; NaN if there is none."""
-        return next(
-            (record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record),
-            math.nan,
-        )
+        record = self._newest_evaluation()
+        return record["eval_loss"] if record else math.nan
 
     @property
     def held_out_step(self) -> int | None:
         """The step after which the newest held-out loss was computed; None if there is none."""
-        return next(
-            (record["step"] for record in reversed(self.records) if "eval_loss" in record), None
-        )
+        record = self._newest_evaluation()
+        return record["step"] if record else None
+
+    def _newest_evaluation(self) -> Record | None:
+        for record in reversed(self.records):
+            if "eval_loss" in record:
+                return record
+        return None
 
 
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
@@ -72,29 +83,27 @@ def draw(
         rows = -(-len(curves) // COLUMNS)
         figure = figure_of(figsize=(12, 0.8 + 2.1 * rows), layout="constrained")
         grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
-        _draw_apart(grid, by_loss(curves), over, against)
+        _draw_separately(grid, by_loss(curves), over, against)
         if against:
-            what = f"loss minus that of {against.name}"
+            quantity = f"loss minus that of {against.name}"
         else:
-            what = f"loss; grey: {by_loss(curves)[0].name}"
-        figure.suptitle(
-            f"{what}; nats a token, mean of the last {LAST} steps beside each name",
-            parse_math=False,
-        )
+            quantity = f"loss; grey: {by_loss(curves)[0].name}"
+        title = f"{quantity}; nats a token, mean of the last {LAST} steps beside each name"
+        figure.suptitle(title, parse_math=False)
     figure.savefig(path, dpi=110)
 
 
 def _draw_together(axes: Any, curves: Sequence[Curve], over: Over) -> None:
-    ends = []
+    ends: list[_LineEnd] = []
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
         x = positions(curve.records, over)
         y = values(curve.records, "loss")
         mean = _draw_smoothed(axes, x, y, color)
-        ends.append(
-            (next((v for v in reversed(mean) if not math.isnan(v)), math.nan), curve, color)
-        )
-        mark_skipped(axes, _skipped(curve, over), color, 0.015 * number)
+        finite = [value for value in mean if not math.isnan(value)]
+        ends.append(_LineEnd(finite[-1] if finite else math.nan, curve, color))
+        # each run's crosses a little above those of the run before
+        mark_skipped(axes, skipped_positions(curve.records, over), color, 0.015 * number)
     axes.set_title("loss, nats a token; crosses: skipped steps", loc="left", fontsize=10)
     axes.set_title(f"mean of last {LAST} steps", loc="right", fontsize=9)
     axes.set_xlabel(axis_label(over))
@@ -103,66 +112,94 @@ def _draw_together(axes: Any, curves: Sequence[Curve], over: Over) -> None:
     _label_ends(axes, ends)
 
 
-def _label_ends(axes: Any, ends: Sequence[tuple[float, Curve, str]]) -> None:
+class _LineEnd(NamedTuple):
+    """The last value of a run's line, NaN if it has none."""
+
+    value: float
+    curve: Curve
+    color: str
+
+
+def _label_ends(axes: Any, ends: Sequence[_LineEnd]) -> None:
     """Name each line at its end, far enough from the other names."""
     low, high = axes.get_ylim()
-    width = max(len(curve.name) for _, curve, _ in ends)
-    heights = [
-        (0.0 if math.isnan(end) else (end - low) / (high - low), curve, color)
-        for end, curve, color in ends
-    ]
-    ranked = sorted(heights, key=lambda entry: -entry[0])
-    places = [top := ranked[0][0], *(top := min(height, top - GAP) for height, _, _ in ranked[1:])]
-    lift = max(0.0, -places[-1])
-    for (height, curve, color), place in zip(ranked, places, strict=True):
+    width = max(len(end.curve.name) for end in ends)
+    # in heights of the panel, the highest first
+    heights: list[tuple[float, _LineEnd]] = []
+    for end in ends:
+        height = 0.0 if math.isnan(end.value) else (end.value - low) / (high - low)
+        heights.append((height, end))
+    heights.sort(key=lambda entry: -entry[0])
+    label_heights: list[float] = []
+    for height, _ in heights:
+        limit = label_heights[-1] - GAP if label_heights else height
+        label_heights.append(min(height, limit))
+    lift = max(0.0, -label_heights[-1])  # so that the lowest label stays in the panel
+    for (height, end), label_height in zip(heights, label_heights, strict=True):
+        curve = end.curve
         final = "no loss" if math.isnan(curve.final) else f"{curve.final:.4f}"
+        arrow = {
+            "arrowstyle": "-",
+            "color": end.color,
+            "linewidth": 0.8,
+            "relpos": (0, 0.5),
+            "shrinkA": 0,
+        }
         axes.annotate(
-            f"{curve.name:{width}}  {final}", (1.0, height), (1.025, place + lift), xycoords="axes fraction",
-            textcoords="axes fraction", color=color, va="center", fontsize=8.5, family="monospace", parse_math=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 0},
-        )  # fmt: skip
+            f"{curve.name:{width}}  {final}",
+            (1.0, height),
+            (1.025, label_height + lift),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=end.color,
+            va="center",
+            fontsize=8.5,
+            family="monospace",
+            parse_math=False,
+            arrowprops=arrow,
+        )
 
 
-def _draw_apart(grid: Any, curves: Sequence[Curve], over: Over, against: Curve | None) -> None:
+def _draw_separately(grid: Any, curves: Sequence[Curve], over: Over, against: Curve | None) -> None:
     """Draw a panel for each run."""
     reference = against or curves[0]
-    losses = values(reference.records, "loss")
-    base = {record["step"]: loss for record, loss in zip(reference.records, losses, strict=True)}
-    panels = grid.flat
-    shown = list[float]()
-    for axes, curve in zip(panels, curves, strict=False):
+    reference_losses = values(reference.records, "loss")
+    loss_of_step = {
+        record["step"]: loss
+        for record, loss in zip(reference.records, reference_losses, strict=True)
+    }
+    drawn: list[float] = []
+    for axes, curve in zip(grid.flat, curves, strict=False):
         x = positions(curve.records, over)
         y = values(curve.records, "loss")
         if against:
-            y = [
-                v - base.get(record["step"], math.nan)
-                for v, record in zip(y, curve.records, strict=True)
-            ]
+            subtracted = [loss_of_step.get(record["step"], math.nan) for record in curve.records]
+            y = [loss - base for loss, base in zip(y, subtracted, strict=True)]
             axes.axhline(0, color=GREY, linewidth=0.9)
         else:
-            axes.plot(
-                positions(reference.records, over),
-                smoothed(losses, _width(losses)),
-                color=GREY,
-                linewidth=1,
-            )
-        shown += [v for v in _draw_smoothed(axes, x, y, BLUE) if not math.isnan(v)]
-        mark_skipped(axes, _skipped(curve, over), RED)
-        axes.set_title(
-            f"{curve.name}  {curve.final:.4f}", loc="left", fontsize=8.5, parse_math=False
-        )
+            mean = smoothed(reference_losses, _width(reference_losses))
+            axes.plot(positions(reference.records, over), mean, color=GREY, linewidth=1)
+        drawn += [value for value in _draw_smoothed(axes, x, y, BLUE) if not math.isnan(value)]
+        mark_skipped(axes, skipped_positions(curve.records, over), RED)
+        title = f"{curve.name}  {curve.final:.4f}"
+        axes.set_title(title, loc="left", fontsize=8.5, parse_math=False)
         plain(axes)
-    for axes in list(grid.flat)[len(curves) :]:
+    _label_columns(grid, len(curves), axis_label(over))
+    if drawn and max(drawn) > min(drawn):
+        margin = 0.35 * (max(drawn) - min(drawn))
+        # the panels share their axes
+        grid.flat[0].set_ylim(min(drawn) - margin, max(drawn) + margin)
+
+
+def _label_columns(grid: Any, used: int, label: str) -> None:
+    """Hide the panels from number `used` on, and label the lowest one of each column."""
+    columns = grid.shape[1]
+    for axes in grid.flat[used:]:
         axes.axis("off")
-    for column in range(grid.shape[1]):
-        lowest = max((n for n in range(column, len(curves), grid.shape[1])), default=None)
-        if lowest is not None:
-            axes = grid.flat[lowest]
-            axes.set_xlabel(axis_label(over), fontsize=9)
-            axes.tick_params(labelbottom=True)
-    if shown and max(shown) > min(shown):
-        room = 0.35 * (max(shown) - min(shown))
-        grid.flat[0].set_ylim(min(shown) - room, max(shown) + room)
+    for column in range(min(columns, used)):
+        lowest = grid.flat[range(column, used, columns)[-1]]
+        lowest.set_xlabel(label, fontsize=9)
+        lowest.tick_params(labelbottom=True)
 
 
 def _draw_smoothed(axes: Any, x: Sequence[float], y: Sequence[float], color: str) -> list[float]:
@@ -177,8 +214,3 @@ def _draw_smoothed(axes: Any, x: Sequence[float], y: Sequence[float], color: str
 
 def _width(y: Sequence[float]) -> int:
     return mean_width(len(y))
-
-
-def _skipped(curve: Curve, over: Over) -> list[float]:
-    places = zip(curve.records, positions(curve.records, over), strict=True)
-    return [at for record, at in places if record["outcome"] != "applied"]

@@ -3,10 +3,9 @@
 Lengths are in pixels, y grows downwards. SVG needs no library, PNG needs matplotlib.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 from megaprec.errors import UserError
@@ -14,6 +13,8 @@ from megaprec.errors import UserError
 Anchor = Literal["start", "middle", "end"]
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 DPI = 100
+ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}  # of SVG, of matplotlib
+POINTS_PER_PIXEL = 72 / DPI  # matplotlib sets type and line widths in points
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ def to_svg(drawing: Drawing) -> str:
 
 def _svg(shape: Shape) -> str:
     if isinstance(shape, Rect):
-        place = (
+        box = (
             f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
             f'height="{shape.height:.2f}"'
         )
         tip = f"<title>{escape(shape.tip)}</title>" if shape.tip else ""
-        return f'<rect {place} rx="{shape.round:g}" fill="{shape.fill}">{tip}</rect>'
+        return f'<rect {box} rx="{shape.round:g}" fill="{shape.fill}">{tip}</rect>'
     if isinstance(shape, Line):
         ends = f'x1="{shape.x1:.2f}" y1="{shape.y1:.2f}" x2="{shape.x2:.2f}" y2="{shape.y2:.2f}"'
         return f'<line {ends} stroke="{shape.color}" stroke-width="{shape.width:g}"/>'
@@ -122,36 +123,49 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
 
-    def box(rect: Rect) -> FancyBboxPatch:
-        if rect.round:
-            style = f"round,pad=0,rounding_size={min(rect.round, rect.width / 2)}"
-        else:
-            style = "square,pad=0"
-        return FancyBboxPatch((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
-
-    rects, lines, texts = (_of(drawing.shapes, kind) for kind in (Rect, Line, Text))
-    colors = [r.fill for r in rects]
+    rects = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
     axes.add_collection(
-        PatchCollection([box(r) for r in rects], facecolors=colors, linewidths=0, zorder=2)
+        PatchCollection(
+            [_rounded_box(rect, FancyBboxPatch) for rect in rects],
+            facecolors=[rect.fill for rect in rects],
+            linewidths=0,
+            zorder=2,
+        )
     )
+    lines = [shape for shape in drawing.shapes if isinstance(shape, Line)]
     axes.add_collection(
         LineCollection(
-            [[(s.x1, s.y1), (s.x2, s.y2)] for s in lines],
-            colors=[s.color for s in lines],
-            linewidths=[s.width * 72 / DPI for s in lines],
+            [[(line.x1, line.y1), (line.x2, line.y2)] for line in lines],
+            colors=[line.color for line in lines],
+            linewidths=[line.width * POINTS_PER_PIXEL for line in lines],
             zorder=1,
         )
     )
-    places = {"start": "left", "middle": "center", "end": "right"}
-    for t in texts:
-        look = {
-            "fontsize": t.size * 72 / DPI,
-            "color": t.color,
-            "fontweight": "bold" if t.bold else "normal",
-        }
-        axes.text(t.x, t.y, t.text, ha=places[t.anchor], va="baseline", parse_math=False, **look)
-    figure.savefig(path, dpi=2 * DPI)
+    for shape in drawing.shapes:
+        if isinstance(shape, Text):
+            _add_text(axes, shape)
+    figure.savefig(path, dpi=2 * DPI)  # two pixels for one, for sharp screens
 
 
-def _of(shapes: Sequence[Shape], kind: type) -> list:
-    return [shape for shape in shapes if isinstance(shape, kind)]
+def _rounded_box(rect: Rect, patch_of: Any) -> Any:
+    """Return a rectangle as a patch. patch_of: matplotlib's FancyBboxPatch."""
+    if rect.round:
+        # a corner of more than half the width would bulge out
+        style = f"round,pad=0,rounding_size={min(rect.round, rect.width / 2)}"
+    else:
+        style = "square,pad=0"
+    return patch_of((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
+
+
+def _add_text(axes: Any, text: Text) -> None:
+    axes.text(
+        text.x,
+        text.y,
+        text.text,
+        ha=ALIGNMENTS[text.anchor],
+        va="baseline",
+        parse_math=False,  # a dollar sign is one
+        fontsize=text.size * POINTS_PER_PIXEL,
+        color=text.color,
+        fontweight="bold" if text.bold else "normal",
+    )

@@ -7,7 +7,7 @@ value, or with one value throughout, gets no panel but a remark.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from tools.journal.records import VALIDATION_PREFIX
 
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
-WIDEST = 201  # steps that a mean is taken of at most
+MAX_MEAN_WIDTH = 201  # steps that a mean is taken of, at most
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pictures:
     x_label: str
     remarks: Sequence[str] = ()
     resumed: Sequence[float] = ()
-    tokens: Sequence[tuple[float, float]] = field(default=())  # (x, tokens) if x are steps
+    tokens: Sequence[tuple[float, float]] = ()  # (x, tokens) if x are steps
 
 
 @dataclass(frozen=True)
@@ -82,39 +82,54 @@ def pictures(
     """Return the panels of the records of a run's steps. resumes: numbers of the steps after which
     it was resumed."""
     x = positions(records, over)
-    skipped = [at for at, record in zip(x, records, strict=True) if record["outcome"] != "applied"]
-    panels = list[Panel]()
-    remarks = list[str]()
+    skipped = skipped_positions(records, over)
+    panels: list[Panel] = []
+    remarks: list[str] = []
     has_mfu = any("mfu" in record for record in records)
     for quantity in (LOSS, *OTHERS):
         if quantity.key == "tflops" and has_mfu:
             continue  # it is the same curve in another unit
         lines, remark = _lines(quantity, records, x)
         if quantity is LOSS:
-            lines += _held_out(records, x)
+            lines += _held_out_lines(records, x)
         if lines:
-            marks = skipped if quantity.key in ("loss", "loss_scale") else ()
-            look = quantity.base, quantity.from_zero, quantity.stepped
-            panels.append(Panel(quantity.title, lines, marks, *look))
+            panels.append(_panel(quantity, lines, skipped))
         elif remark:
             remarks.append(remark)
-    at = {record["step"]: here for record, here in zip(records, x, strict=True)}
-    tokens = [
-        (here, record["tokens"])
-        for here, record in zip(x, records, strict=True)
-        if "tokens" in record
-    ]
-    resumed = [at[step] for step in sorted(set(resumes)) if step in at]
-    return Pictures(panels, axis_label(over), remarks, resumed, tokens if over == "steps" else ())
+    x_of_step = {record["step"]: position for record, position in zip(records, x, strict=True)}
+    resumed = [x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step]
+    tokens = _token_labels(records) if over == "steps" else ()
+    return Pictures(panels, axis_label(over), remarks, resumed, tokens)
+
+
+def _token_labels(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """Return (step, tokens seen) of the records that have both."""
+    return [(float(record["step"]), record["tokens"]) for record in records if "tokens" in record]
+
+
+def skipped_positions(records: Sequence[Record], over: Over) -> list[float]:
+    """Return the x of steps that were not applied."""
+    skipped = [record for record in records if record["outcome"] != "applied"]
+    return positions(skipped, over)
+
+
+def _panel(quantity: _Quantity, lines: Sequence[Line], skipped: Sequence[float]) -> Panel:
+    """Return the panel of a quantity; skipped steps are marked where they matter."""
+    return Panel(
+        quantity.title,
+        lines,
+        skipped if quantity.key in ("loss", "loss_scale") else (),
+        base=quantity.base,
+        from_zero=quantity.from_zero,
+        stepped=quantity.stepped,
+    )
 
 
 def positions(records: Sequence[Record], over: Over) -> list[float]:
-    """Return the place of each record on the horizontal axis: its step, or the tokens seen so
-    far."""
-    return [
-        float(record["step"] if over == "steps" else record.get("tokens", math.nan))
-        for record in records
-    ]
+    """Return the x of each record: its step, or the tokens seen so far."""
+    if over == "steps":
+        return [float(record["step"]) for record in records]
+    return [float(record.get("tokens", math.nan)) for record in records]
 
 
 def axis_label(over: Over) -> str:
@@ -124,10 +139,13 @@ def axis_label(over: Over) -> str:
 
 def values(records: Sequence[Record], key: str) -> list[float]:
     """Return a field of each record; NaN where it is missing or not finite."""
-    found = (record.get(key) for record in records)
-    return [
-        float(v) if isinstance(v, int | float) and math.isfinite(v) else math.nan for v in found
-    ]
+    return [_finite_or_nan(record.get(key)) for record in records]
+
+
+def _finite_or_nan(value: object) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return math.nan
 
 
 def smoothed(y: Sequence[float], width: int) -> list[float]:
@@ -137,18 +155,26 @@ def smoothed(y: Sequence[float], width: int) -> list[float]:
     At the start, where a loss falls fast, as many values before as after: the mean begins with the
     first value.
     """
-    sums = [0.0, *accumulate(0.0 if math.isnan(v) else v for v in y)]
-    counts = [0, *accumulate(0 if math.isnan(v) else 1 for v in y)]
+    # The sum of a window is the difference of two running sums. NaN would spoil all later ones, so
+    # it is left out of sums and counts.
+    sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in y)]
+    counts = [0, *accumulate(0 if math.isnan(value) else 1 for value in y)]
     half = width // 2
-    ends = [(max(0, at - half), min(at + min(half, at) + 1, len(y))) for at in range(len(y))]
-    means = [(sums[end] - sums[first]) / max(1, counts[end] - counts[first]) for first, end in ends]
-    return [math.nan if math.isnan(v) else mean for v, mean in zip(y, means, strict=True)]
+    means: list[float] = []
+    for i, value in enumerate(y):
+        if math.isnan(value):
+            means.append(math.nan)
+            continue
+        start = max(0, i - half)
+        stop = min(i + min(half, i) + 1, len(y))
+        means.append((sums[stop] - sums[start]) / max(1, counts[stop] - counts[start]))
+    return means
 
 
 def mean_width(count: int) -> int:
     """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
     is a short one."""
-    width = min(WIDEST, count // 20 // 2 * 2 + 1)
+    width = min(MAX_MEAN_WIDTH, count // 20 // 2 * 2 + 1)
     return width if width >= 3 else 1
 
 
@@ -168,28 +194,26 @@ def _lines(
     finite = [value for value in y if not math.isnan(value)]
     name = quantity.title.partition(",")[0]
     if not finite:
-        return [], f"no finite {name}" if any(quantity.key in record for record in records) else ""
+        is_recorded = any(quantity.key in record for record in records)
+        return [], f"no finite {name}" if is_recorded else ""
     if min(finite) == max(finite) and quantity is not LOSS:
         return [], f"{name} {finite[0]:g} throughout"
-    if not quantity.smooth or (width := mean_width(len(y))) == 1:
+    width = mean_width(len(y)) if quantity.smooth else 1
+    if width == 1:
         return [Line("each step", x, y)], ""
-    return [
-        Line("each step", x, y, "raw"),
-        Line(f"mean of {width} steps", x, smoothed(y, width)),
-    ], ""
+    mean = Line(f"mean of {width} steps", x, smoothed(y, width))
+    return [Line("each step", x, y, "raw"), mean], ""
 
 
-def _held_out(records: Sequence[Record], x: Sequence[float]) -> Iterator[Line]:
+def _held_out_lines(records: Sequence[Record], x: Sequence[float]) -> Iterator[Line]:
     """Yield a line for the held-out text, and for each set of data.validation."""
-    kinds = dict.fromkeys(
-        key
-        for record in records
-        for key in record
-        if key == "eval_loss" or key.startswith(VALIDATION_PREFIX)
-    )
-    for kind in kinds:
-        there = [(at, record) for at, record in zip(x, records, strict=True) if kind in record]
-        label = "held-out" if kind == "eval_loss" else kind.removeprefix(VALIDATION_PREFIX)
-        yield Line(
-            label, [at for at, _ in there], values([record for _, record in there], kind), "other"
-        )
+    curves: dict[str, tuple[list[float], list[Record]]] = {}
+    for position, record in zip(x, records, strict=True):
+        for key in record:
+            if key == "eval_loss" or key.startswith(VALIDATION_PREFIX):
+                xs, evaluated = curves.setdefault(key, ([], []))
+                xs.append(position)
+                evaluated.append(record)
+    for key, (xs, evaluated) in curves.items():
+        label = "held-out" if key == "eval_loss" else key.removeprefix(VALIDATION_PREFIX)
+        yield Line(label, xs, values(evaluated, key), "other")

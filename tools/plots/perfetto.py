@@ -49,15 +49,16 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def _event(span: Span) -> dict[str, Any]:
-    i = span.instruction
-    args: dict[str, Any] = {"stage": i.stage} | (
-        {} if i.op is Op.REDUCE else {"micro-batch": i.microbatch}
-    )
-    if message := Message.of(i):
+    instruction = span.instruction
+    args: dict[str, Any] = {"stage": instruction.stage}
+    if instruction.op is not Op.REDUCE:  # one of all micro-batches
+        args["micro-batch"] = instruction.microbatch
+    message = Message.of(instruction)
+    if message:
         args["stages"] = f"{message.stage} and {message.stage + 1}"
     return {
-        "name": str(i),
-        "cat": CATEGORIES.get(i.op, "transfer"),
+        "name": str(instruction),
+        "cat": CATEGORIES.get(instruction.op, "transfer"),
         "ph": "X",
         "pid": 0,
         "tid": span.rank,

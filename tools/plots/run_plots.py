@@ -33,21 +33,23 @@ def plot_run(folder: Path, over: Over = "steps") -> Path | None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1 + rows, PAIRED, height_ratios=(1.9, *[1] * rows))
     for number, panel in enumerate(shown.panels):
-        below = number - 1
-        axes = figure.add_subplot(
-            grid[0, :] if number == 0 else grid[1 + below // PAIRED, below % PAIRED]
-        )
-        draw_panel(axes, panel, shown.resumed, legend=number == 0)
-        if number == 0 or number >= len(shown.panels) - PAIRED:
+        is_top = number == 0
+        is_bottom = number >= len(shown.panels) - PAIRED
+        if is_top:
+            cell = grid[0, :]
+        else:
+            row, column = divmod(number - 1, PAIRED)
+            cell = grid[1 + row, column]
+        axes = figure.add_subplot(cell)
+        draw_panel(axes, panel, shown.resumed, legend=is_top)
+        if is_top or is_bottom:
             axes.set_xlabel(shown.x_label)
-        if number == 0 and shown.tokens:
+        if is_top and shown.tokens:
             _add_tokens(axes, shown)
     skipped = sum(record["outcome"] != "applied" for record in records)
-    title = [
-        f"{folder.resolve().name}: {counted(len(records), 'step')}, {skipped:,} skipped",
-        *shown.remarks,
-    ]
-    figure.suptitle("; ".join(title), parse_math=False, fontsize=12)
+    steps = counted(len(records), "step")
+    title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
+    figure.suptitle("; ".join([title, *shown.remarks]), parse_math=False, fontsize=12)
     figure.savefig(folder / PLOT, dpi=110)
     return folder / PLOT
 
@@ -56,21 +58,17 @@ def draw_panel(axes: Any, panel: Panel, resumed: Sequence[float], legend: bool) 
     """Draw a panel, with its title and, if wanted, its legend above the curves."""
     others = iter(OTHERS * len(panel.lines))
     for line in panel.lines:
-        look: dict[str, Any] = {"color": BLUE, "linewidth": 1.5}
+        style: dict[str, Any] = {"color": BLUE, "linewidth": 1.5}
         if line.look == "raw":
-            look |= {"alpha": 0.3, "linewidth": 0.9}
+            style |= {"alpha": 0.3, "linewidth": 0.9}
         elif line.look == "other":
-            look |= {"color": next(others), "marker": "o", "markersize": 4.5}
-        steps = {"drawstyle": "steps-mid"} if panel.stepped else {}
-        axes.plot(line.x, line.y, label=line.label, **look, **steps)
-    for at in resumed:
-        axes.axvline(
-            at,
-            color=GREY,
-            linewidth=0.9,
-            linestyle=":",
-            label="resumed" if at == resumed[0] else None,
-        )
+            style |= {"color": next(others), "marker": "o", "markersize": 4.5}
+        if panel.stepped:
+            style["drawstyle"] = "steps-mid"
+        axes.plot(line.x, line.y, label=line.label, **style)
+    for x in resumed:
+        label = "resumed" if x == resumed[0] else None  # once in the legend
+        axes.axvline(x, color=GREY, linewidth=0.9, linestyle=":", label=label)
     if panel.base:
         axes.set_yscale("log", base=panel.base)
     elif panel.from_zero:
@@ -79,25 +77,34 @@ def draw_panel(axes: Any, panel: Panel, resumed: Sequence[float], legend: bool) 
     axes.set_title(panel.title, loc="left", fontsize=10)
     if legend and len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=5, fontsize=8, borderaxespad=0.2,
-            columnspacing=1.2, handlelength=1.4,
-        )  # fmt: skip
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            frameon=False,
+            ncols=5,
+            fontsize=8,
+            borderaxespad=0.2,
+            columnspacing=1.2,
+            handlelength=1.4,
+        )
     plain(axes)
 
 
-def mark_skipped(axes: Any, at: Sequence[float], color: str, height: float = 0.0) -> None:
+def mark_skipped(axes: Any, xs: Sequence[float], color: str, height: float = 0.0) -> None:
     """Mark skipped steps by crosses on the horizontal axis, or `height` of the panel's height above
     it."""
-    look = {"color": color, "markersize": 5, "clip_on": False, "zorder": 5}
-    if at:  # an empty line without clipping breaks the layout
-        axes.plot(
-            at,
-            [height] * len(at),
-            "x",
-            transform=axes.get_xaxis_transform(),
-            label="skipped step",
-            **look,
-        )
+    if not xs:
+        return  # an empty line without clipping breaks the layout
+    axes.plot(
+        xs,
+        [height] * len(xs),
+        "x",
+        transform=axes.get_xaxis_transform(),  # y in heights of the panel
+        label="skipped step",
+        color=color,
+        markersize=5,
+        clip_on=False,
+        zorder=5,
+    )
 
 
 def plain(axes: Any) -> None:
@@ -115,10 +122,10 @@ def plain(axes: Any) -> None:
 def _add_tokens(axes: Any, shown: Pictures) -> None:
     """Name the tokens seen at some of the axis' ticks."""
     low, high = axes.get_xlim()
-    named = {at: tokens for at, tokens in shown.tokens if low <= at <= high}
+    tokens_at = {step: tokens for step, tokens in shown.tokens if low <= step <= high}
     axes.set_xlim(low, high)
-    ticks = [tick for tick in axes.get_xticks() if tick in named]
+    ticks = [tick for tick in axes.get_xticks() if tick in tokens_at]
     axes.set_xticks(ticks or axes.get_xticks())
     if ticks:
-        axes.set_xticklabels([f"{tick:,.0f}\n{short(named[tick])}" for tick in ticks])
+        axes.set_xticklabels([f"{tick:,.0f}\n{short(tokens_at[tick])}" for tick in ticks])
         axes.set_xlabel("step, and tokens seen")

@@ -3,7 +3,6 @@
 
 import math
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,10 @@ ROLES = {"input": BLUE, "weight": GREEN, "gradient": ORANGE}
 def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
     """Return the fields that a comparison adds to the record of its step in metrics.jsonl."""
     fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": shadow.worst[1]}
-    return fields | ({"shadow_alarm": "; ".join(said)} if (said := alarms(shadow, fp8)) else {})
+    messages = alarms(shadow, fp8)
+    if messages:
+        fields["shadow_alarm"] = "; ".join(messages)
+    return fields
 
 
 def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
@@ -48,20 +50,20 @@ def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
     """Return a line for each value outside of its band; none if the pass without FP8 is not finite,
     for it says nothing of FP8.
     """
-    said = []
+    messages: list[str] = []
     if abs(shadow.gap) > fp8.shadow_loss_gap:
-        said.append(
+        messages.append(
             f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
         )
     low = {name: cosine for name, cosine in shadow.cosines.items() if cosine < fp8.shadow_cosine}
     if low:
         name, cosine = shadow.worst
         others = f" and {len(low) - 1} more" if len(low) > 1 else ""
-        said.append(
+        messages.append(
             f"cosine {cosine:.3f} of {name}{others} is below fp8.shadow_cosine = "
             f"{fp8.shadow_cosine:g}"
         )
-    return said
+    return messages
 
 
 def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
@@ -83,13 +85,13 @@ def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
     gap, cosines, lost = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1.4, 1.2))
     _draw_gap(gap, events, fp8.shadow_loss_gap)
     _draw_cosines(cosines, events, fp8.shadow_cosine)
-    _draw_lost(lost, events)
+    _draw_lost_numbers(lost, events)
     for axes in (gap, cosines, lost):
         plain(axes)
     alarmed = sum(bool(event["alarms"]) for event in events)
     figure.suptitle(
-        f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, "
-        f"{alarmed} alarms"
+        f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} "
+        "alarms"
     )
     figure.savefig(folder / PICTURE, dpi=110)
     return folder / PICTURE
@@ -101,57 +103,52 @@ def _steps(events: list[dict[str, Any]]) -> list[int]:
 
 def _draw_gap(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.plot(
-        _steps(events),
-        [_finite(event["loss_gap"]) * 100 for event in events],
-        color=BLUE,
-        marker=".",
-    )
+    gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in events]
+    axes.plot(_steps(events), gaps, color=BLUE, marker=".")
     _draw_limit(axes, 100 * limit, -100 * limit, f"±{100 * limit:g} %")
     alarmed = [event for event in events if event["alarms"]]
     if alarmed:
-        gaps = [_finite(e["loss_gap"]) * 100 for e in alarmed]
-        axes.plot(_steps(alarmed), gaps, "x", color=RED, label="alarm", markersize=8)
+        alarmed_gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in alarmed]
+        axes.plot(_steps(alarmed), alarmed_gaps, "x", color=RED, label="alarm", markersize=8)
     _add_title(axes, "loss gap, %")
 
 
-def _draw_limit(axes: Any, high: float, low: float, said: str) -> None:
+def _draw_limit(axes: Any, high: float, low: float, label: str) -> None:
     """Shade the band of values without an alarm, or name its limits if they are too far away to be
     shown."""
     bottom, top = axes.get_ylim()
-    shown = [value for value in (low, high) if math.isfinite(value)]
-    if max(top, *shown) - min(bottom, *shown) > NEAR * (top - bottom):
-        axes.plot([], [], color="none", label=f"alarms begin at {said}, outside of this picture")
+    limits = [value for value in (low, high) if math.isfinite(value)]
+    if max(top, *limits) - min(bottom, *limits) > NEAR * (top - bottom):
+        axes.plot([], [], color="none", label=f"alarms begin at {label}, outside of this picture")
         return
     inside = [value if math.isfinite(value) else top for value in (low, high)]
     axes.axhspan(*inside, color=GREEN, alpha=0.08, linewidth=0)
-    for number, value in enumerate(shown):
-        label = None if number else f"limit of alarms: {said}"
-        axes.axhline(value, color=RED, linewidth=1, linestyle="--", label=label)
+    for number, value in enumerate(limits):
+        line_label = None if number else f"limit of alarms: {label}"  # once in the legend
+        axes.axhline(value, color=RED, linewidth=1, linestyle="--", label=line_label)
 
 
 def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
     """Plot a line per layer, the lowest cosine of its weights, and name the layer that is lowest of
     all."""
     worst = [_worst_of_layers(event) for event in events]
-    layers = sorted({layer for found in worst for layer in found})
-    every = -(-(len(layers) - 1) // (NAMED - 1)) or 1
+    numbers: set[int] = set()
+    lowest: list[tuple[float, int, int]] = []  # (cosine, step, layer)
+    for event, by_layer in zip(events, worst, strict=True):
+        numbers.update(by_layer)
+        for layer, cosine in by_layer.items():
+            if not math.isnan(cosine):
+                lowest.append((cosine, event["step"], layer))
+    layers = sorted(numbers)
+    spacing = -(-(len(layers) - 1) // (NAMED - 1)) or 1  # of the layers that the legend names
     for layer in layers:
+        # from blue in the first layer to orange in the last
         share = layer / max(1, *layers)
-        color = 0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share
-        label = f"layer {layer}" if layer % every == 0 or layer == layers[-1] else None
-        axes.plot(
-            _steps(events),
-            [found.get(layer, math.nan) for found in worst],
-            color=color,
-            label=label,
-        )
-    lowest = [
-        (cosine, event["step"], layer)
-        for event, found in zip(events, worst, strict=True)
-        for layer, cosine in found.items()
-        if not math.isnan(cosine)
-    ]
+        color = (0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share)
+        is_named = layer % spacing == 0 or layer == layers[-1]
+        label = f"layer {layer}" if is_named else None
+        cosines = [by_layer.get(layer, math.nan) for by_layer in worst]
+        axes.plot(_steps(events), cosines, color=color, label=label)
     if lowest:
         cosine, step, layer = min(lowest)
         axes.annotate(
@@ -171,20 +168,31 @@ def _add_title(axes: Any, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=10, fontsize=7.5, borderaxespad=0.2,
-            columnspacing=0.9, handlelength=1.1, handletextpad=0.4,
-        )  # fmt: skip
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            frameon=False,
+            ncols=10,
+            fontsize=7.5,
+            borderaxespad=0.2,
+            columnspacing=0.9,
+            handlelength=1.1,
+            handletextpad=0.4,
+        )
 
 
 def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
-    worst = defaultdict[int, float](lambda: math.nan)
+    """Return the lowest cosine of each layer's weights; layers without weights are left out."""
+    worst: dict[int, float] = {}
     for name, cosine in event["cosines"].items():
-        if found := re.match(r"layers\.(\d+)\.", name):
-            worst[int(found[1])] = min(_finite(cosine), worst[int(found[1])])
+        match = re.match(r"layers\.(\d+)\.", name)
+        if match:
+            layer = int(match[1])
+            # in this order: min(x, NaN) is x
+            worst[layer] = min(_finite_or_nan(cosine), worst.get(layer, math.nan))
     return worst
 
 
-def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
+def _draw_lost_numbers(axes: Any, events: list[dict[str, Any]]) -> None:
     """Plot, by role, the saturated and underflowed ratios of the worst product, as far as there are
     any."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
@@ -206,10 +214,9 @@ def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
 
 
 def _largest(parts: dict[str, float | str], ending: str) -> float:
-    return max(
-        (_finite(part) for name, part in parts.items() if name.endswith(ending)), default=0.0
-    )
+    values = [_finite_or_nan(part) for name, part in parts.items() if name.endswith(ending)]
+    return max(values, default=0.0)
 
 
-def _finite(value: float | str) -> float:
+def _finite_or_nan(value: float | str) -> float:
     return float(value) if math.isfinite(float(value)) else math.nan

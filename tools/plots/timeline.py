@@ -9,7 +9,7 @@ single letters replace them.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import floor, log10
 
 from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
@@ -17,16 +17,14 @@ from parallel.pipeline.simulation import Mark, Span
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
 LEFT = 76.0
-TRACK = 1000.0
+TRACK = 1000.0  # width of the longest panel
 MARGIN = 24.0
-# least width of a column of facts, of a letter, and between columns
-COLUMN = 74.0
-LETTER = 7.6
-GAP = 18.0
-# heights of blocks and of held activations, and distance of rows
-ROW = 26.0
-STRIP = 9.0
-PITCH = 44.0
+COLUMN = 74.0  # least width of a column of facts
+LETTER = 7.6  # width of a letter of facts
+GAP = 18.0  # between columns
+ROW = 26.0  # height of a block
+STRIP = 9.0  # height of the largest number of activations held
+PITCH = 44.0  # from one row to the next
 INK = "#24292f"
 FAINT = "#6e7781"
 WAITING = "#eef0f3"
@@ -56,42 +54,49 @@ class Panel:
     @cached_property
     def start(self) -> float:
         """The start of the first computation."""
-        return min((s.start for s in self.computed), default=0.0)
+        return min((span.start for span in self.computed), default=0.0)
 
     @cached_property
     def length(self) -> float:
         """The time from the first computation to the end of the last one of any rank."""
-        return max((s.end for s in self.computed), default=1.0) - self.start
+        return _last_end(self.computed, default=1.0) - self.start
 
     @cached_property
     def computed(self) -> list[Span]:
         """All spans but transfers."""
         return [span for span in self.spans if Message.of(span.instruction) is None]
 
-    def of(self, rank: int) -> list[Span]:
+    def of_rank(self, rank: int) -> list[Span]:
         """Return the computations of one rank, in order."""
         return self._by_rank[rank]
 
     @cached_property
-    def most_held(self) -> int:
+    def max_held(self) -> int:
         """The largest number of activations that any rank holds."""
-        return max(
-            (n for rank in range(self.ranks) for _, n in _activations(self.of(rank))), default=0
-        )
+        largest = 0
+        for spans in self._by_rank:
+            largest = max(largest, *(count for _, count in _held_activations(spans)))
+        return largest
 
     @cached_property
     def _by_rank(self) -> list[list[Span]]:
         ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
-        for span in sorted(self.computed, key=lambda s: s.start):
+        for span in sorted(self.computed, key=lambda span: span.start):
             ranks[span.rank].append(span)
         return ranks
+
+
+def _last_end(spans: Sequence[Span], default: float) -> float:
+    return max((span.end for span in spans), default=default)
 
 
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
     """Return a drawing of the panels below each other, on one time scale, under a title and lines
     of text."""
-    facts = max(ends[-1] for panel in panels if (ends := [LEFT + TRACK, *_columns(panel)]))
-    drawing = Drawing(facts + MARGIN, 0)
+    right_ends = [LEFT + TRACK]
+    for panel in panels:
+        right_ends += _column_ends(panel)
+    drawing = Drawing(max(right_ends) + MARGIN, 0)
     drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
     y = 60.0
     for line in lines:
@@ -99,167 +104,204 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
         y += 19
     drawing.shapes += _legend(panels, y + 4)
     y += 34
-    longest = max(panel.length for panel in panels)
+    scale = TRACK / max(panel.length for panel in panels)
     for panel in panels:
-        drawing.shapes += _panel(panel, y, TRACK / longest)
-        y += 62 + panel.ranks * PITCH + 18 * len(panel.marks)
+        drawing.shapes += _draw_panel(panel, y, scale)
+        rows = panel.ranks * PITCH
+        notes = 18 * len(panel.marks)
+        y += 62 + rows + notes
     drawing.height = y
     return drawing
 
 
-def _columns(panel: Panel) -> list[float]:
+def _column_ends(panel: Panel) -> list[float]:
     """Return the right end of each column of facts, which is as wide as its longest text."""
-    widths = (
-        max(COLUMN, GAP + LETTER * max(map(len, (head, *texts))))
-        for head, texts in panel.facts.items()
-    )
-    return [LEFT + TRACK + end for end in accumulate(widths)]
+    ends: list[float] = []
+    width = 0.0
+    for heading, texts in panel.facts.items():
+        longest = max(len(text) for text in (heading, *texts))
+        width += max(COLUMN, GAP + LETTER * longest)
+        ends.append(LEFT + TRACK + width)
+    return ends
 
 
 def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
-    present = {
-        span.instruction.op for panel in panels for span in panel.computed if span.end > span.start
-    }
-    entries = [look for op, look in LOOKS.items() if op in present] + [
-        ("waiting", WAITING),
-        ("held", HELD),
-    ]
+    """Yield a square and a name for each kind of block that has a duration."""
+    present: set[Op] = set()
+    has_chunks = False
+    for panel in panels:
+        present |= {span.instruction.op for span in panel.computed if span.end > span.start}
+        for rank in range(panel.ranks):
+            has_chunks |= len(_stages_of(panel.of_rank(rank))) > 1
+    entries = [look for op, look in LOOKS.items() if op in present]
     x = MARGIN
-    for name, color in entries:
+    for name, color in [*entries, ("waiting", WAITING), ("held", HELD)]:
         yield Rect(x, y, 14, 14, color, 3)
         yield Text(x + 20, y + 12, name, 12, INK)
         x += 42 + 7.2 * len(name)
-    if any(
-        len({s.instruction.stage for s in panel.of(rank)}) > 1
-        for panel in panels
-        for rank in range(panel.ranks)
-    ):
+    if has_chunks:
         yield Text(x, y + 12, "lighter: a later stage of the same rank", 12, FAINT)
 
 
-def _panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
-    yield Text(MARGIN, y + 12, f"{panel.title}, time in {panel.unit}", 14, INK, bold=True)
-    for end, heading in zip(_columns(panel), panel.facts, strict=True):
+def _stages_of(spans: Sequence[Span]) -> list[int]:
+    return sorted({span.instruction.stage for span in spans})
+
+
+def _draw_panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
+    """Yield the shapes of a panel from `y` on. scale: pixels per unit of time."""
+    title = f"{panel.title}, time in {panel.unit}"
+    yield Text(MARGIN, y + 12, title, 14, INK, bold=True)
+    for end, heading in zip(_column_ends(panel), panel.facts, strict=True):
         yield Text(end, y + 12, heading, 12, FAINT, "end")
     top = y + 24
     bottom = top + panel.ranks * PITCH
     yield from _axis(panel, top, bottom, scale)
     for rank in range(panel.ranks):
         yield from _row(panel, rank, top + rank * PITCH, scale)
-    for number, (rank, mark) in enumerate(panel.marks.items()):
-        yield Text(MARGIN, bottom + 36 + 18 * number, f"rank {rank}: {mark.note}", 13, RED)
+    y = bottom + 36
+    for rank, mark in panel.marks.items():
+        yield Text(MARGIN, y, f"rank {rank}: {mark.note}", 13, RED)
+        y += 18
 
 
 def _axis(panel: Panel, top: float, bottom: float, scale: float) -> Iterator[Shape]:
     step = _round_step(panel.length / 10)
+    # the slack keeps a tick at the very end, which rounding may put beyond it
     for number in range(floor(panel.length / step + 1e-9) + 1):
         x = LEFT + number * step * scale
         yield Line(x, top - 4, x, bottom, "#e3e6ea")
-        yield Text(x, bottom + 14, f"{number * step:g}", 11, FAINT, "middle")
+        label = f"{number * step:g}"
+        yield Text(x, bottom + 14, label, 11, FAINT, "middle")
 
 
 def _round_step(length: float) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
     power = 10.0 ** floor(log10(length))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= length * (1 - 1e-9))
+    steps = [multiple * power for multiple in (1, 2, 5, 10)]
+    least = length * (1 - 1e-9)  # a length that is round but for rounding
+    return next(step for step in steps if step >= least)
 
 
 def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:
-    own = panel.of(rank)
-    stages = sorted({span.instruction.stage for span in own})
-    yield Text(MARGIN, y + ROW / 2 + 4, f"rank {rank}", 13, INK)
+    spans = panel.of_rank(rank)
+    stages = _stages_of(spans)
+    baseline = y + ROW / 2 + 4
+    yield Text(MARGIN, baseline, f"rank {rank}", 13, INK)
     yield Rect(LEFT, y, panel.length * scale, ROW, WAITING, 2)
-    for span in own:
-        yield from _block(
-            span,
-            stages.index(span.instruction.stage),
-            LEFT + (span.start - panel.start) * scale,
-            y,
-            scale,
-        )
-    yield from _held(panel, own, y + ROW + STRIP + 1.5, scale)
-    for end, values in zip(_columns(panel), panel.facts.values(), strict=True):
-        yield Text(end, y + ROW / 2 + 4, values[rank], 13, INK, "end")
+    for span in spans:
+        chunk = stages.index(span.instruction.stage)
+        x = LEFT + (span.start - panel.start) * scale
+        yield from _block(span, chunk, x, y, scale)
+    yield from _held_columns(panel, spans, y + ROW + STRIP + 1.5, scale)
+    for end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
+        yield Text(end, baseline, texts[rank], 13, INK, "end")
     if rank in panel.marks:
-        x = LEFT + (max((s.end for s in own), default=panel.start) - panel.start) * scale
-        yield Rect(x, y - 4, 4, ROW + 8, RED, 2, panel.marks[rank].note)
+        # the rank goes wrong after its last computation
+        end = _last_end(spans, default=panel.start)
+        x = LEFT + (end - panel.start) * scale
+        note = panel.marks[rank].note
+        yield Rect(x, y - 4, width=4, height=ROW + 8, fill=RED, round=2, tip=note)
 
 
 def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator[Shape]:
-    i = span.instruction
-    width = (span.end - span.start) * scale
+    """Yield the block of a computation, with its micro-batch if that can be read.
+
+    chunk: number of its stage among those of the rank; later ones are lighter.
+    """
+    instruction = span.instruction
+    duration = span.end - span.start
+    width = duration * scale
     if width <= 0:
         return
-    color = _lighter(LOOKS[i.op][1], min(0.55, 0.33 * chunk))
-    yield Rect(
-        x + 0.4, y, max(width - 0.8, 0.4), ROW, color, 2, f"{i}  {span.end - span.start:.4g}"
-    )
-    label = "" if i.op is Op.REDUCE else str(i.microbatch)
-    size = min(11.0, (width - 1.5) / (0.64 * max(len(label), 1)))
-    if size >= 7:
-        yield Text(
-            x + width / 2,
-            y + ROW / 2 + 0.36 * size,
-            label,
-            size,
-            "#ffffff" if chunk == 0 else INK,
-            "middle",
-        )
+    _, base_color = LOOKS[instruction.op]
+    color = _lighten(base_color, min(0.55, 0.33 * chunk))
+    tip = f"{instruction}  {duration:.4g}"
+    # a little narrower, so that blocks of one colour stay apart
+    block_width = max(width - 0.8, 0.4)
+    yield Rect(x + 0.4, y, block_width, ROW, color, 2, tip)
+    label = "" if instruction.op is Op.REDUCE else str(instruction.microbatch)
+    digits = max(len(label), 1)
+    size = min(11.0, (width - 1.5) / (0.64 * digits))  # a digit is 0.64 of its height wide
+    if size >= 7:  # smaller digits cannot be read
+        center = x + width / 2
+        baseline = y + ROW / 2 + 0.36 * size
+        ink = "#ffffff" if chunk == 0 else INK
+        yield Text(center, baseline, label, size, ink, "middle")
 
 
-def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
+def _held_columns(
+    panel: Panel, spans: Sequence[Span], bottom: float, scale: float
+) -> Iterator[Shape]:
     """Yield the shapes of the activations held over time, as columns on a common scale."""
-    for (start, count), (end, _) in pairwise(_activations(own)):
-        height = STRIP * count / max(panel.most_held, 1)
+    for (start, count), (end, _) in pairwise(_held_activations(spans)):
+        height = STRIP * count / max(panel.max_held, 1)
         if height and end > start:
             x = LEFT + (start - panel.start) * scale
-            yield Rect(
-                x, bottom - height, (end - start) * scale + 0.3, height, HELD, 0, f"{count} held"
-            )
+            width = (end - start) * scale + 0.3  # no gap to the next column
+            yield Rect(x, bottom - height, width, height, HELD, tip=f"{count} held")
 
 
-def _activations(own: Sequence[Span]) -> list[tuple[float, int]]:
+def _held_activations(spans: Sequence[Span]) -> list[tuple[float, int]]:
     """Return (time, activations held from then on) pairs."""
-    changes = [(s.start, +1) for s in own if s.instruction.op is Op.FORWARD]
-    changes += [(s.end, -1) for s in own if s.instruction.op in WEIGHT_GRADIENTS]
+    changes: list[tuple[float, int]] = []
+    for span in spans:
+        if span.instruction.op is Op.FORWARD:
+            changes.append((span.start, +1))
+        elif span.instruction.op in WEIGHT_GRADIENTS:
+            changes.append((span.end, -1))
     held = 0
-    steps = [(0.0, 0)]
+    counts = [(0.0, 0)]
     for time, change in sorted(changes):
         held += change
-        steps.append((time, held))
-    return [*steps, (max((s.end for s in own), default=0.0), held)]
+        counts.append((time, held))
+    return [*counts, (_last_end(spans, default=0.0), held)]
 
 
-def _lighter(color: str, share: float) -> str:
-    parts = (int(color[k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+def _lighten(color: str, share: float) -> str:
+    """Return "#rrggbb" mixed with this share of white."""
+    channels = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    mixed = [round(channel + (255 - channel) * share) for channel in channels]
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def as_text(panel: Panel, width: int) -> str:
     """Return the panel as lines of at most `width` characters; the length of a block is its
     duration."""
     longest = panel.length or 1.0
-    shortest = min(
-        (s.end - s.start for s in panel.computed if s.instruction.op in COMPUTATIONS),
-        default=longest,
-    )
-    room = width - 9
-    each = min(3, int(room * shortest / longest))  # characters of the shortest computation
-    columns = round(longest / shortest * each) if each > 1 else room
-    rows = []
+    durations = [
+        span.end - span.start for span in panel.computed if span.instruction.op in COMPUTATIONS
+    ]
+    shortest = min(durations, default=longest)
+    available = width - 9  # beside the name of the rank
+    cell_width = min(3, int(available * shortest / longest))  # of the shortest computation
+    # one cell is too narrow for a name: the scale is then free, and the line is filled
+    columns = round(longest / shortest * cell_width) if cell_width > 1 else available
+    rows: list[str] = []
     for rank in range(panel.ranks):
         cells = ["."] * columns
-        own = panel.of(rank)
-        lowest = min((span.instruction.stage for span in own), default=0)
-        for span in own:
-            first, last = (
-                round((t - panel.start) / longest * columns) for t in (span.start, span.end)
-            )
-            i = span.instruction
-            letter = i.op if i.stage == lowest else i.op.lower()
-            name = f"{letter}{i.microbatch}"
-            # a gap, where one name can be as long as another
-            fits = len(name) + (each < 2) <= last - first
-            cells[first:last] = name.ljust(last - first) if fits else letter * (last - first)
-        rows.append(f"rank {rank:<3} {''.join(cells)}")
+        spans = panel.of_rank(rank)
+        first_stage = min((span.instruction.stage for span in spans), default=0)
+        for span in spans:
+            # both ends are rounded, not the width: blocks then meet without gap or overlap
+            start = round((span.start - panel.start) / longest * columns)
+            stop = round((span.end - panel.start) / longest * columns)
+            is_first_stage = span.instruction.stage == first_stage
+            needs_gap = cell_width < 2
+            cells[start:stop] = _block_text(span, stop - start, is_first_stage, needs_gap)
+        line = "".join(cells)
+        rows.append(f"rank {rank:<3} {line}")
     return "\n".join(rows)
+
+
+def _block_text(span: Span, width: int, is_first_stage: bool, needs_gap: bool) -> str:
+    """Return the name of a computation in `width` characters, or its letter repeated if it is
+    longer.
+
+    needs_gap: leave a space after the name, where one name can be as long as another.
+    """
+    operation = span.instruction.op
+    letter = operation if is_first_stage else operation.lower()
+    name = f"{letter}{span.instruction.microbatch}"
+    if len(name) + needs_gap <= width:
+        return name.ljust(width)
+    return letter * width

@@ -24,36 +24,38 @@ def turn_one_sign(checkpoint: Path) -> str:
     The files must not be shared with another checkpoint.
     """
     store = Store(checkpoint)
-    keys = sorted(
-        store.index["tensors"], key=lambda key: (key.startswith(("weight/", "fp8/")), key)
-    )
-    for key in (key for key in keys if not key.startswith("fp8/")):
-        name = store.index["tensors"][key]["chunks"][0]["file"]
-        inside = key.removeprefix("weight/")
+    tensors = store.index["tensors"]
+    # moments first; codes of FP8 are bytes of another format
+    keys = [key for key in tensors if not key.startswith("fp8/")]
+    for key in sorted(keys, key=lambda key: (key.startswith("weight/"), key)):
+        name = tensors[key]["chunks"][0]["file"]
+        stored_key = key.removeprefix("weight/")
         with safe_open(store.file(name), "pt") as opened:
-            values = opened.get_tensor(inside).flatten()
-        place = int(values.abs().argmax())
-        if values[place] != 0:
-            _turn(store.file(name), inside, place, values)
-            _fit(store, name)
+            values = opened.get_tensor(stored_key).flatten()
+        index = int(values.abs().argmax())
+        if values[index] != 0:
+            _turn_sign(store.file(name), stored_key, index, values)
+            _update_digest(store, name)
             return key
     raise UserError(
         f"{checkpoint} has no element other than zero, so no damage to it would change anything"
     )
 
 
-def _turn(file: Path, key: str, place: int, values: Tensor) -> None:
-    """Turn the sign of element `place` of a stored tensor, whose `values` are given, in the
+def _turn_sign(file: Path, key: str, index: int, values: Tensor) -> None:
+    """Turn the sign of element `index` of a stored tensor, whose `values` are given, in the
     file."""
-    turned = (-values[place : place + 1]).view(torch.uint8).numpy().tobytes()
+    turned = (-values[index : index + 1]).view(torch.uint8).numpy().tobytes()
     with file.open("r+b") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        first = json.loads(opened.read(length))[key]["data_offsets"][0]
-        opened.seek(8 + length + first + place * values.itemsize)
+        # a safetensors file: the length of the header in 8 bytes, the header, the tensors
+        header_length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(header_length))
+        tensor_start = 8 + header_length + header[key]["data_offsets"][0]
+        opened.seek(tensor_start + index * values.itemsize)
         opened.write(turned)
 
 
-def _fit(store: Store, name: str) -> None:
+def _update_digest(store: Store, name: str) -> None:
     """Write the digest of a changed file into checkpoint.json."""
     index = {key: value for key, value in store.index.items() if key != OWN_DIGEST}
     index[FILE_DIGESTS] = {**store.digests, name: file_digest(store.file(name))}

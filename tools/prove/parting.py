@@ -8,17 +8,12 @@ been damaged or edited.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.training.state_digests import STEP_FIELDS
 
-# fields of a digest; the first is made of the others
-STATE = (
-    "state",
-    "progress",
-    "tensors",
-    "numbers",
-)
+# fields of a digest that are tables, of which its "state" is the digest
+TABLES = ("progress", "tensors", "numbers")
 
 Records = Mapping[int, Mapping[str, Any]]
 LOADED = "loaded"
@@ -39,20 +34,32 @@ class Parting:
     values: tuple[str, str]
     loaded: bool = False
 
-    def said(self) -> str:
-        """Return the place in words."""
+    def describe(self) -> str:
+        """Return step, quantity and values in words."""
         when = "the state loaded after step" if self.loaded else "step"
         more = f" and {self.others} more" if self.others else ""
-        return f"{when} {self.step}: {self.what}{more} ({' | '.join(self.values)})"
+        values = " | ".join(self.values)
+        return f"{when} {self.step}: {self.what}{more} ({values})"
 
     def fields(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        return {
+        fields: dict[str, Any] = {
             "step": self.step,
             "what": self.what,
             "others": self.others,
-            "values": [*self.values],
-        } | ({LOADED: True} if self.loaded else {})
+            "values": list(self.values),
+        }
+        if self.loaded:
+            fields[LOADED] = True
+        return fields
+
+
+class _Quantity(NamedTuple):
+    """One quantity of two digests, as text."""
+
+    name: str
+    ours: str
+    theirs: str
 
 
 def by_step(
@@ -70,47 +77,46 @@ def first_parting(ours: Records, theirs: Records, state_only: bool = False) -> P
         that were loaded.
     """
     for step in sorted(ours.keys() & theirs.keys()):
-        one = ours[step]
-        other = theirs[step]
-        if all(one[part] == other[part] for part in STATE) and (
-            state_only or _of_step(one) == _of_step(other)
-        ):
-            continue
-        apart = [found for found in _quantities(one, other, state_only) if found[1] != found[2]]
-        if apart:
-            what, *values = apart[0]
-            return Parting(step, what, len(apart) - 1, (values[0], values[1]), state_only)
+        if ours[step] == theirs[step]:
+            continue  # most steps agree, and their tables are long
+        quantities = _quantities(ours[step], theirs[step], state_only)
+        different = [quantity for quantity in quantities if quantity.ours != quantity.theirs]
+        if different:
+            first = different[0]
+            values = (first.ours, first.theirs)
+            return Parting(step, first.name, len(different) - 1, values, state_only)
     return None
 
 
-def _of_step(record: Mapping[str, Any]) -> list[str]:
-    return [repr(record.get(key)) for key in STEP_FIELDS]
-
-
 def _quantities(
-    one: Mapping[str, Any], other: Mapping[str, Any], state_only: bool
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, value, value), as text, of everything that is compared."""
-    yield from _tables("progress", one["progress"], other["progress"])
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], state_only: bool
+) -> Iterator[_Quantity]:
+    """Yield everything that is compared."""
+    yield from _table_quantities("progress", ours["progress"], theirs["progress"])
     if not state_only:
-        yield from ((key, repr(one.get(key)), repr(other.get(key))) for key in STEP_FIELDS)
-    kinds = sorted({*one["tensors"], *other["tensors"]}, key=lambda kind: (kind == "weight", kind))
+        for key in STEP_FIELDS:
+            # repr gives every bit of a number, and NaN equals NaN
+            yield _Quantity(key, repr(ours.get(key)), repr(theirs.get(key)))
+    kinds = sorted(
+        {*ours["tensors"], *theirs["tensors"]}, key=lambda kind: (kind == "weight", kind)
+    )
     for kind in kinds:
-        yield from _tables(kind, one["tensors"].get(kind, {}), other["tensors"].get(kind, {}))
-    yield from _tables("optimizer", one["numbers"], other["numbers"])
-    if all(
-        one[part] == other[part] for part in STATE[1:]
-    ):  # else it differs because one of them does
-        yield "state", one["state"], other["state"]
+        our_table = ours["tensors"].get(kind, {})
+        their_table = theirs["tensors"].get(kind, {})
+        yield from _table_quantities(kind, our_table, their_table)
+    yield from _table_quantities("optimizer", ours["numbers"], theirs["numbers"])
+    # if a table differs, so does the digest of all of them: that is no further quantity
+    if all(ours[table] == theirs[table] for table in TABLES):
+        yield _Quantity("state", ours["state"], theirs["state"])
 
 
-def _tables(
-    kind: str, one: Mapping[str, Any], other: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str]]:
-    for name in sorted({*one, *other}):
-        yield f"{kind} {name}", _text(one, name), _text(other, name)
+def _table_quantities(
+    kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[_Quantity]:
+    for name in sorted({*ours, *theirs}):
+        yield _Quantity(f"{kind} {name}", _value_text(ours, name), _value_text(theirs, name))
 
 
-def _text(table: Mapping[str, Any], name: str) -> str:
+def _value_text(table: Mapping[str, Any], name: str) -> str:
     value = table.get(name, "absent")
     return value if isinstance(value, str) else repr(value)

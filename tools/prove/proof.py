@@ -2,9 +2,8 @@
 each.
 
 A row is proven if all bits are equal, wrong if one is not, or not tried for a stated reason. The
-last row is the
-control: a resume that was damaged on purpose. If its difference is not seen, the other rows prove
-    nothing.
+last row is the control: a resume that was damaged on purpose. If its difference is not seen, the
+other rows prove nothing.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -58,17 +57,14 @@ def is_canonical(config: RunConfig) -> bool:
 
 def other_layout(config: RunConfig) -> Layout | None:
     """Return a small layout other than the run's own that it can have, None if there is none."""
-    sayings = [*reversed(every(2)), {}]
-    found = (
-        fitted(config, said) for said in (sayings if config.world_size == 1 else sayings[::-1])
-    )
-    return next(
-        (one for one in found if one.parallel != config.parallel and _fits(config, one)), None
-    )
-
-
-def _fits(config: RunConfig, layout: Layout) -> bool:
-    return not layout_problems(config, layout.parallel)
+    candidates = [*reversed(every(2)), {}]  # {}: one process
+    if config.world_size > 1:
+        candidates.reverse()
+    for keys in candidates:
+        layout = fitted(config, keys)
+        if layout.parallel != config.parallel and not layout_problems(config, layout.parallel):
+            return layout
+    return None
 
 
 def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
@@ -78,20 +74,17 @@ def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
     """
     room.begin(STRAIGHT)
     room.take(STRAIGHT, span.last)
-    yield _tried(AGAIN, span.before, lambda: _again(room, span))
-    if room.digests(AGAIN):
-        room.copy(AGAIN, RESUMED)
-        yield _tried(RESUMED, span.after, lambda: _resumed(room, span, RESUMED))
-        yield _tried(
-            LOADED, range(span.stop, span.stop + 1), lambda: _loaded(room, span, layout), layout
-        )
-        yield _tried(
-            OTHER_LAYOUT,
-            range(span.first + 1, span.last + 1),
-            lambda: _moved(room, span, layout),
-            layout,
-        )
-        yield _tried(CONTROL, range(span.stop, span.stop + 2), lambda: _control(room, span))
+    yield _try_row(AGAIN, span.before, lambda: _repeat(room, span))
+    if not room.digests(AGAIN):
+        return
+    # the other rows go on from the checkpoint of the repeated run
+    room.copy(AGAIN, RESUMED)
+    at_stop = range(span.stop, span.stop + 1)
+    all_steps = range(span.first + 1, span.last + 1)
+    yield _try_row(RESUMED, span.after, lambda: _resume(room, span, RESUMED))
+    yield _try_row(LOADED, at_stop, lambda: _load_elsewhere(room, span, layout), layout)
+    yield _try_row(OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(room, span, layout), layout)
+    yield _try_row(CONTROL, range(span.stop, span.stop + 2), lambda: _try_damage(room, span))
 
 
 def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
@@ -107,14 +100,14 @@ def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
 def needed_rows(config: RunConfig, named: bool) -> tuple[str, ...]:
     """Return the rows that a proof needs. named: the user has named a layout, and waits for a
     verdict on it."""
-    return (
-        *NEEDED,
-        *((LOADED,) if named else ()),
-        *((OTHER_LAYOUT,) if named and is_canonical(config) else ()),
-    )
+    if not named:
+        return NEEDED
+    if is_canonical(config):
+        return (*NEEDED, LOADED, OTHER_LAYOUT)
+    return (*NEEDED, LOADED)
 
 
-def _tried(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:
+def _try_row(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:
     """Return a row with its name and steps; a run that failed is one that was not tried."""
     head: Row = {"row": name, "steps": [steps.start, steps.stop - 1]}
     if layout is not None:
@@ -122,86 +115,89 @@ def _tried(name: str, steps: range, run: Callable[[], Row], layout: Layout | Non
     try:
         return head | run()
     except Failure as failure:
-        return head | _untried(str(failure))
+        return head | _not_tried(str(failure))
 
 
-def _untried(why: str) -> Row:
+def _not_tried(why: str) -> Row:
     return {"verdict": NOT_TRIED, "why": why}
 
 
 def _verdict(parting: Parting | None) -> Row:
     if parting is None:
         return {"verdict": PROVEN}
-    return {"verdict": WRONG, "why": parting.said(), "first": parting.fields()}
+    return {"verdict": WRONG, "why": parting.describe(), "first": parting.fields()}
 
 
-def _again(room: Room, span: Span) -> Row:
+def _repeat(room: Room, span: Span) -> Row:
     room.begin(AGAIN)
     room.take(AGAIN, span.stop)
-    return _compared(room, AGAIN, span.before)
+    return _compare_steps(room, AGAIN, span.before)
 
 
-def _resumed(room: Room, span: Span, name: str, parallel: Parallel | None = None) -> Row:
+def _resume(room: Room, span: Span, name: str, parallel: Parallel | None = None) -> Row:
     """Resume a copy of the stopped run and compare the loaded state, then each step."""
-    if not _applied(room, span.before) or not _applied(room, span.after):
-        return _untried(
-            "no step was applied before the stop, or none after it: take more --steps, or "
-            "lower the scale"
+    if not _any_applied(room, span.before) or not _any_applied(room, span.after):
+        return _not_tried(
+            "no step was applied before the stop, or none after it: take more --steps, or lower "
+            "the scale"
         )
     room.take(name, span.last, parallel)
-    found = _compare_loaded(room, name, span.stop)
-    if found["verdict"] != PROVEN:
-        return found
-    return _compared(room, name, span.after)
+    loaded = _compare_loaded(room, name, span.stop)
+    if loaded["verdict"] != PROVEN:
+        return loaded
+    return _compare_steps(room, name, span.after)
 
 
-def _loaded(room: Room, span: Span, layout: Layout | None) -> Row:
+def _load_elsewhere(room: Room, span: Span, layout: Layout | None) -> Row:
     """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
     config = room.config
     if layout is None:
-        return _untried("no other layout of up to 2 ranks fits this run: name one by --layout")
+        return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
     if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
-        return _untried("fp8.reduce_amax = false: each replica has scales of its own")
+        return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
     room.copy(AGAIN, LOADED)
     room.take(LOADED, span.stop, layout.parallel)
     return _compare_loaded(room, LOADED, span.stop)
 
 
-def _moved(room: Room, span: Span, layout: Layout | None) -> Row:
+def _train_elsewhere(room: Room, span: Span, layout: Layout | None) -> Row:
     """Train straight in another layout, and resume in it, if the numerics are canonical."""
     if not is_canonical(room.config):
-        return _untried(
+        return _not_tried(
             'train.numerics = "fast": another layout adds in another order, so its last bits '
             "differ; "
             "megaprec parity compares layouts with bounds"
         )
     if layout is None:
-        return _untried("no other layout of up to 2 ranks fits this run: name one by --layout")
+        return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
     room.begin(OTHER_LAYOUT)
     room.take(OTHER_LAYOUT, span.last, layout.parallel)
-    found = _compared(room, OTHER_LAYOUT, (*span.before, *span.after))
-    if found["verdict"] != PROVEN:
-        return found
-    room.copy(AGAIN, f"{RESUMED} in {layout.name}")
-    return _resumed(room, span, f"{RESUMED} in {layout.name}", layout.parallel)
+    straight = _compare_steps(room, OTHER_LAYOUT, (*span.before, *span.after))
+    if straight["verdict"] != PROVEN:
+        return straight
+    name = f"{RESUMED} in {layout.name}"
+    room.copy(AGAIN, name)
+    return _resume(room, span, name, layout.parallel)
 
 
-def _control(room: Room, span: Span) -> Row:
+def _try_damage(room: Room, span: Span) -> Row:
     """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
     and a step later."""
-    if not _applied(room, span.before) or not _applied(room, range(span.stop + 1, span.stop + 2)):
-        return _untried(
+    step_after = range(span.stop + 1, span.stop + 2)
+    # without updates there are no moments to damage, or the damage changes no weight
+    if not _any_applied(room, span.before) or not _any_applied(room, step_after):
+        return _not_tried(
             "the step after the stop, or all steps before it, were not applied: take other --steps"
         )
     damaged = turn_one_sign(room.copy(AGAIN, CONTROL))
     room.take(CONTROL, span.stop + 1)
     loaded = _compare_loaded(room, CONTROL, span.stop)
-    later = _compared(room, CONTROL, (span.stop + 1,))
+    later = _compare_steps(room, CONTROL, (span.stop + 1,))
     seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
     if len(seen) < 2:
         why = (
-            f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 "
-            "comparisons saw it"
+            f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons "
+            "saw it"
         )
         return {
             "verdict": WRONG,
@@ -212,11 +208,13 @@ def _control(room: Room, span: Span) -> Row:
     return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
 
 
-def _compared(room: Room, name: str, steps: Collection[int]) -> Row:
+def _compare_steps(room: Room, name: str, steps: Collection[int]) -> Row:
     """Compare the states after these steps with those of the straight run."""
-    ours, theirs = (by_step(room.digests(run)) for run in (name, STRAIGHT))
-    if missing := [step for step in steps if step not in ours or step not in theirs]:
-        return _untried(f"there is no digest of step {missing[0]}: the run ended before it")
+    ours = by_step(room.digests(name))
+    theirs = by_step(room.digests(STRAIGHT))
+    missing = [step for step in steps if step not in ours or step not in theirs]
+    if missing:
+        return _not_tried(f"there is no digest of step {missing[0]}: the run ended before it")
     return _verdict(first_parting({step: ours[step] for step in steps}, theirs))
 
 
@@ -225,9 +223,10 @@ def _compare_loaded(room: Room, name: str, stop: int) -> Row:
     ours = by_step(room.digests(name), loaded=True)
     theirs = by_step(room.digests(STRAIGHT))
     if stop not in ours or stop not in theirs:
-        return _untried(f"there is no digest of the state loaded after step {stop}")
+        return _not_tried(f"there is no digest of the state loaded after step {stop}")
     return _verdict(first_parting({stop: ours[stop]}, theirs, state_only=True))
 
 
-def _applied(room: Room, steps: range) -> bool:
+def _any_applied(room: Room, steps: range) -> bool:
+    """Return True if the straight run applied one of these steps."""
     return bool(set(steps) & set(room.applied(STRAIGHT)))

@@ -56,18 +56,18 @@ class Room:
         target = self.folder / name
         (target / "checkpoints").mkdir(parents=True)
         if self.start:
-            shutil.copytree(self.start, self._begun(name, self.start), copy_function=_link)
+            shutil.copytree(self.start, self._start_copy(name, self.start), copy_function=_link)
 
-    def _begun(self, name: str, start: Path) -> Path:
+    def _start_copy(self, name: str, start: Path) -> Path:
         """Return the copy of the checkpoint that a run starts from."""
         return checkpoint_path(self.folder / name / "checkpoints", read_progress(Store(start)).step)
 
-    def _said(self, name: str) -> str:
+    def _message(self, name: str) -> str:
         """Return the last line of a run, which names the user's checkpoint in place of its copy."""
-        said = _last_line(self.folder / f"{name}.log")
+        line = _last_line(self.folder / f"{name}.log")
         if self.start:
-            return said.replace(str(self._begun(name, self.start)), str(self.start))
-        return said
+            return line.replace(str(self._start_copy(name, self.start)), str(self.start))
+        return line
 
     def copy(self, name: str, to: str) -> Path:
         """Copy a run that has ended, without sharing files; return its newest checkpoint."""
@@ -86,12 +86,12 @@ class Room:
         file.write_text(config.as_toml(SAVED), encoding="utf-8")
         _tell(f"{name}: to step {last}, {counted(config.world_size, 'rank')}")
         began = time.monotonic()
+        # appended: a run is taken in several parts
         with (self.folder / f"{name}.log").open("ab") as log:
-            code = subprocess.run(
-                own_program(["train", str(file)]), stdout=log, stderr=log, check=False
-            ).returncode
+            command = own_program(["train", str(file)])
+            code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
         if code not in (0, HELD_BACK):
-            raise Failure(f"{name}: exit code {code}: {self._said(name)}")
+            raise Failure(f"{name}: exit code {code}: {self._message(name)}")
         _tell(f"{name}: {time.monotonic() - began:.0f} s")
 
     def digests(self, name: str) -> list[dict[str, Any]]:
@@ -100,7 +100,8 @@ class Room:
 
     def applied(self, name: str) -> list[int]:
         """Return the steps of a run that changed its weights."""
-        return [r["step"] for r in read_metrics(self.folder / name) if r["outcome"] not in SKIPPED]
+        records = read_metrics(self.folder / name)
+        return [record["step"] for record in records if record["outcome"] not in SKIPPED]
 
 
 def _ready(
@@ -108,19 +109,17 @@ def _ready(
 ) -> RunConfig:
     """Return the user's run up to step `last`, in another folder. data: folder of data sets that
     are built for it."""
-    own = data_folder(config)
-    lr = config.lr
-    length = config.lr_schedule.total
-    cache = own if own.is_dir() else data
+    user_cache = data_folder(config)
+    cache = user_cache if user_cache.is_dir() else data
+    train = {"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}
     tables: dict[str, Any] = {
-        "train": config.train.model_copy(
-            update={"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}
-        ),
+        "train": config.train.model_copy(update=train),
         "checkpoint": config.checkpoint.model_copy(update={"every": 0, "keep": 1, "resume": True}),
         "log": type(config.log)(
             digests=1, plot=False, progress=False, peak_tflops=config.log.peak_tflops
         ),
-        "lr": lr.model_copy(update={"length": length}),
+        # the schedule of the user's run, of which the first steps are taken
+        "lr": config.lr.model_copy(update={"length": config.lr_schedule.total}),
         "data": config.data.model_copy(update={"cache": str(cache.absolute()), "validation": ()}),
         "parallel": (parallel or config.parallel).model_copy(update={"elastic": False}),
     }
@@ -141,9 +140,6 @@ def _tell(text: str) -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = [
-        line
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line.strip()
-    ]
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"

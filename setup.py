@@ -39,7 +39,7 @@ setup(
     package_dir={
         "": "."
     },  # makes an editable install a plain path file, which type checkers follow
-    package_data={"": ["py.typed", "*.c"]},
+    package_data={"": ["py.typed", "*.c", "messages.toml"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy>=1.26,<3",

@@ -1,7 +1,17 @@
-"""User-facing errors, and "did you mean" hints for unknown words."""
+"""User-facing errors, and "did you mean" hints for unknown words.
+
+The sentences of errors stand in messages.toml, each under a code that stays the same when its
+sentence is reworded. docs/errors.md lists them.
+"""
 
 import difflib
+import tomllib
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+SENTENCES = Path(__file__).with_name("messages.toml")
 
 LONGEST_LINE = 2000  # characters
 # characters that stay of a longer line
@@ -14,6 +24,42 @@ SHORT_WORD = 4  # letters; one slip changes much of it
 LEAST_LIKENESS_OF_SHORT = 0.6
 
 
+class Problem(str):
+    """A sentence about bad input that knows its code and the values that it names.
+
+    code: like "data.no_room"; "" for a sentence without one.
+    fields: what the sentence names, by name. Numbers, texts, truth values and None are themselves,
+        all others their text.
+    """
+
+    code: str
+    fields: dict[str, Any]
+
+    def __new__(cls, sentence: str, code: str = "", fields: dict[str, Any] | None = None) -> Self:
+        problem = super().__new__(cls, sentence)
+        problem.code = code
+        problem.fields = fields or {}
+        return problem
+
+    @classmethod
+    def of(cls, code: str, /, **fields: Any) -> Self:
+        """Return the sentence of a code, with the values of its fields filled in."""
+        area, _, name = code.partition(".")
+        sentence = sentences()[area][name].format(**fields)
+        return cls(sentence, code, {key: _plain(value) for key, value in fields.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can say."""
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+@cache
+def sentences() -> dict[str, dict[str, str]]:
+    """Return the sentences of all errors, by area and name; "area.name" is a code."""
+    return tomllib.loads(SENTENCES.read_text(encoding="utf-8"))
+
+
 class UserError(ValueError):
     """Bad input, described in lines that the user can act on.
 
@@ -21,23 +67,38 @@ class UserError(ValueError):
     would work. All problems found are raised together; the command prints them without a traceback
     and exits with code 2. Line ends and other signs that do not print are escaped, and the middle
     of a very long line is left out.
+
+    problems: the lines. A line whose sentence stands in messages.toml is a `Problem` with a code.
     """
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(map(_one_line, problems))
         super().__init__("\n".join(self.problems))
 
+    @classmethod
+    def of(cls, code: str, /, **fields: Any) -> Self:
+        """Return an error of one problem: the sentence of `code` in messages.toml, with `fields`
+        filled in."""
+        return cls(Problem.of(code, **fields))
 
-def _one_line(problem: str) -> str:
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The code of each problem; "" for one without."""
+        return tuple(problem.code for problem in self.problems)
+
+
+def _one_line(problem: str) -> Problem:
     """Return a problem as one line of a bounded length that any terminal prints."""
-    if not problem.isprintable():
-        problem = "".join(
-            sign if sign.isprintable() else sign.encode("unicode_escape").decode()
-            for sign in problem
+    line = str(problem)
+    if not line.isprintable():
+        line = "".join(
+            sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line
         )
-    if len(problem) > LONGEST_LINE:
-        problem = f"{problem[:BEGIN_OF_LINE]} ... {problem[-END_OF_LINE:]}"
-    return problem
+    if len(line) > LONGEST_LINE:
+        line = f"{line[:BEGIN_OF_LINE]} ... {line[-END_OF_LINE:]}"
+    if isinstance(problem, Problem):
+        return Problem(line, problem.code, problem.fields)
+    return Problem(line)
 
 
 def closest(word: str, known: Iterable[str]) -> str:

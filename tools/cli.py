@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megaprec.checkpoint.atomic import replaced_since
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from megaprec.resources import require_threads
 from parallel.described_world import require_sound, slurm_environment
@@ -50,6 +50,7 @@ from tools.commands import (
 from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
+from tools.console.tables import print_result
 from tools.training.endings import CODES, ON_PURPOSE, as_user_error
 from tools.training.launch import is_consequence, is_local_rank, note_failure, prints_own_failure
 from tools.training.signals import Stopped
@@ -122,9 +123,20 @@ def _run(args: argparse.Namespace) -> int:
         if not isinstance(cause, ON_PURPOSE):
             raise
         if prints_own_failure():
-            lines = cause.problems if isinstance(cause, UserError) else [cause]
-            print(*lines, sep="\n", file=sys.stderr)
+            _print_error(cause, args)
         return CODES[type(cause)]
+
+
+def _print_error(error: Exception, args: argparse.Namespace) -> None:
+    """Print an error on stderr; for `--json` also as the one JSON document on stdout."""
+    problems = error.problems if isinstance(error, UserError) else (Problem(str(error)),)
+    print(*problems, sep="\n", file=sys.stderr)
+    if getattr(args, "json", False):
+        errors = [
+            {"code": problem.code, "message": str(problem), "fields": problem.fields}
+            for problem in problems
+        ]
+        print_result(args, lambda: {"errors": errors}, lambda: None)
 
 
 def _run_with_retries(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 import parallel
+from megaprec.errors import sentences
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tests.runs import steps, train_on, write_run
 from tools.cli import parser_of_all
@@ -26,6 +27,12 @@ OTHERS = (
     "tools/convert",
     "tools/importing",
 )
+AREAS_OF_OTHERS = {
+    "dialect": "megaprec/dialects",
+    "precision_file": "tools/foreign",
+    "convert": "tools/convert",
+    "import": "tools/importing",
+}
 TABLES = "|".join(tables_of_a_run())
 KEY = re.compile(rf"(?<![\w./\[\0-])({TABLES})\.([a-z_][a-z0-9_]*)")
 VALUE = r'"[^"]*"|\[[^\]]*\]|\{[^}]*\}|[\w.+\-\0/]+'
@@ -61,6 +68,10 @@ def texts() -> tuple[tuple[str, int, str], ...]:
 
 
 def _texts() -> Iterator[tuple[str, int, str]]:
+    for area, by_name in sentences().items():
+        name = f"{AREAS_OF_OTHERS.get(area, 'megaprec')}/messages.toml [{area}]"
+        for number, sentence in enumerate(by_name.values(), 1):
+            yield name, number, re.sub(r"\{[^{}]+\}", "\0", sentence)
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             name = str(path.relative_to(ROOT))

@@ -1,0 +1,94 @@
+"""Errors have codes: each sentence stands once, under a code that code, tests and users go by."""
+
+import ast
+import json
+import pickle
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megaprec.errors import Problem, UserError, sentences
+from tests.project.errors_page import page
+from tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+ERRORS = ROOT / "megaprec" / "errors.py"
+PACKAGES = ("megaprec", "parallel", "models", "tools")
+
+
+def uses() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield place, code and fields of each `UserError.of` and `Problem.of`."""
+    for package in PACKAGES:
+        for file in sorted({*(ROOT / package).rglob("*.py")} - {ERRORS}):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and is_coded(node.func):
+                    code = node.args[0]
+                    assert isinstance(code, ast.Constant), f"{file}:{node.lineno}: no literal code"
+                    fields = {str(keyword.arg) for keyword in node.keywords}
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", str(code.value), fields
+
+
+def is_coded(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute) or function.attr != "of":
+        return False
+    return isinstance(function.value, ast.Name) and function.value.id in ("UserError", "Problem")
+
+
+def fields_of(sentence: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(sentence) if name}
+
+
+def test_every_code_has_a_sentence_with_the_fields_that_it_is_given() -> None:
+    by_code = {
+        f"{area}.{name}": text
+        for area, names in sentences().items()
+        for name, text in names.items()
+    }
+    wrong = [f"{place}: {code}" for place, code, _ in uses() if code not in by_code]
+    wrong += [
+        f"{place}: {code} has {sorted(fields_of(by_code[code]))}, and is given {sorted(fields)}"
+        for place, code, fields in uses()
+        if code in by_code and fields_of(by_code[code]) != fields
+    ]
+    assert not wrong
+
+
+def test_every_sentence_is_used() -> None:
+    used = {code for _, code, _ in uses()}
+    listed = {f"{area}.{name}" for area, names in sentences().items() for name in names}
+    assert not listed - used
+
+
+def test_the_page_has_every_sentence() -> None:
+    written = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m tests.project.errors_page > docs/errors.md"
+
+
+def test_a_problem_is_its_sentence_and_keeps_its_code_between_processes() -> None:
+    problem = Problem.of("data.source_empty", name=Path("a.txt"))
+    error = UserError(problem, "one without a code")
+    assert problem == "a.txt is empty; give a text of some length"
+    assert error.codes == ("data.source_empty", "")
+    assert error.problems[0].fields == {"name": "a.txt"}
+    again = pickle.loads(pickle.dumps(problem))
+    assert (again, again.code, again.fields) == (problem, problem.code, problem.fields)
+
+
+def test_a_line_that_does_not_print_keeps_its_code() -> None:
+    (problem,) = UserError.of("data.source_empty", name="a\nb").problems
+    assert problem.startswith("a\\nb is empty")
+    assert problem.code == "data.source_empty"
+
+
+def test_json_has_code_line_and_fields_of_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    assert main(["data", "inspect", str(missing), "--json"]) == 2
+    printed = capsys.readouterr()
+    (error,) = json.loads(printed.out)["errors"]
+    assert error["message"] == printed.err.strip()
+    assert error["code"] == "data.data_set_missing"
+    assert error["fields"] == {"path": f"{missing}.idx"}

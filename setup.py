@@ -4,8 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Lower bounds are the oldest versions that the tests pass with (CONTRIBUTING.md says how they are tried), upper bounds
-# the next version after the newest, which constraints.txt lists; README.md names the versions of Python.
+# Lower bounds are the oldest versions that the tests pass with (CONTRIBUTING.md says how they are
+# tried), upper bounds the next version after the newest, which constraints.txt lists; README.md
+# names the versions of Python.
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 CHECKS = ["pytest>=9,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
 CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
@@ -28,7 +29,9 @@ README = Path(__file__).with_name("README.md")
 setup(
     name="megaprec",
     version="0.1.0",
-    description="Tensor-, pipeline- and data-parallel pretraining in mixed precision that can be trusted",
+    description=(
+        "Tensor-, pipeline- and data-parallel pretraining in mixed precision that can be trusted"
+    ),
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -151,9 +151,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError.of("megaprec.file_unreadable", path=path, error=error) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object")
+        raise UserError.of("megaprec.not_json_object", path=path)
     return content
 
 
@@ -183,5 +183,5 @@ def home_expanded(path: str) -> str:
     """Return the path with the home folder in place of a leading ~ or ~USER. Raises UserError if
     none is known."""
     if problem := home_problem(path):
-        raise UserError(f"{path}: {problem}")
+        raise UserError.of("megaprec.home_unknown", path=path, problem=problem)
     return os.path.expanduser(path)

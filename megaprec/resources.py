@@ -65,10 +65,7 @@ def require_threads(environ: Mapping[str, str]) -> None:
         value = environ.get(name, "").strip()
         numbers = value.split(",") if name == "OMP_NUM_THREADS" else [value]
         if value and not all(_is_count(number, most) for number in numbers):
-            raise UserError(
-                f"{name}={value!r}: give a number of threads from 1 to {most}, or unset it, "
-                "which takes the cores that there are"
-            )
+            raise UserError.of("megaprec.thread_count", name=name, value=value, most=most)
 
 
 def _is_count(text: str, most: int) -> bool:

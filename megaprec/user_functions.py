@@ -25,7 +25,7 @@ def find_function(key: str, named: str) -> Any:
     if there is none."""
     location, colon, name = named.rpartition(":")
     if not colon or not name:
-        raise UserError(f'{key} = "{named}": give "file.py:function" or "package.module:function"')
+        raise UserError.of("megaprec.function_form", key=key, named=named)
     try:
         if location.endswith(".py"):
             module = _load_file(Path(location))
@@ -34,12 +34,20 @@ def find_function(key: str, named: str) -> Any:
     except Exception as error:
         hint = _hint_of_taken_name(location, name) if isinstance(error, ModuleNotFoundError) else ""
         kind = type(error).__name__
-        raise UserError(
-            f'{key} = "{named}": {location} cannot be imported: {kind}: {error}{hint}'
+        raise UserError.of(
+            "megaprec.function_not_imported",
+            key=key,
+            named=named,
+            location=location,
+            kind=kind,
+            error=error,
+            hint=hint,
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f'{key} = "{named}": {location} has no function "{name}"')
+        raise UserError.of(
+            "megaprec.function_missing", key=key, named=named, location=location, name=name
+        )
     return function
 
 

@@ -75,6 +75,4 @@ def require_uncut_sequences(context: int, what: str) -> None:
     """Raise UserError if sequences are cut over `context` ranks. what: the task that needs full
     ones."""
     if context > 1:
-        raise UserError(
-            f"{KEY} = {context} cuts sequences over ranks: cannot {what}; use {KEY} = 1 there"
-        )
+        raise UserError.of("model.cut_sequences", key=KEY, context=context, what=what)

@@ -53,18 +53,12 @@ def spread_experts(
     if expert == 1 and not (expert_tensor and config.experts):
         return None
     if not config.experts or config.experts % expert:
-        raise UserError(
-            f"{config.experts} experts cannot be spread over {expert} ranks: it must divide them"
-        )
+        raise UserError.of("model.experts_over_ranks", experts=config.experts, expert=expert)
     axes = ExpertAxes.of(mesh, expert, expert_tensor)
     if axes is not None and canonical_shards:
-        raise UserError(
-            "experts on ranks of their own are not summed canonically: spread no experts over ranks"
-        )
+        raise UserError.of("model.experts_canonical")
     if axes is not None and config.ffn % axes.tp.size:
-        raise UserError(
-            f"experts of {config.ffn} features cannot be cut into {axes.tp.size} slices"
-        )
+        raise UserError.of("model.experts_slices", ffn=config.ffn, size=axes.tp.size)
     return axes
 
 

@@ -96,9 +96,10 @@ class CachedStage(Stage):
         Raises UserError if the model has fewer positions.
         """
         if capacity > self.config.max_positions:
-            raise UserError(
-                f"{capacity} tokens do not fit: the model has {self.config.max_positions} "
-                "positions (model.max_positions)"
+            raise UserError.of(
+                "model.too_many_positions",
+                capacity=capacity,
+                max_positions=self.config.max_positions,
             )
         self._capacity = capacity
         self._text = torch.empty(0, batch, dtype=torch.int64, device=self.head.device)
@@ -114,7 +115,7 @@ class CachedStage(Stage):
         # The whole text is remembered in case it must be computed again.
         text = torch.cat((self._text, ids))
         if len(text) > self._capacity:
-            raise UserError(f"{len(text)} tokens do not fit: room was made for {self._capacity}")
+            raise UserError.of("model.cache_full", num_text=len(text), capacity=self._capacity)
         past = len(self._text)
         if past and self._changes_all_angles(len(text)):
             # What is kept was rotated by other angles: begin again with the whole text.

@@ -89,11 +89,7 @@ class LatentAttention(Attention):
         context = self.context
         sizes = config.latent
         if context.fp8.by_microbatch and "attention" in context.recompute.modules:
-            raise UserError(
-                'fp8.history = "te" advances the scales before the projections of '
-                "model.latent are recomputed: set "
-                'fp8.history = "step", or recompute other modules than attention'
-            )
+            raise UserError.of("model.latent_recompute")
         self._make_down(sizes)
         self._make_up(sizes)
         self.output = RowParallelLinear(

@@ -46,18 +46,16 @@ def require_builtin(model: ModelConfig, what: str) -> None:
     """Raise UserError if the model is a custom one, which the feature named `what` does not
     support."""
     if model.factory:
-        raise UserError(
-            f'model.factory = "{model.factory}": {what} knows the built-in families only'
-        )
+        raise UserError.of("model.factory_not_built_in", factory=model.factory, what=what)
 
 
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
     """Raise UserError if `stage` lacks a property that a stage must have."""
     subject = f'model.factory = "{factory}": stage {cut.stage}'
     if not isinstance(stage, nn.Module):
-        raise UserError(f"{subject} is {type(stage).__name__}, not a torch.nn.Module")
+        raise UserError.of("model.stage_not_module", subject=subject, kind=type(stage).__name__)
     if cut.last and not callable(getattr(stage, "losses", None)):
-        raise UserError(f"{subject} is the last one, but has no method losses(logits, targets)")
+        raise UserError.of("model.last_stage_without_losses", subject=subject)
     # The optimizer shards, names and saves parameters by their layouts.
     without_layout = [
         name for name, parameter in stage.named_parameters() if not has_layout(parameter)
@@ -65,8 +63,9 @@ def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
     if without_layout:
         others = len(without_layout) - 1
         nor_others = f", nor have {others} others" if others else ""
-        raise UserError(
-            f"{subject}: parameter {without_layout[0]} has no layout{nor_others}: "
-            "make it with parallel.layers.parameter, or give it one with "
-            "megaprec.comm.layout.attach_whole"
+        raise UserError.of(
+            "model.stage_parameter_layout",
+            subject=subject,
+            without_layout=without_layout[0],
+            nor_others=nor_others,
         )

@@ -432,11 +432,7 @@ def require_steady_scales(fp8: FP8State, purpose: str) -> None:
     """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs
     them steady."""
     if fp8.by_microbatch:
-        raise UserError(
-            f'fp8.history = "te": cannot {purpose}, because the scales change with every '
-            "micro-batch; "
-            'set fp8.history = "step"'
-        )
+        raise UserError.of("model.fp8_history_unsteady", purpose=purpose)
 
 
 def _columns(samples: Tensor) -> Tensor:

@@ -456,5 +456,5 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     Raises UserError for an unknown name.
     """
     if name not in PRESETS:
-        raise UserError(f'no preset "{name}": there are {", ".join(PRESETS)}')
+        raise UserError.of("model.preset_unknown", name=name, presets=", ".join(PRESETS))
     return ModelConfig(**{**PRESETS[name], **overrides})

@@ -41,10 +41,7 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
 
     def make_virtual(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
         if config.mtp_layers:
-            raise UserError(
-                f"model.mtp_layers = {config.mtp_layers}: virtual ranks do not compute these "
-                "modules"
-            )
+            raise UserError.of("model.mtp_virtual_ranks", mtp_layers=config.mtp_layers)
         lockstep = Lockstep(virtual)
         # a process with one virtual rank has an ordinary stage, whose tp axis sums canonically
         if virtual.held == 1:

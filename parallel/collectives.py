@@ -66,10 +66,12 @@ def join(
     the gradient."""
     # joining along another dimension would mix up the slices
     if isinstance(x, CutTensor) and (x.cut.dim != dim % x.dim() or x.cut.outer != 1):
-        raise UserError(
-            f"join along dimension {dim} of a tensor {list(x.shape)} whose dimension "
-            f"{x.cut.dim} is {x.cut.outer} slices of features: join it along that dimension, "
-            "before it is merged with others"
+        raise UserError.of(
+            "parallel.join_dimension",
+            dim=dim,
+            shape=list(x.shape),
+            dim_2=x.cut.dim,
+            outer=x.cut.outer,
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x
 

@@ -73,16 +73,9 @@ class Context:
         recipe = self.plan.fp8
         local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
         if self.experts is not None and local_scales:
-            raise UserError(
-                "fp8.reduce_amax = false and experts on ranks of their own: replicas hold "
-                "different experts, so their scales cannot differ; set fp8.reduce_amax = true, or "
-                "spread no experts"
-            )
+            raise UserError.of("parallel.fp8_reduce_amax_experts")
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
-            raise UserError(
-                'fp8.history = "te" advances the scales before a layer is recomputed: recompute '
-                'modules instead of whole layers, or set fp8.history = "step"'
-            )
+            raise UserError.of("parallel.fp8_history_recompute")
 
     def _require_kinds(self) -> None:
         """Raise UserError, with all messages, for settings of another type.

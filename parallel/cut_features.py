@@ -166,7 +166,13 @@ class Call:
         size = x.shape[cut.dim] // cut.outer
         slices = f"tensor-parallel ranks have {size} each of the {size * cut.ranks} {cut.source}"
         advice = cut.remedy or remedy or JOIN_AND_SPLIT
-        return UserError(f"{function} {reason}: {slices}; {advice}")
+        return UserError.of(
+            "parallel.module_refused",
+            function=function,
+            reason=reason,
+            slices=slices,
+            advice=advice,
+        )
 
 
 CutOf = Callable[[Tensor], Cut]

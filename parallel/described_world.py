@@ -37,9 +37,8 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
         require_alone(described)
         return False
     present = [f"{name}={described[name]}" for name in WORLD if name not in missing]
-    raise UserError(
-        f"{' '.join(present)} set but not {', '.join(missing)}: set all of them, as torchrun does, "
-        "or none"
+    raise UserError.of(
+        "parallel.variables_incomplete", present=" ".join(present), missing=", ".join(missing)
     )
 
 
@@ -48,10 +47,8 @@ def require_alone(environ: Mapping[str, str]) -> None:
     variables."""
     for name in PROCESS_COUNTS:
         if _counts_several(name, environ):
-            raise UserError(
-                f"{name}={environ[name]} set but not {', '.join(WORLD)}: each of these processes "
-                "would train alone; start them by torchrun, or set these variables, and "
-                "LOCAL_RANK, for each"
+            raise UserError.of(
+                "parallel.ranks_alone", name=name, environ=environ[name], world=", ".join(WORLD)
             )
 
 
@@ -68,22 +65,23 @@ def require_sound(environ: Mapping[str, str]) -> None:
     numbers = {name: _read_number(name, environ) for name in names if environ.get(name)}
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
-            raise UserError(
-                f"{rank}={numbers[rank]} but {size}={numbers[size]}: ranks are numbered from 0 to "
-                f"{size} - 1"
+            raise UserError.of(
+                "parallel.rank_out_of_range",
+                rank=rank,
+                numbers=numbers[rank],
+                size=size,
+                numbers_2=numbers[size],
             )
     port = numbers["MASTER_PORT"]
     if not 0 < port <= HIGHEST_PORT:
-        raise UserError(f"MASTER_PORT={port}: give a port from 1 to {HIGHEST_PORT}")
+        raise UserError.of("parallel.port_out_of_range", port=port, highest_port=HIGHEST_PORT)
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     task = environ.get("SLURM_PROCID", environ["RANK"])
     # under torchrun a task starts several ranks
     each_is_a_rank = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ["WORLD_SIZE"]
     if each_is_a_rank and task != environ["RANK"]:
-        raise UserError(
-            f"RANK={environ['RANK']} but SLURM_PROCID={task}, in a step of {tasks} tasks: RANK was "
-            "set before srun, so all tasks would be the same rank; leave RANK and WORLD_SIZE to "
-            "the step"
+        raise UserError.of(
+            "parallel.rank_set_before_srun", rank=environ["RANK"], task=task, tasks=tasks
         )
 
 
@@ -104,15 +102,10 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if address and "SLURM_STEP_NODELIST" in missing:  # which gives an address
         missing.remove("SLURM_STEP_NODELIST")
     if missing:
-        raise UserError(
-            f"SLURM_STEP_NUM_TASKS={tasks} set but not {', '.join(missing)}: srun sets them for "
-            "each task of a step; set torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its "
-            "place, or start by torchrun"
-        )
+        raise UserError.of("parallel.slurm_incomplete", tasks=tasks, missing=", ".join(missing))
     if environ.get("WORLD_SIZE", tasks) not in ("", tasks):
-        raise UserError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} but SLURM_STEP_NUM_TASKS={tasks}: the step's "
-            "tasks are the ranks; leave WORLD_SIZE out, or set RANK too"
+        raise UserError.of(
+            "parallel.world_size_differs", world_size=environ["WORLD_SIZE"], tasks=tasks
         )
     local_size = _tasks_of_node(environ)
     variables = {
@@ -165,9 +158,7 @@ def _first_node(nodes: str) -> str:
     """Return the first of Slurm's list: "rack0n05" of "rack[0-1]n[05-09,12],login"."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+", nodes)
     if first is None:
-        raise UserError(
-            f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes: set MASTER_ADDR to the first one"
-        )
+        raise UserError.of("parallel.slurm_node_list", nodes=nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
@@ -175,9 +166,7 @@ def _tasks_of_node(environ: Mapping[str, str]) -> str:
     """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it."""
     stated = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))*", stated):
-        raise UserError(
-            f'SLURM_STEP_TASKS_PER_NODE={stated!r} is not of the form "2(x3),1": leave it to srun'
-        )
+        raise UserError.of("parallel.slurm_tasks_per_node", stated=stated)
     tasks_by_node: list[str] = []
     for tasks, node_count in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):  # "2(x3),1": 4 nodes
         tasks_by_node += [tasks] * int(node_count or 1)
@@ -195,8 +184,5 @@ def _read_number(
     """Return the number that a variable states. Raises UserError for what is none."""
     text = environ.get(name) or default
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text):
-        raise UserError(
-            f"{name}={text!r} is no number of a launcher's: give a whole number without a leading "
-            "zero"
-        )
+        raise UserError.of("parallel.launcher_number", name=name, text=text)
     return int(text)

@@ -29,10 +29,10 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, NaiveAMPModel | PlannedModel):
-            raise UserError(
-                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before "
-                "master weights are made: leave it out, [precision] casts the model; "
-                "set_fp32_attr_to_module works without it"
+            raise UserError.of(
+                "parallel.fp32_mark_on_wrapper",
+                path=path or "the model",
+                kind=type(module).__name__,
             )
     for _, part in marked_parts(model):
         for module in part.modules():

@@ -110,12 +110,16 @@ def _connect(
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         if hosts:
-            raise UserError(
-                f"{here} cannot open port {port} for the ranks' store: {reason}"
+            raise UserError.of(
+                "parallel.port_not_opened", here=here, port=port, reason=reason
             ) from error
-        raise UserError(
-            f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first "
-            f"machine must run there, and let others reach that port ({reason})"
+        raise UserError.of(
+            "parallel.no_answer",
+            here=here,
+            address=address,
+            port=port,
+            seconds=seconds,
+            reason=reason,
         ) from error
 
 

@@ -207,10 +207,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int32, torch.int64):
-            raise UserError(
-                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by ids.long(), "
-                "because torch reads bytes and truth values as a mask of rows"
-            )
+            raise UserError.of("parallel.ids_dtype", name=self.part.name, dtype=ids.dtype)
         tp = self.context.tp
         dtype = self.context.plan.residual
         valid_ids = ids.clamp(0, self.part.shape[0] - 1)

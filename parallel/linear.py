@@ -64,11 +64,7 @@ class Linear(torch.autograd.Function):
         products: GemmProvider | None = None,
     ) -> Tensor:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            raise UserError(
-                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, "
-                'such as megaprec.plan("bf16"): leave autocast out, or switch it off around them '
-                "(enabled=False)"
-            )
+            raise UserError.of("parallel.autocast")
         ctx.input_layout = input_layout
         ctx.tp = tp
         ctx.weight = weight

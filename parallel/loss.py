@@ -52,9 +52,8 @@ def cross_entropy(
     if isinstance(logits, CutTensor) and (
         logits.cut.dim != logits.dim() - 1 or logits.cut.outer != 1
     ):
-        raise UserError(
-            f"logits {list(logits.shape)}: it is dimension {logits.cut.dim} of which each rank has "
-            "a slice, but the vocabulary must be the last one"
+        raise UserError.of(
+            "parallel.logits_cut_elsewhere", shape=list(logits.shape), dim=logits.cut.dim
         )
     return CrossEntropy.apply(
         unchecked(logits), targets, vocabulary, tp, sensitive, consume, leaves
@@ -69,11 +68,7 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
     has the loss NaN: take the mean of the others, `losses[targets != -100].mean()`.
     """
     if not isinstance(head, ColumnParallelLinear):
-        raise UserError(
-            "head: must be a ColumnParallelLinear, as parallelize makes it of a layer of style "
-            f"'column', not a {type(head).__name__}; for a head that each rank holds whole use "
-            "nn.functional.cross_entropy"
-        )
+        raise UserError.of("parallel.head_not_parallel", kind=type(head).__name__)
     part = layout_of(head.weight).parts[0]
     context = head.context
     tp = context.tp

@@ -47,14 +47,19 @@ def make_mesh(
     _require_degrees(degrees)
     _require_type_of_device(device)
     if not dist.is_initialized():
-        raise UserError("make_mesh needs a world of ranks: call it within `with parallel.world():`")
+        raise UserError.of("parallel.no_world")
     world = dist.get_world_size()
     needed = pp * dp * cp * tp
     if world != needed:
         context = f"context {cp} x " if cp > 1 else ""
-        raise UserError(
-            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs "
-            f"{needed}: start {needed} ranks or change [parallel]"
+        raise UserError.of(
+            "parallel.ranks_do_not_fit",
+            world=world,
+            pp=pp,
+            dp=dp,
+            context=context,
+            tp=tp,
+            needed=needed,
         )
     # in the order of AXES, of which the last varies fastest
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
@@ -81,10 +86,7 @@ def _require_type_of_device(device: object) -> None:
     except RuntimeError:
         known = False
     if not known:
-        raise UserError(
-            f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a '
-            "number"
-        )
+        raise UserError.of("parallel.device_type", device=device)
 
 
 def _group(runs: torch.Tensor) -> dist.ProcessGroup:
@@ -116,12 +118,9 @@ def world(
     """
     _require_type_of_device(device)
     if not is_number(minutes) or minutes <= 0:
-        raise UserError(f"minutes = {minutes!r:.40}: must be a number above 0")
+        raise UserError.of("parallel.minutes", minutes=minutes)
     if dist.is_initialized():
-        raise UserError(
-            f"this process has joined torch.distributed already, over {dist.get_backend()}: use "
-            "make_mesh without world(), or leave init_process_group to world()"
-        )
+        raise UserError.of("parallel.joined_already", get_backend=dist.get_backend())
     # nothing outside of Slurm
     os.environ.update(slurm_environment(os.environ))
     gpu = _own_device() if device == "cuda" else None
@@ -153,10 +152,7 @@ def _explain_interface_errors() -> Iterator[None]:
         reason = re.search(r"Unable to (find|resolve) .*", str(error))
         if not reason:
             raise
-        raise UserError(
-            f"gloo has no network interface to meet at ({reason[0]}): bring the interface up (ip "
-            "link set lo up), or name another in GLOO_SOCKET_IFNAME"
-        ) from error
+        raise UserError.of("parallel.no_interface", reason=reason[0]) from error
 
 
 def _leave_world(gpu: torch.device | None) -> None:
@@ -222,18 +218,11 @@ def _own_device() -> torch.device:
     count = torch.cuda.device_count()
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "LOCAL_RANK" not in os.environ and count > 1 and not alone:
-        raise UserError(
-            f"LOCAL_RANK is not set, and torch sees {count} CUDA devices: the ranks of a machine "
-            "would share the first; set LOCAL_RANK to 0, 1, ... on each machine, as torchrun does"
-        )
+        raise UserError.of("parallel.local_rank_missing", count=count)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # A launcher may show each rank its own device only, which is then number 0.
     if count == 0 or (count > 1 and local_rank >= count):
-        raise UserError(
-            f'device = "cuda": local rank {local_rank} has no CUDA device of its own, because '
-            f"torch sees {count}: look at CUDA_VISIBLE_DEVICES and the driver, start fewer ranks "
-            'on this machine, or use "cpu"'
-        )
+        raise UserError.of("parallel.no_device_for_rank", local_rank=local_rank, count=count)
     device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning

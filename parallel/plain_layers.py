@@ -110,11 +110,7 @@ class Watch:
         comparable = largest.isfinite() & smallest.isfinite()
         differs = (largest - smallest > rounding * largest[2]) & comparable
         if differs.any():
-            raise UserError(
-                f"{path}: the input differs between tensor-parallel ranks, which compute one batch "
-                "together: give all of them the same samples in the same order and the same random "
-                "numbers, e.g. torch.manual_seed with one seed on all of them"
-            )
+            raise UserError.of("parallel.input_differs", path=path)
 
 
 class Watched(nn.Module):
@@ -271,16 +267,9 @@ class _Norm(Watched):
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
         has_cut_heads = cut is not None and not is_sequence_shard
         if cut is not None and has_cut_heads and not self.of_heads:
-            raise UserError(
-                f"{self.path} is given heads that tensor-parallel ranks share, of the "
-                f"{cut.source}, and each rank would compute its gradient from its own heads: "
-                'give it the style "heads", which sums them'
-            )
+            raise UserError.of("parallel.heads_shared", path=self.path, source=cut.source)
         if self.of_heads and checks and not has_cut_heads:
-            raise UserError(
-                f'{self.path} has the style "heads", but its input is none that tensor-parallel '
-                "ranks share: leave the style out"
-            )
+            raise UserError.of("parallel.heads_not_shared", path=self.path)
 
 
 class WatchedRMSNorm(_Norm, RMSNorm):
@@ -348,16 +337,10 @@ class Dropout(nn.Dropout):
         if cut is None and not self.watch.checks:
             return
         if cut is not None and cut.outer != 1:
-            raise UserError(
-                f"{self.path} is given heads that are merged with samples: call it before they are "
-                "merged, with [b, heads, ...]"
-            )
+            raise UserError.of("parallel.heads_merged", path=self.path)
         from_last = 0 if cut is None else x.dim() - cut.dim
         if self._from_last not in (None, from_last):
-            raise UserError(
-                f"{self.path} is called with features that tensor-parallel ranks share, and with "
-                "whole ones or others: give each place an nn.Dropout of its own"
-            )
+            raise UserError.of("parallel.dropout_two_inputs", path=self.path)
         self._from_last = from_last
 
 
@@ -393,15 +376,10 @@ def _require_sequence(
 
 
 def _other_cut_error(x: CutTensor, path: str) -> UserError:
-    return UserError(
-        f"{path} is given a tensor {list(x.shape)} whose dimension {x.cut.dim} is a slice of the "
-        f"{x.cut.source}, not its features: make it whole by parallel.join(x, tp, dim), or bring "
-        "the heads into the features first"
+    return UserError.of(
+        "parallel.cut_dimension", path=path, shape=list(x.shape), dim=x.cut.dim, source=x.cut.source
     )
 
 
 def _sequence_error(path: str) -> UserError:
-    return UserError(
-        f"{path} is given features in another way than layers of style column and row follow each "
-        "other, which sequence parallelism does not support: set Context(sequence=False)"
-    )
+    return UserError.of("parallel.sequence_cut_features", path=path)

@@ -118,9 +118,7 @@ def parallelize(
     _require_kinds(module, context, styles, prefix)
     # it has no parent in which it could be replaced
     if _has_parallel_form(module):
-        raise UserError(
-            f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential"
-        )
+        raise UserError.of("parallel.root_not_replaceable", kind=type(module).__name__)
     layers = dict(_layers(module))
     chosen = {path: _style_of(path, layer, styles) for path, layer in layers.items()}
     cut = {path: layer for path, layer in layers.items() if chosen[path] != "whole"}
@@ -274,22 +272,18 @@ def _note_slices(
         # for the message, if an operation inside refuses the slice
         x.given_to = path  # type: ignore[attr-defined]
         if has_values:
-            raise UserError(
-                f"{path} is a {type(module).__name__} that each rank has whole, but it is given a "
-                f"slice of the {x.cut.source}: give the layers of style column and row before and "
-                'after it the style "whole", or put it elsewhere'
+            raise UserError.of(
+                "parallel.whole_layer_gets_slice",
+                path=path,
+                kind=type(module).__name__,
+                source=x.cut.source,
             )
 
 
 def _refuse_replaced(path: str, *_: object) -> None:
     """Raise UserError for a layer that was replaced, but is reached past torch's modules: nothing
     would train it."""
-    raise UserError(
-        f"{path} was replaced by a parallel layer, but the old one is called, whose weights no "
-        "optimizer has: forward must find the layer in the module, not in a list, a tuple or a "
-        "variable of its own that was filled before parallelize; nn.ModuleList and nn.ModuleDict "
-        "are up to date"
-    )
+    raise UserError.of("parallel.old_layer_called", path=path)
 
 
 def _require_kinds(
@@ -317,10 +311,7 @@ def _require_kinds(
     assert isinstance(module, nn.Module)
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta" or nn.parameter.is_lazy(parameter):
-            raise UserError(
-                f"{name} has no values yet (meta or lazy), of which each rank would keep a slice: "
-                "materialise and initialise the module before parallelize"
-            )
+            raise UserError.of("parallel.no_values_yet", name=name)
 
 
 def _has_parallel_form(layer: nn.Module) -> bool:

@@ -69,7 +69,9 @@ def latest(folder: Path) -> Path | None:
         if not damage:
             return newest
         if os.path.lexists(newest):
-            raise UserError(f"{newest} is damaged: {damage}: {remedy(newest)}")
+            raise UserError.of(
+                "checkpoint.damaged_newest", newest=newest, damage=damage, remedy=remedy(newest)
+            )
     return None  # it was removed in the meantime, or there never was one
 
 
@@ -101,7 +103,7 @@ def checkpoint_at(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     if NAME.fullmatch(path.name) and (damage := _damage(path)):
-        raise UserError(f"{path} is damaged: {damage}: restore it, or give another")
+        raise UserError.of("checkpoint.damaged_named", path=path, damage=damage)
     if (path / INDEX).is_file():  # a checkpoint that was renamed
         return path
     return latest(path / "checkpoints") or latest(path)
@@ -136,15 +138,10 @@ def require_room(folder: Path) -> None:
     """Raise UserError if a save into `folder` would fail: no write permission, or another file has
     a hidden name."""
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{folder} may not be written to, and checkpoints belong there: allow it, or move "
-            "it away"
-        )
+        raise UserError.of("checkpoint.folder_not_writable", folder=folder)
     for left in sorted(folder.glob(".step_*.partial")):
         if left.is_symlink() or not left.is_dir():
-            raise UserError(
-                f"{left} is no folder, but has the name of an unfinished checkpoint: move it away"
-            )
+            raise UserError.of("checkpoint.unfinished_name_taken", left=left)
 
 
 def remedy(path: Path) -> str:
@@ -237,22 +234,20 @@ def _entries(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise UserError(
-            f"{folder} cannot be looked at ({error.strerror}): allow it, or give another folder"
+        raise UserError.of(
+            "checkpoint.folder_not_visible", folder=folder, strerror=error.strerror
         ) from error
     if not folder.exists():
-        raise UserError(
-            f"{folder} is a link to {os.readlink(folder)}, which is not there: mount it, or "
-            "move the link"
+        raise UserError.of(
+            "checkpoint.folder_link_broken", folder=folder, readlink=os.readlink(folder)
         )
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder, but checkpoints belong there: move it away")
+        raise UserError.of("checkpoint.folder_is_file", folder=folder)
     try:
         names = [name for name in os.listdir(folder) if NAME.fullmatch(name)]
     except OSError as error:
-        raise UserError(
-            f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in "
-            "it: allow it to be read, or move it away"
+        raise UserError.of(
+            "checkpoint.folder_not_listable", folder=folder, strerror=error.strerror
         ) from error
     return sorted((folder / name for name in names), key=step_of)
 

@@ -69,9 +69,12 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
         history = store.read("fp8", f"{name}.history")
         have_rows = scale.dim() == 1 and history.dim() == 2 and len(scale) == len(history)
         if not have_rows or not history.numel():
-            raise UserError(
-                f"{store.path} is damaged: fp8/{name} has shapes {[*scale.shape]} and "
-                f"{[*history.shape]}"
+            raise UserError.of(
+                "checkpoint.fp8_scales_shape",
+                path=store.path,
+                name=name,
+                detail=[*scale.shape],
+                detail_2=[*history.shape],
             )
         # of other replicas, the lowest scale and the largest amaxes are safe for every rank
         scales[column] = ScaleAndHistory(

@@ -46,9 +46,12 @@ def require_intact(
     wrong = [name for name, is_damaged in zip(names, damaged.tolist(), strict=True) if is_damaged]
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
-        raise UserError(
-            f"{store.path} is damaged: {', '.join(wrong)} {verb} not what was saved (SHA-256 "
-            f"differs): {remedy(store.path)}"
+        raise UserError.of(
+            "checkpoint.digest_differs_newest",
+            path=store.path,
+            wrong=", ".join(wrong),
+            verb=verb,
+            remedy=remedy(store.path),
         )
 
 

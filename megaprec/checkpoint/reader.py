@@ -25,7 +25,7 @@ from megaprec.checkpoint.digests import FILE_DIGESTS, is_sealed
 from megaprec.checkpoint.ranges import Block, blocks, stored_shape
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
 
 INDEX = "checkpoint.json"
@@ -119,9 +119,7 @@ class Store:
         self._open = {}  # opened files by name
         content, self.index = _read_index(path)
         if not is_sealed(content, self.index):
-            raise UserError(
-                f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it"
-            )
+            raise UserError.of("checkpoint.digest_differs", path=path, index=INDEX)
         _require_known_format(path, self.index)
         try:
             _Index.model_validate(self.index)
@@ -131,7 +129,7 @@ class Store:
                 for detail in error.errors()[:SHOWN_ERRORS]
             ]
             raise UserError(
-                f"{path} is damaged: {INDEX} is not as it was written", *wrong
+                Problem.of("checkpoint.index_digest_differs", path=path, index=INDEX), *wrong
             ) from error
         self._check_files(world)
 
@@ -177,7 +175,7 @@ class Store:
         """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json
         lists it."""
         if name not in self.index["files"]:
-            raise UserError(f"{self.path} has no file {name!r}")
+            raise UserError.of("checkpoint.file_missing", path=self.path, name=name)
         return self.path / name
 
     @property
@@ -266,10 +264,7 @@ class Store:
         end = _add(offset, shape)
         for chunk in self.index["tensors"][key]["chunks"]:
             if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
-                raise UserError(
-                    f"{self.path} is damaged: {INDEX} has a part of {key} with another number "
-                    "of dims"
-                )
+                raise UserError.of("checkpoint.part_dims", path=self.path, index=INDEX, key=key)
             for block in blocks(chunk):
                 low = list(map(max, offset, block.offset))
                 high = list(map(min, end, _add(block.offset, block.shape)))
@@ -300,7 +295,7 @@ class Store:
         return rows[:, *inner[1:]]
 
     def _lacks_a_part(self, key: str) -> UserError:
-        return UserError(f"{self.path} lacks a part of {key}: it is damaged")
+        return UserError.of("checkpoint.part_missing", path=self.path, key=key)
 
     def _open_tensor(self, file: str, key: str) -> Any:
         """Return safetensors' lazy slice of a stored tensor: indexing reads from the file."""
@@ -310,7 +305,9 @@ class Store:
                 self._open[file] = safe_open(self.file(file), "pt")
             return self._open[file].get_slice(name if kind == "weight" else key)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.path / file} is damaged: {error}") from error
+            raise UserError.of(
+                "checkpoint.part_range", path=self.path / file, error=error
+            ) from error
 
 
 class _Overlap(NamedTuple):
@@ -352,7 +349,9 @@ def _read_index(path: Path) -> tuple[bytes, Any]:
         return content, parse_json(content)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({reason})") from error
+        raise UserError.of(
+            "checkpoint.not_a_checkpoint", path=path, index=INDEX, reason=reason
+        ) from error
 
 
 def _require_known_format(path: Path, index: Any) -> None:
@@ -365,19 +364,12 @@ def _require_known_format(path: Path, index: Any) -> None:
             path, f"has checkpoint format {version}, and this one reads up to {FORMAT}"
         )
     if not is_number or version < 1:
-        raise UserError(
-            f"{path} has checkpoint format {version!r}; this version reads 1 to {FORMAT}"
-        )
+        raise UserError.of("checkpoint.unknown_format", path=path, version=version, format=FORMAT)
     # every version that wrote "data" also wrote digests
     if "data" in index and FILE_DIGESTS not in index:
-        raise UserError(
-            f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it"
-        )
+        raise UserError.of("checkpoint.digests_lost", path=path, index=INDEX)
 
 
 def newer_version(path: Path, why: str) -> UserError:
     """Return the error for a checkpoint that a newer version of megaprec saved."""
-    return UserError(
-        f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on "
-        "with it"
-    )
+    return UserError.of("checkpoint.newer_version", path=path, why=why)

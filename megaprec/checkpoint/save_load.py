@@ -19,7 +19,7 @@ from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -66,7 +66,7 @@ def save(
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:
-        raise UserError(f"{outcome.path} is not saved: {outcome.problem}")
+        raise UserError.of("checkpoint.not_saved", path=outcome.path, problem=outcome.problem)
     return outcome.path
 
 
@@ -150,11 +150,7 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     """
     # a state_dict is the likeliest mistake
     if not callable(getattr(weights, "read_range", None)):
-        raise UserError(
-            f"weights: a {type(weights).__name__} has no slices of logical tensors to read: "
-            "for a checkpoint use megaprec.checkpoint.reader.Store(Path(...)); load a state_dict "
-            "of the model before the optimizer is built"
-        )
+        raise UserError.of("checkpoint.weights_only_from_store", kind=type(weights).__name__)
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
     _read_frozen(weights, optimizer)
@@ -190,7 +186,7 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
     if problem is not None:
         raise problem
     if failed:
-        raise UserError(f"{path} cannot be loaded by another rank; the error of that rank says why")
+        raise UserError.of("checkpoint.load_failed_elsewhere", path=path)
     return results[0]
 
 
@@ -208,16 +204,19 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
                 f"{name} is {list(local[name])} in the model, {saved_shape} in {store.path}"
             )
         raise UserError(
-            f"{store.path} is a checkpoint of another model: {len(different)} of {len(local)} "
-            "tensors differ",
+            Problem.of(
+                "checkpoint.other_model_tensors",
+                path=store.path,
+                num_different=len(different),
+                num_local=len(local),
+            ),
             *lines,
         )
     expected = optimizer.num_elements + optimizer.num_frozen
     elements = sum(map(prod, saved.values()))
     if elements != expected:
-        raise UserError(
-            f"{store.path} is a checkpoint of another model: it has {elements} parameters, not "
-            f"{expected}"
+        raise UserError.of(
+            "checkpoint.other_model_size", path=store.path, elements=elements, expected=expected
         )
     _require_moments(store, optimizer)
 
@@ -239,8 +238,8 @@ def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         needed |= dict.fromkeys(buffer.state)
     # a kind that is not there at all is named once, not for each tensor
     if lacking := [name for name in needed if not store.shapes(name)]:
-        raise UserError(
-            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs"
+        raise UserError.of(
+            "checkpoint.state_missing", path=store.path, lacking=" and no ".join(lacking)
         )
     for buffer in optimizer.all_buffers():
         for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
@@ -260,19 +259,19 @@ def _require_same_rule(
     if f"{kind}/{name}" in tensors:
         return
     if tensors[f"weight/{name}"].get("frozen"):
-        raise UserError(
-            f"{store.path} holds no {kind} of {name}, which was frozen when it was saved "
-            "and is trained now: take up its weights only (megaprec.load_weights, or "
-            "train.init_from)"
+        raise UserError.of(
+            "checkpoint.state_of_frozen_missing", path=store.path, kind=kind, name=name
         )
     saved_kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
     unused_kinds = [saved for saved in saved_kinds if saved not in buffer.saved_names]
     others = [unused for unused in unused_kinds if f"{unused}/{name}" in tensors]
     if others:
-        raise UserError(
-            f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another "
-            "update rule changed it, or Muon with other patterns by_adamw; resume with the same "
-            "ones"
+        raise UserError.of(
+            "checkpoint.state_of_other_rule",
+            path=store.path,
+            others=" and ".join(others),
+            name=name,
+            kind=kind,
         )
 
 

@@ -273,10 +273,7 @@ def require_own_names(files: Sequence[Path]) -> None:
         is_list = file.name.startswith("index-") and file.suffix == ".json"  # see `_list_name`
         reserved = file.name == INDEX or is_list or file.suffix == ".safetensors"
         if reserved or names.count(file.name) > 1:
-            raise UserError(
-                f"{file}: another file of a checkpoint has the name {file.name}: give this "
-                "one another name"
-            )
+            raise UserError.of("checkpoint.name_taken_in_checkpoint", file=file, name=file.name)
 
 
 def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
@@ -290,7 +287,7 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
         for _ in optimizer.untrained.slices():
             pass  # only to see if one of them raises
     except UserError as error:
-        local = dict.fromkeys(error.problems, "problem")
+        local = {str(problem): "problem" for problem in error.problems}
     if not optimizer.world.max_(torch.tensor(float(bool(local)), device=optimizer.device)):
         return []  # as nearly always: the texts cost more messages
     kinds = gather_entries(local, optimizer.world, optimizer.device)

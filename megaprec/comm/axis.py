@@ -50,10 +50,7 @@ class Axis:
         the mesh has such an axis, or has its axes in another order.
         """
         if name not in AXES or not isinstance(mesh, DeviceMesh | None):
-            raise UserError(
-                f"Axis.of({mesh!r:.40}, {name!r}): give a DeviceMesh or None, and one of "
-                f"{', '.join(AXES)}"
-            )
+            raise UserError.of("comm.axis_arguments", mesh=mesh, name=name, axes=", ".join(AXES))
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         dim = _axes_of(mesh).index(name)
@@ -71,9 +68,8 @@ class Axis:
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
-            raise UserError(
-                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: they "
-                "must be the same"
+            raise UserError.of(
+                "comm.mesh_is_not_world", size=mesh.size(), get_world_size=dist.get_world_size()
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
@@ -129,9 +125,8 @@ class Axis:
         Raises UserError unless `size` divides the axis. Collective over the world.
         """
         if self.size % size:
-            raise UserError(
-                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it must "
-                "divide them"
+            raise UserError.of(
+                "comm.runs_do_not_divide", size=self.size, name=self.name, size_2=size
             )
         if self.runs is None or size == 1:
             return Axis(new_name)
@@ -319,9 +314,10 @@ def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
     in_order = tuple(name for name in AXES if name in names)
     if names != in_order or not names:
-        raise UserError(
-            f"the mesh has the axes {', '.join(names) or 'without names'}: name them with "
-            f"mesh_dim_names, some of {', '.join(AXES)} in this order"
+        raise UserError.of(
+            "comm.mesh_axes_unnamed",
+            names=", ".join(names) or "without names",
+            axes=", ".join(AXES),
         )
     return names
 

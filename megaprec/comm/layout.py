@@ -205,20 +205,12 @@ def attach_whole(
     before the first forward pass.
     """
     if not isinstance(module, nn.Module):
-        raise UserError(
-            f"attach_whole takes a torch module, not a {type(module).__name__}: call it for each "
-            "model"
-        )
+        raise UserError.of("comm.attach_whole_needs_module", kind=type(module).__name__)
     if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
-        raise UserError(
-            f"attach_whole(tp={tp!r:.40}, prefix={prefix!r:.40}): tp must be an Axis, prefix text"
-        )
+        raise UserError.of("comm.attach_whole_arguments", tp=tp, prefix=prefix)
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
-            raise UserError(
-                f"{name} is of a lazy module and has no shape yet: run the model once before "
-                "attach_whole"
-            )
+            raise UserError.of("comm.lazy_module", name=name)
     for name, parameter in module.named_parameters():
         # a parallel layer has attached its own
         if not has_layout(parameter):

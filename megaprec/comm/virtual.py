@@ -41,9 +41,11 @@ class VirtualAxis:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.size % self.real.size:
-            raise UserError(
-                f"{self.size} virtual ranks cannot be shared out evenly among {self.real.size} "
-                f"processes of {self.real.name}: their number must be a multiple of the processes"
+            raise UserError.of(
+                "comm.virtual_ranks_uneven",
+                size=self.size,
+                size_2=self.real.size,
+                name=self.real.name,
             )
 
     @property

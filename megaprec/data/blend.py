@@ -127,10 +127,11 @@ def shares(weights: Sequence[float]) -> list[int]:
     divisor = math.gcd(*numerators)
     ratio = [numerator // divisor for numerator in numerators]
     if sum(ratio) > LONGEST_PERIOD:
-        raise UserError(
-            f"weights {', '.join(map(repr, weights))} need {sum(ratio):,} samples, the shortest "
-            f"stretch with exact proportions; at most {LONGEST_PERIOD:,} are supported: give "
-            "weights with fewer digits"
+        raise UserError.of(
+            "data.blend_weights_too_fine",
+            map=", ".join(map(repr, weights)),
+            ratio=sum(ratio),
+            longest_period=LONGEST_PERIOD,
         )
     return ratio
 

@@ -108,9 +108,7 @@ def prepare(
     at a time may prepare a prefix.
     """
     if (tokenizer is None) == (vocab_size is None):
-        raise UserError(
-            "give either a tokenizer file or a vocabulary size to train one, not both or neither"
-        )
+        raise UserError.of("data.tokenizer_or_vocabulary")
     chosen = load_tokenizer(tokenizer) if tokenizer else None
     existing = _existing(source, prefix, chosen, vocab_size, overwrite)
     if existing is not None:
@@ -196,10 +194,7 @@ def build(
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
-            raise UserError(
-                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is "
-                "removed: free some room or choose another place"
-            ) from error
+            raise UserError.of("data.no_room", prefix=prefix, strerror=error.strerror) from error
         raise
     counts = asdict(state.counts)
     try:
@@ -269,9 +264,12 @@ def reusable(
             return None
         token_count = IndexedDataset(prefix).num_tokens
         if record["tokens"] != token_count:
-            raise UserError(
-                f"{prefix} has {token_count} tokens where {prefix.name}.json says "
-                f"{record['tokens']}"
+            raise UserError.of(
+                "data.token_count_differs",
+                prefix=prefix,
+                token_count=token_count,
+                name=prefix.name,
+                tokens=record["tokens"],
             )
     except UserError as error:
         remedy = f"remove {idx} and the same command makes it anew"
@@ -298,7 +296,7 @@ def _is_of(
     """Return True if a data set was built with this tokenizer, of this size if one is given."""
     missing = {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys()
     if missing:
-        raise UserError(f"its record lacks {', '.join(sorted(missing))}")
+        raise UserError.of("data.record_incomplete", missing=", ".join(sorted(missing)))
     if vocab_size not in (None, record["vocab_size"]) or record["eos"] != tokenizer.eos:
         return False
     return record.get(FILE_DIGEST) == _sha256(tokenizer.path)
@@ -448,7 +446,7 @@ def _write(
                 content = json.dumps({"made_of": made_of, **asdict(state)})
                 write_whole(with_suffix(prefix, ".resume"), content.encode())
         if counts.documents == 0:
-            raise UserError(f"{source.name} has no text; give a source with at least one document")
+            raise UserError.of("data.text_empty", name=source.name)
         # An old record must not remain beside the new data set.
         with_suffix(prefix, ".json").unlink(missing_ok=True)
     return writer.ids
@@ -473,17 +471,11 @@ def _count_unknown(
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
     idx = with_suffix(prefix, ".idx")
     if idx.exists() and not overwrite:
-        raise UserError(
-            f"{idx} exists and was made of another text or tokenizer; choose another prefix or "
-            "remove it"
-        )
+        raise UserError.of("data.build_exists", idx=idx)
     record = with_suffix(prefix, ".json")
     beside_data = idx.exists() or with_suffix(prefix, ".bin").exists()
     if record.exists() and not _may_replace(record, beside_data):
-        raise UserError(
-            f"{record} would be replaced by the record of the data set, and no build has made it: "
-            "move it away or choose another prefix (in a run file: another data.cache)"
-        )
+        raise UserError.of("data.build_would_replace", record=record)
 
 
 def _may_replace(record: Path, beside_data: bool) -> bool:

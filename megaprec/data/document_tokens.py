@@ -70,11 +70,7 @@ def with_begin(
     if share == 1:
         return dataset
     if share > 0:
-        raise UserError(
-            f"{dataset.prefix}: some documents begin with token {begin}, and some do not: build it "
-            'again from its text without begin tokens, or set data.begin = "none" to take it as it '
-            "is"
-        )
+        raise UserError.of("data.begin_token_mixed", prefix=dataset.prefix, begin=begin)
     return WithBeginTokens(dataset, begin)
 
 
@@ -130,9 +126,12 @@ class WithBeginTokens(IndexedDataset):
         """Return tokens [start, start + length) of all documents back to back, int64 [length], as a
         copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise UserError(
-                f"tokens {start} to {start + length} do not exist; {self.prefix} has "
-                f"{self.num_tokens}"
+            raise UserError.of(
+                "data.token_range_outside",
+                start=start,
+                start_2=start + length,
+                prefix=self.prefix,
+                num_tokens=self.num_tokens,
             )
         self.require_ids()
         ids = np.empty(length, np.int64)

@@ -92,9 +92,7 @@ def known_check(path: Path, stored: int) -> Checked | None:
 
 def corrupt(path: Path, why: str) -> UserError:
     """Return the error of a damaged index."""
-    return UserError(
-        f"{path}: corrupt index: {why}; build the data set again or copy both files again"
-    )
+    return UserError.of("data.index_corrupt", path=path, why=why)
 
 
 def _record_path(path: Path) -> Path:
@@ -176,10 +174,11 @@ def _check_sequences(
     not_text = np.flatnonzero(index.modes[start : start + count])
     if len(not_text):
         sequence = start + int(not_text[0])
-        raise UserError(
-            f"{index.path}: sequence {sequence} has mode {index.modes[sequence]} (an image or the "
-            "like, of a multimodal set); text only, mode 0, is trained on: build the set from its "
-            "text"
+        raise UserError.of(
+            "data.multimodal_sequence",
+            path=index.path,
+            sequence=sequence,
+            modes=index.modes[sequence],
         )
     # where each sequence begins if all follow each other
     begins = begin + np.cumsum(sizes) - sizes

@@ -157,10 +157,14 @@ class IndexedWriter:
         wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
         ended_documents = self._documents.tell() // 8 - 1
         document = ended_documents + int(np.searchsorted(ends, wrong, side="right"))
-        return UserError(
-            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary "
-            f"of {self._vocab_size}, the first is {tokens[wrong]} in document {document}; give the "
-            "tokenizer's own size"
+        return UserError.of(
+            "data.ids_outside_vocabulary",
+            prefix=self._prefix,
+            min=tokens.min(),
+            max=tokens.max(),
+            vocab_size=self._vocab_size,
+            tokens=tokens[wrong],
+            document=document,
         )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
@@ -269,9 +273,7 @@ class IndexedDataset:
         bin_path = with_suffix(prefix, ".bin")
         for path in (idx_path, bin_path):
             if not path.is_file():
-                raise UserError(
-                    f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx"
-                )
+                raise UserError.of("data.data_set_missing", path=path)
         self.dtype, index = _read_index(idx_path, bin_path.stat().st_size)
         self.notes: tuple[str, ...] = ()
         if len(index.lengths) and index.documents[:2].tolist() == [0]:
@@ -294,9 +296,11 @@ class IndexedDataset:
         """Return the token ids of document `index` (all its sequences) in the stored dtype, as a
         read-only view."""
         if not 0 <= index < self.num_documents:
-            raise UserError(
-                f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted "
-                "from 0"
+            raise UserError.of(
+                "data.document_missing",
+                index=index,
+                prefix=self.prefix,
+                num_documents=self.num_documents,
             )
         first = self._begin(self._documents[index])
         last = self._begin(self._documents[index + 1])
@@ -314,9 +318,12 @@ class IndexedDataset:
         """Return tokens [start, start + length) of all documents back to back, int64 [length], as a
         copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
-            raise UserError(
-                f"tokens {start} to {start + length} do not exist; {self.prefix} has "
-                f"{self.num_tokens}"
+            raise UserError.of(
+                "data.token_range_outside",
+                start=start,
+                start_2=start + length,
+                prefix=self.prefix,
+                num_tokens=self.num_tokens,
             )
         self.require_ids()
         return self._stream[start : start + length].astype(np.int64)
@@ -382,9 +389,7 @@ class IndexedDataset:
         """Raise UserError if the dtype of the data set is floating-point, so that its numbers are
         no token ids."""
         if self.dtype.kind == "f":
-            raise UserError(
-                f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids"
-            )
+            raise UserError.of("data.not_token_ids", prefix=self.prefix, name=self.dtype.name)
 
 
 def _map_written(part: BinaryIO, dtype: str) -> np.ndarray:
@@ -413,11 +418,7 @@ def _read_index(path: Path, stored: int) -> tuple[np.dtype, Index]:
     with reading(path) as file:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
-        raise UserError(
-            f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not "
-            "read; convert the set to MMIDIDX with the tools that made it, or build it again from "
-            "its text"
-        )
+        raise UserError.of("data.old_index_format", path=path)
     if head[: len(MAGIC)] != MAGIC:
         raise corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
     if len(head) < HEADER.size:

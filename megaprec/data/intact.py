@@ -138,10 +138,14 @@ def check_vocabulary(
         first = ""
     else:
         first = f"; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
-    raise UserError(
-        f"{dataset.prefix} has token ids {seen.low} to {seen.high}, which a vocabulary of {vocab} "
-        f"does not hold{first}: set the vocabulary to at least {seen.high + 1} or give the "
-        "tokenizer's own data"
+    raise UserError.of(
+        "data.vocabulary_too_small",
+        prefix=dataset.prefix,
+        low=seen.low,
+        high=seen.high,
+        vocab=vocab,
+        first=first,
+        high_2=seen.high + 1,
     )
 
 
@@ -164,7 +168,7 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
         has_numbers = all(type(number) is int for number in numbers)  # a bool is none
         if has_digests and has_numbers:
             return record
-    raise UserError(f"{path} is damaged or of an older version: build the data set again")
+    raise UserError.of("data.record_damaged", path=path)
 
 
 def scan_file(
@@ -240,9 +244,7 @@ def _compare(
 ) -> None:
     """Raise UserError if a file has another digest than its record, if there is one."""
     if record is not None and record[f"{file.suffix[1:]}_sha256"] != digest:
-        raise UserError(
-            f"{file} is not what was built (SHA-256 differs from the record's): {remedy}"
-        )
+        raise UserError.of("data.digest_differs", file=file, remedy=remedy)
 
 
 def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
@@ -303,8 +305,8 @@ def _check_some_blocks(
                 digest = hashlib.sha256()
             low, high = _scan_into(digest, opened, dtype, BLOCK)
             if expected and expected[number] != digest.hexdigest():
-                raise UserError(
-                    f"{file} is not what was built (SHA-256 of block {number} differs): {remedy}"
+                raise UserError.of(
+                    "data.block_digest_differs", file=file, number=number, remedy=remedy
                 )
             lows.append(low)
             highs.append(high)

@@ -120,7 +120,7 @@ def require_read(file: Path) -> None:
     """Raise UserError for a file whose ending says that it has a form that is not read."""
     description = NOT_READ.get(form(file))
     if description:
-        raise UserError(f"{file}: it is {description}")
+        raise UserError.of("data.source_not_text", file=file, description=description)
 
 
 def check_readable(files: Sequence[Path]) -> None:
@@ -151,7 +151,7 @@ def _text_pieces(
     if other_form:
         if skip_undecodable:
             return
-        raise UserError(f"{file} is not UTF-8 text ({other_form})")
+        raise UserError.of("data.not_utf8", file=file, other_form=other_form)
     try:
         with (
             _reading(file, lambda: str(line)),
@@ -163,17 +163,13 @@ def _text_pieces(
                 zero = text.find("\0")
                 if zero >= 0 and not skip_undecodable:
                     line += text.count("\n", 0, zero)
-                    raise UserError(
-                        f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})"
-                    )
+                    raise UserError.of("data.zero_byte", file=file, line=line, zero=ZERO)
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
             reason = f"{problem.reason} in line {_undecodable_line(file)}"
-            raise UserError(
-                f"{file} is not UTF-8 text ({reason}; convert it or leave it out)"
-            ) from problem
+            raise UserError.of("data.not_utf8_in_line", file=file, reason=reason) from problem
 
 
 def _other_form(file: Path) -> str:
@@ -212,8 +208,8 @@ def _jsonl_pieces(
     with _reading(file, lambda: str(number + 1)), _open_unpacked(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), 1):
             if len(line) > MAX_LINE:
-                raise UserError(
-                    f"{file}:{number}: a line of more than {MAX_LINE:,} bytes; split the document"
+                raise UserError.of(
+                    "data.line_too_long", file=file, number=number, max_line=MAX_LINE
                 )
             if line.isspace():
                 continue
@@ -238,9 +234,15 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
         compression = PACKED.get(file.suffix.lower())
         # an error number is the system's, and none of unpacking
         if compression is None or getattr(problem, "errno", None):
-            raise UserError(f"{file}:{place()}: cannot be read ({problem})") from problem
-        raise UserError(
-            f"{file}:{place()}: not a whole {compression} file ({problem}); copy it again"
+            raise UserError.of(
+                "data.row_unreadable", file=file, place=place(), problem=problem
+            ) from problem
+        raise UserError.of(
+            "data.file_not_whole",
+            file=file,
+            place=place(),
+            compression=compression,
+            problem=problem,
         ) from problem
 
 
@@ -254,11 +256,8 @@ def _list_pieces(
     if not is_list(file):
         other_form = _other_form(file)
         if other_form:
-            raise UserError(f"{file}: not a JSON list ({other_form})")
-        raise UserError(
-            f"{file}: not a JSON list of texts or of objects with a text; one object a line is "
-            ".jsonl"
-        )
+            raise UserError.of("data.not_json_list", file=file, other_form=other_form)
+        raise UserError.of("data.json_list_of_other", file=file)
     number = 0
     try:
         with (
@@ -279,14 +278,14 @@ def _list_pieces(
     except UserError:
         raise
     except UnicodeDecodeError as problem:
-        raise UserError(
-            f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out"
-        ) from problem
+        raise UserError.of("data.json_list_not_utf8", file=file, reason=problem.reason) from problem
     except (ValueError, RecursionError) as problem:
         # UTF-16 is a common reason, and its error is of no help
         with _open_unpacked(file) as stream:
             reason = ZERO if b"\0" in stream.read(2) else problem
-        raise UserError(f"{file}:{number + 1}: not a JSON list ({reason})") from problem
+        raise UserError.of(
+            "data.json_list_broken", file=file, number=number + 1, reason=reason
+        ) from problem
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
@@ -326,10 +325,8 @@ def _parse_line(
     except (ValueError, RecursionError) as problem:
         other_form = _by_first_bytes(line) or (ZERO if b"\0" in line else "")
         if other_form:
-            raise UserError(f"{where}: not JSON ({other_form})") from problem
-        raise UserError(
-            f"{where}: not JSON ({problem}); each line must be one JSON object"
-        ) from problem
+            raise UserError.of("data.row_not_json", where=where, other_form=other_form) from problem
+        raise UserError.of("data.row_not_json_object", where=where, problem=problem) from problem
 
 
 def _text_of(
@@ -340,13 +337,19 @@ def _text_of(
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict):
         kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
-        raise UserError(f"{where}: this is {kind}, not an object with field {field!r}")
+        raise UserError.of("data.row_not_object", where=where, kind=kind, field=field)
     if field not in record:
         names = ", ".join(sorted(record)) or "none"
-        raise UserError(f"{where}: no field {field!r} (there is: {names}); {WHICH}")
+        raise UserError.of("data.field_missing", where=where, field=field, names=names, which=WHICH)
     text = record[field]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {field!r} is {json.dumps(text)[:40]}, not a text; {WHICH}")
+        raise UserError.of(
+            "data.field_not_text",
+            where=where,
+            field=field,
+            dumps=json.dumps(text)[:40],
+            which=WHICH,
+        )
     return _require_unicode(text, where, f"field {field!r}")
 
 
@@ -359,9 +362,7 @@ def _require_unicode(
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise UserError(
-            f"{where}: {what} is no Unicode text (half of a surrogate pair)"
-        ) from problem
+        raise UserError.of("data.half_surrogate_in_row", where=where, what=what) from problem
     return text
 
 
@@ -384,16 +385,16 @@ def _parquet_pieces(
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as problem:
-                        bad(UserError(f"{where} is not UTF-8 text ({problem.reason})"))
+                        bad(UserError.of("data.not_utf8", file=where, other_form=problem.reason))
                         continue
                     if text is None:
-                        bad(UserError(f"{where} is null, not a text"))
+                        bad(UserError.of("data.field_null", where=where))
                         continue
                     yield from _cut(f"{document}:{number}", text)
     except (arrow.ArrowException, OSError) as problem:
         reason = " ".join(str(problem).split())
-        raise UserError(
-            f"{file}:{number + 1}: not a whole Parquet file ({reason}); copy it again"
+        raise UserError.of(
+            "data.parquet_not_whole", file=file, number=number + 1, reason=reason
         ) from problem
 
 
@@ -412,16 +413,22 @@ def _open_parquet(
     schema = table.schema_arrow
     if field not in schema.names:
         names = ", ".join(schema.names) or "none"
-        raise UserError(f"{file}: no field {field!r} (there is: {names}); {WHICH}")
+        raise UserError.of("data.field_missing", where=file, field=field, names=names, which=WHICH)
     column_count = schema.names.count(field)
     if column_count > 1:
-        raise UserError(
-            f"{file}: {column_count} columns are named {field!r}; rename all but one, or {WHICH}"
+        raise UserError.of(
+            "data.parquet_column_twice",
+            file=file,
+            column_count=column_count,
+            field=field,
+            which=WHICH,
         )
     field_type = schema.field(field).type
     value_type = field_type.value_type if arrow.types.is_dictionary(field_type) else field_type
     if not (arrow.types.is_string(value_type) or arrow.types.is_large_string(value_type)):
-        raise UserError(f"{file}: field {field!r} is of type {field_type}, not a text; {WHICH}")
+        raise UserError.of(
+            "data.parquet_type", file=file, field=field, field_type=field_type, which=WHICH
+        )
     return table
 
 
@@ -429,5 +436,5 @@ def _import_pyarrow(file: Path) -> Any:
     try:
         import pyarrow  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{file} needs pyarrow: pip install pyarrow") from problem
+        raise UserError.of("data.pyarrow_missing", file=file) from problem
     return pyarrow

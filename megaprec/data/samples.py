@@ -136,11 +136,7 @@ class Samples:
             documents = self._dataset.documents_of(start, min(CHUNK, end - start) + 1)
             if (documents[1:] == documents[:-1]).any():
                 return
-        raise UserError(
-            f"no token of the {what} counts in the loss: every document there is one token long, "
-            "and data.eod_mask_loss = true leaves out the first token of each; set it to false, or "
-            "give longer documents"
-        )
+        raise UserError.of("data.no_token_counts", what=what)
 
     def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
         """Return the batch with mask, documents and positions, each if its reset is on."""
@@ -183,9 +179,7 @@ def split(
     short for one sample of each.
     """
     if not 0 <= held_out < 1:
-        raise UserError(
-            f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1"
-        )
+        raise UserError.of("data.held_out_fraction", held_out=held_out)
     total = count_samples(dataset, seq_length)
     held_out_count = held_out_samples(total, held_out)
     needed = 2 if held_out_count else 1
@@ -242,7 +236,11 @@ def _too_short(
     seq_length: int,
     samples: int,
 ) -> UserError:
-    return UserError(
-        f"{dataset.prefix} has {dataset.num_tokens} tokens, but {samples} sample(s) of sequence "
-        f"length {seq_length} need {samples * seq_length + 1}; give more text or a shorter sequence"
+    return UserError.of(
+        "data.data_too_short",
+        prefix=dataset.prefix,
+        num_tokens=dataset.num_tokens,
+        samples=samples,
+        seq_length=seq_length,
+        samples_2=samples * seq_length + 1,
     )

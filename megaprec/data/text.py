@@ -226,9 +226,7 @@ def open_source(
     Raises UserError if it does not exist or has no text.
     """
     if max_chars is not None and max_chars < 1:
-        raise UserError(
-            f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit"
-        )
+        raise UserError.of("data.max_chars_zero", max_chars=max_chars)
     if name == "python":
         return _standard_library(max_chars)
     path = Path(home_expanded(name))
@@ -243,11 +241,11 @@ def open_source(
         files = [path]
     if not files:
         reasons = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
-        raise UserError(
-            f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{reasons}"
+        raise UserError.of(
+            "data.folder_without_text", name=name, suffixes=", ".join(SUFFIXES), reasons=reasons
         )
     if not any(file.stat().st_size for file in files):
-        raise UserError(f"{name} is empty; give a text of some length")
+        raise UserError.of("data.source_empty", name=name)
     check_readable(files)
     return Source(
         name,
@@ -263,14 +261,9 @@ def _require_file_or_folder(name: str, path: Path) -> None:
     """Raise UserError unless there is a file or folder at the path of this name."""
     if not path.exists():
         folder = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise UserError(
-            f"{name}: no such file or folder{folder}; give 'python', a text file, a folder, a "
-            ".jsonl, .json or .parquet file"
-        )
+        raise UserError.of("data.source_missing", name=name, folder=folder)
     if not (path.is_dir() or path.is_file()):
-        raise UserError(
-            f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ..."
-        )
+        raise UserError.of("data.source_not_file", name=name)
 
 
 def _with_others(line: str, others: int) -> str:
@@ -340,9 +333,7 @@ def _standard_library(max_chars: int | None) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:
-        raise UserError(
-            f"this Python has no standard library sources in {root}; give a text file or a folder"
-        )
+        raise UserError.of("data.no_standard_library", root=root)
     # scattered, so that any beginning has varied modules
     scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return Source(

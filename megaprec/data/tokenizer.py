@@ -157,14 +157,14 @@ class HuggingFaceTokenizer:
         try:
             self._encode, self._tokenizer = hugging_face_encoder(text)
         except ImportError as problem:
-            raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
+            raise UserError.of("data.tokenizers_missing", path=path) from problem
         except Exception as problem:  # the library raises bare Exception
             unknown_keys = ", ".join(sorted(definition.keys() - PARTS))
             if unknown_keys:
                 reason = f"it does not know {unknown_keys}: give a tokenizer.json without that"
             else:
                 reason = str(problem)
-            raise UserError(f"{path}: the package tokenizers cannot read it: {reason}") from problem
+            raise UserError.of("data.tokenizer_unreadable", path=path, reason=reason) from problem
         self.path = path
         vocabulary = self.vocabulary()
         require_as_written(path, definition, vocabulary)
@@ -193,7 +193,9 @@ class HuggingFaceTokenizer:
         try:
             return self._encode(text)
         except Exception as problem:  # the library raises bare Exception
-            raise UserError(f"{self.path} cannot encode the text: {problem}") from problem
+            raise UserError.of(
+                "data.text_not_encodable", path=self.path, problem=problem
+            ) from problem
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; special tokens have none.
@@ -265,7 +267,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
         problem = " is a folder" if path.is_dir() else ": no such file"
         inside = [path / name for name in NAMES if (path / name).is_file()]
         usual = "a SentencePiece .model or a Hugging Face tokenizer.json"
-        raise UserError(f"{path}{problem}; give {inside[0] if inside else usual}")
+        raise UserError.of(
+            "data.tokenizer_file_unusable",
+            path=path,
+            problem=problem,
+            inside=inside[0] if inside else usual,
+        )
     content = b""
     try:
         content = read_regular(path)
@@ -277,8 +284,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except UserError:
         raise
     except OSError as problem:
-        raise UserError(
-            f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json"
+        raise UserError.of(
+            "data.tokenizer_file_unknown", path=path, strerror=problem.strerror
         ) from problem
     # both libraries raise bare Exception or RuntimeError on a file they cannot read
     except Exception as problem:
@@ -366,9 +373,12 @@ def _usual_eos(
     present = [name for name in USUAL_EOS if name in vocabulary]
     candidates = [name for name in present if name in special] or present
     if len(candidates) > 1:
-        raise UserError(
-            f"{path} has {' and '.join(candidates)}, and nothing says which of them ends a "
-            f'document: name it in {CONFIG} beside it: {{"eos_token": "{candidates[0]}"}}'
+        raise UserError.of(
+            "data.end_token_ambiguous",
+            path=path,
+            candidates=" and ".join(candidates),
+            config=CONFIG,
+            candidates_2=candidates[0],
         )
     return vocabulary[candidates[0]] if candidates else None
 
@@ -399,7 +409,9 @@ def _checked_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     numbers = [int(number) for number in ids]
     if numbers and not (min(numbers) >= 0 and max(numbers) < tokenizer.vocab_size):
         wrong = next(number for number in numbers if not 0 <= number < tokenizer.vocab_size)
-        raise UserError(f"{tokenizer.path} has no token {wrong}: it has {tokenizer.vocab_size}")
+        raise UserError.of(
+            "data.token_missing", path=tokenizer.path, wrong=wrong, vocab_size=tokenizer.vocab_size
+        )
     return numbers
 
 
@@ -411,5 +423,5 @@ def _require_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise UserError("half of a surrogate pair is no Unicode text; leave it out") from problem
+        raise UserError.of("data.half_surrogate") from problem
     return text

@@ -174,14 +174,26 @@ def require_agreeing(
         own_number = vocabulary.get(token)
         if own_number != number:
             has = "does not have" if own_number is None else f"has as {own_number}"
-            raise UserError(
-                f"{file} adds token {number}, {token!r}, which {path.name} {has}: {SAVE_ANEW}"
+            raise UserError.of(
+                "data.added_token_conflict",
+                file=file,
+                number=number,
+                token=token,
+                name=path.name,
+                has=has,
+                save_anew=SAVE_ANEW,
             )
     named = [(f"{role} = {token!r}", token, file) for role, (token, file) in settings.named.items()]
     named += [(f"{key}: {token!r}", token, file) for token, (key, file) in settings.further.items()]
     for setting, token, file in named:
         if token not in vocabulary:
-            raise UserError(f"{file}: {setting}: {path.name} has no such token: {SAVE_ANEW}")
+            raise UserError.of(
+                "data.special_token_missing",
+                file=file,
+                setting=setting,
+                name=path.name,
+                save_anew=SAVE_ANEW,
+            )
 
 
 def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
@@ -192,7 +204,7 @@ def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
     except (JSONDecodeError, UnicodeDecodeError) as error:
         raise neither(path, f"{error}") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError.of("data.definition_unreadable", path=path, error=error) from error
     if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict):
         raise neither(path, _kind_of_json(definition))
     return text, definition
@@ -206,17 +218,18 @@ def require_as_written(
     """Raise UserError unless a library's `vocabulary` is that of the file, and texts have one way
     to be split."""
     if definition["model"].get("dropout"):
-        raise UserError(
-            f"{path}: model.dropout = {definition['model']['dropout']} splits texts at random, so "
-            "a text has other tokens each time: set it to null"
+        raise UserError.of(
+            "data.tokenizer_dropout", path=path, dropout=definition["model"]["dropout"]
         )
     for added in definition.get("added_tokens") or ():
         number = vocabulary.get(added["content"])
         if number != added["id"]:
-            raise UserError(
-                f"{path}: added_tokens has {added['content']!r} as token {added['id']}, but it "
-                f"becomes token {number}, for a token of the model keeps its id, and others follow "
-                "without a gap: add tokens of any name for ids between"
+            raise UserError.of(
+                "data.added_token_moves",
+                path=path,
+                content=added["content"],
+                id=added["id"],
+                number=number,
             )
     # two tokens of one id would be one token to the model
     tokens: dict[int, str] = {}
@@ -224,15 +237,19 @@ def require_as_written(
         earlier = tokens.setdefault(number, token)
         if earlier != token:
             first, second = sorted((earlier, token))
-            raise UserError(
-                f"{path}: {first!r} and {second!r} are both token {number}: give each its own id"
+            raise UserError.of(
+                "data.token_id_twice", path=path, first=first, second=second, number=number
             )
     if not tokens:
-        raise UserError(f"{path} has no token")
+        raise UserError.of("data.tokenizer_empty", path=path)
     largest = max(tokens)
     if largest >= MAX_TOKENS:
-        raise UserError(
-            f"{path}: {tokens[largest]!r} is token {largest}: ids below {MAX_TOKENS:,} are possible"
+        raise UserError.of(
+            "data.token_id_too_large",
+            path=path,
+            tokens=tokens[largest],
+            largest=largest,
+            max_tokens=MAX_TOKENS,
         )
 
 
@@ -278,9 +295,7 @@ def _keys_lacking(
 
 def neither(path: Path, why: str) -> UserError:
     """Return the error for a file that is no tokenizer. why: the reason, or what the file is."""
-    return UserError(
-        f"{path} is neither a SentencePiece .model nor a Hugging Face tokenizer.json: {why}"
-    )
+    return UserError.of("data.not_a_tokenizer", path=path, why=why)
 
 
 def another_kind(path: Path, content: bytes) -> str:
@@ -346,10 +361,7 @@ def require_whole(path: Path, content: bytes) -> None:
     missing = parts.keys() - {number for number, _ in protobuf_fields(content)}
     if missing:
         names = " and no ".join(parts[number] for number in sorted(missing))
-        raise UserError(
-            f"{path} has no {names}, which is the end of every SentencePiece model: it is cut off; "
-            "copy it again"
-        )
+        raise UserError.of("data.sentencepiece_cut_off", path=path, names=names)
 
 
 def _token_of(value: Any) -> Any:
@@ -362,7 +374,7 @@ def _named_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, t
     for role, value in table.items():
         token = _token_of(value)
         if role in ROLES and value is not None and not isinstance(token, str):
-            raise UserError(f"{file}: {role} = {value!r}: give a token, as text")
+            raise UserError.of("data.special_not_text", file=file, role=role, value=value)
         if role.endswith("_token") and isinstance(token, str) and token:
             yield role, (token, file)
 
@@ -374,7 +386,7 @@ def _listed_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, 
         if isinstance(values, dict) and key != FURTHER[0]:  # a table of roles
             values = [*values.values()]
         if not isinstance(values, list):
-            raise UserError(f"{file}: {key} = {values!r}: give a list of tokens")
+            raise UserError.of("data.special_not_list", file=file, key=key, values=values)
         for token in map(_token_of, values):
             if isinstance(token, str):
                 yield token, (key, file)
@@ -384,7 +396,7 @@ def _added_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, i
     """Yield each token of an added_tokens.json with its id."""
     for token, number in table.items():
         if type(number) is not int:
-            raise UserError(f"{file}: {token!r} has the id {number!r}: give a whole number")
+            raise UserError.of("data.special_id_not_number", file=file, token=token, number=number)
         yield token, number
 
 
@@ -392,13 +404,11 @@ def _decoder_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str
     """Yield each added token of a tokenizer_config.json, its id, and True if it is special."""
     table = config.get("added_tokens_decoder") or {}
     if not isinstance(table, dict):
-        raise UserError(f"{file}: added_tokens_decoder is no table of tokens by their ids")
+        raise UserError.of("data.decoder_not_table", file=file)
     for number, value in table.items():
         token = _token_of(value)
         if not number.isdecimal() or not isinstance(token, str):
-            raise UserError(
-                f"{file}: added_tokens_decoder has {number!r} = {value!r}: give tokens by their ids"
-            )
+            raise UserError.of("data.decoder_entry", file=file, number=number, value=value)
         yield token, int(number), isinstance(value, dict) and value.get("special") is True
 
 

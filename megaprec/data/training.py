@@ -68,9 +68,7 @@ def train_sentencepiece(
     _require_possible(vocab_size)
     lines = sample_lines(texts)
     if not lines:
-        raise UserError(
-            "a tokenizer cannot be learned from a text without a line; give a text of some length"
-        )
+        raise UserError.of("data.nothing_to_learn_from")
     content = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -182,8 +180,8 @@ def _varint(value: int) -> bytes:
 def _require_possible(vocab_size: int) -> None:
     """Raise UserError for a vocabulary that no trainer has room for."""
     if vocab_size > MAX_PIECES:
-        raise UserError(
-            f"a vocabulary of {vocab_size} cannot be learned: give at most {MAX_PIECES}"
+        raise UserError.of(
+            "data.vocabulary_too_large", vocab_size=vocab_size, max_pieces=MAX_PIECES
         )
 
 
@@ -203,7 +201,7 @@ def train_hugging_face(
     try:
         import tokenizers  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
+        raise UserError.of("data.tokenizers_missing", path=path) from problem
     _require_possible(vocab_size)
     lines = sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -216,7 +214,7 @@ def train_hugging_face(
             "that"
         )
     if problem:
-        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {problem}")
+        raise UserError.of("data.vocabulary_not_learnable", vocab_size=vocab_size, problem=problem)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -229,9 +227,8 @@ def train_hugging_face(
     tokenizer.train_from_iterator((line + "\n" for line in lines), trainer)
     piece_count = tokenizer.get_vocab_size()
     if piece_count < vocab_size:
-        raise UserError(
-            f"a vocabulary of {vocab_size} cannot be learned from this text: there are only "
-            f"{piece_count} pieces in it; give at most that, or more text"
+        raise UserError.of(
+            "data.vocabulary_beyond_text", vocab_size=vocab_size, piece_count=piece_count
         )
     return _publish(path, tokenizer.to_str(pretty=True).encode(), overwrite)
 
@@ -243,7 +240,7 @@ def _publish(
 ) -> Path:
     """Write a tokenizer to `path`. Raises UserError if another one is there."""
     if path.exists() and read_whole(path) != content and not overwrite:
-        raise UserError(f"{path} exists and is another model; choose another name or remove it")
+        raise UserError.of("data.model_exists", path=path)
     write_whole(path, content)
     remember(content)
     return path

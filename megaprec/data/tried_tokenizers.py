@@ -73,10 +73,7 @@ def remember(content: bytes) -> None:
 
 
 def _refusal(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path}: {why}: it is damaged or made to do harm; copy it again, or save it anew by the "
-        "library"
-    )
+    return UserError.of("data.tokenizer_harmful", path=path, why=why)
 
 
 def _library_of(content: bytes) -> str:

@@ -57,7 +57,9 @@ def encode_chunks(
             try:
                 return _exchange(process, chunk)
             except ValueError as problem:
-                raise UserError(f"{tokenizer.path} cannot encode the text: {problem}") from problem
+                raise UserError.of(
+                    "data.text_not_encodable", path=tokenizer.path, problem=problem
+                ) from problem
             finally:
                 idle.put(process)
 
@@ -82,10 +84,7 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
         # it has closed its ends of both pipes, so it has ended
         code = process.wait()
         killed = " (killed, perhaps because memory ran out)" if code == -SIGKILL else ""
-        raise UserError(
-            f"a process that turns text into tokens ended with code {code}{killed}: try fewer "
-            "workers"
-        ) from error
+        raise UserError.of("data.worker_died", detail=code, killed=killed) from error
 
 
 @contextmanager

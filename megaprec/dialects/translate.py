@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
 from megaprec.dialects.reading import Resolved
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
@@ -76,7 +76,10 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
             losses = (*differences(plan, resolved.plan), *_lost_settings(settings, resolved))
             translations.append(Translation(config, losses))
     if not translations:
-        raise UserError(f"{dialect.SYSTEM} cannot express this plan:", *dict.fromkeys(problems))
+        raise UserError(
+            Problem.of("dialect.plan_not_expressible", system=dialect.SYSTEM),
+            *dict.fromkeys(problems),
+        )
     # the nearest one; of equal ones the first
     return min(translations, key=lambda translation: len(translation.unsaid))
 

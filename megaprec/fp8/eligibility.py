@@ -40,10 +40,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     reasons = {excluded_by(recipe, part.name, layers) for part in parts}
     if "" in reasons and len(reasons) > 1:
         names = " and ".join(part.name for part in parts)
-        raise UserError(
-            f"fp8.wide: {names} are one weight, but patterns match only a part of it: match "
-            "all or none"
-        )
+        raise UserError.of("fp8.fp8_wide_part_of_weight", names=names)
     if reason := min(reasons):  # any of them, the same one in every run
         return Eligibility(name, shape, reason)
     # padding makes any size fit

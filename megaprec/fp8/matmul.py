@@ -194,7 +194,7 @@ def choose_kernel(
             device,
         )
     if why := wrong_casts or refusal:
-        raise UserError(f'fp8.backend = "{backend}" on {device}: {why}; use backend "torch"')
+        raise UserError.of("fp8.fp8_backend_unavailable", backend=backend, device=device, why=why)
     return kernel, ""
 
 

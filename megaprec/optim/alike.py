@@ -82,10 +82,8 @@ def _require_distinct_names(model_parts: Sequence[nn.Module], ranks: Ranks) -> N
     for stage, names_of_stage in map(json.loads, texts):
         for name in names_of_stage:
             if name in stages:
-                raise UserError(
-                    f"{name} is the logical name of two parameters, of pipeline ranks "
-                    f"{stages[name]} and {stage}: give each stage a prefix of its own, "
-                    "megaprec.attach_whole(stage, prefix=...) or parallelize(..., prefix=...)"
+                raise UserError.of(
+                    "optimizer.name_on_two_stages", name=name, stages=stages[name], stage=stage
                 )
             stages[name] = stage
 

@@ -138,10 +138,7 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
     if loss is not None:
         if loss.numel() != count:
-            raise UserError(
-                f"canonical sums: {loss.numel()} losses were given for {count} micro-batches: "
-                "give the loss of each micro-batch, in their order, as one tensor"
-            )
+            raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
         slots[dp.rank] = loss.detach().reshape(-1)
     return slots.view(-1)
 

@@ -37,18 +37,16 @@ def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, w
     # by name: importing torch's class takes half a second
     if len(sharded) > 1 or any(type(placement).__name__ != "Shard" for placement in sharded):
         placements = ", ".join(map(str, parameter.placements))
-        raise UserError(
-            f"{name} is a DTensor placed as ({placements}): the optimizer supports DTensors that "
-            "are sharded along one dim over one axis of their mesh, as by fully_shard alone; use "
-            "megaprec's tensor-parallel layers in place of parallelize_module"
-        )
+        raise UserError.of("optimizer.dtensor_placement", name=name, placements=placements)
     num_ranks = parameter.device_mesh.size()
     if num_ranks != world.size or pp.size * tp.size > 1:
-        raise UserError(
-            f"{name} is sharded over {num_ranks} ranks by fully_shard, but {world.size} ranks "
-            f"train the model, as pipeline {pp.size} x tensor {tp.size} x data: apply fully_shard "
-            "over all ranks, or leave fully_shard out, because the optimizer shards its state over "
-            "dp by itself"
+        raise UserError.of(
+            "optimizer.sharded_over_part",
+            name=name,
+            num_ranks=num_ranks,
+            size=world.size,
+            size_2=pp.size,
+            size_3=tp.size,
         )
 
 
@@ -66,9 +64,11 @@ class DTensorSlice:
         _require_planned(part.name, parameter, plan)
         local = parameter.detach().to_local()
         if local.device != device:
-            raise UserError(
-                f"{part.name} is on {local.device}, not on {device}: leave fully_shard's "
-                "offload_policy out"
+            raise UserError.of(
+                "optimizer.offloaded_parameter",
+                name=part.name,
+                device=local.device,
+                device_2=device,
             )
         padded = local.new_zeros(part.padded)
         self._flat_slice(padded).copy_(local.reshape(-1))
@@ -145,22 +145,22 @@ def _require_planned(name: str, parameter: DTensor, plan: PrecisionPlan) -> None
     planned = plan.param_dtype(name)
     actual = dtype_name(parameter.dtype)
     if parameter.dtype != planned:
-        raise UserError(
-            f"{name} is held in {actual} by fully_shard, but the plan has parameters = "
-            f'{dtype_name(planned)}: make the plan with parameters="{actual}" and give '
-            f"fully_shard a MixedPrecisionPolicy(param_dtype={plan.compute}), or cast the model to "
-            f"{planned} before fully_shard"
+        raise UserError.of(
+            "optimizer.fsdp_parameter_dtype",
+            name=name,
+            actual=actual,
+            dtype_name=dtype_name(planned),
+            compute=plan.compute,
+            planned=planned,
         )
     if planned == plan.parameters and plan.gradients != parameter.dtype:
-        raise UserError(
-            f"{name}: fully_shard accumulates gradients in {actual}, the dtype of the parameter, "
-            f"but the plan has gradients = {dtype_name(plan.gradients)}: make the plan with "
-            f'gradients="{actual}", or let fully_shard hold FP32 parameters and make the plan with '
-            'parameters="fp32"'
+        raise UserError.of(
+            "optimizer.fsdp_gradient_dtype",
+            name=name,
+            actual=actual,
+            dtype_name=dtype_name(plan.gradients),
         )
     if plan.reduce != plan.gradients:
-        raise UserError(
-            f"{name}: fully_shard reduces gradients by itself, but the plan has reduce = "
-            f"{dtype_name(plan.reduce)}: leave reduce out and give fully_shard a "
-            "MixedPrecisionPolicy(reduce_dtype=...)"
+        raise UserError.of(
+            "optimizer.fsdp_reduce_dtype", name=name, dtype_name=dtype_name(plan.reduce)
         )

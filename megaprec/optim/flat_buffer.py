@@ -527,9 +527,10 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     names = [part.name for part in layout.parts]
     dtypes = {plan.param_dtype(name) for name in names}
     if len(dtypes) > 1:
-        raise UserError(
-            f"keep_fp32: {' and '.join(names)} are one parameter, whose parts would be "
-            f"{' and '.join(sorted(map(dtype_name, dtypes)))}: match all or none"
+        raise UserError.of(
+            "optimizer.keep_fp32_part_of_parameter",
+            names=" and ".join(names),
+            map=" and ".join(sorted(map(dtype_name, dtypes))),
         )
     return dtypes.pop()
 

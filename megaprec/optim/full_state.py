@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import gather_entries
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import Buffer, OwnedPiece, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
 
@@ -87,7 +87,7 @@ def load_tensors(
     num_problems = torch.tensor(float(len(problems)), device=device)
     if world.max_(num_problems):
         lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
-        raise UserError("the state is of another model", *lines)
+        raise UserError(Problem.of("optimizer.state_of_other_model"), *lines)
     for buffer in buffers:
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():

@@ -52,10 +52,7 @@ def require_kinds(
     mode, where the optimizer's memory could not be trained.
     """
     if torch.is_inference_mode_enabled():
-        raise UserError(
-            "the optimizer is built under torch.inference_mode, whose tensors no backward "
-            "pass can use"
-        )
+        raise UserError.of("optimizer.inference_mode")
     is_module_list = isinstance(parts, list | tuple | nn.ModuleList) and all(
         isinstance(part, nn.Module) for part in parts
     )
@@ -129,8 +126,10 @@ def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) ->
                 of_layer = getattr(layer_plan, name)
                 of_optimizer = getattr(plan, name)
                 if of_layer != of_optimizer:
-                    raise UserError(
-                        f"{path or type(module).__name__} was built with a plan that has "
-                        f"{name} = {of_layer}, but the optimizer's has {of_optimizer}: give "
-                        "Context and optimizer the same plan"
+                    raise UserError.of(
+                        "optimizer.plans_differ",
+                        path=path or type(module).__name__,
+                        name=name,
+                        of_layer=of_layer,
+                        of_optimizer=of_optimizer,
                     )

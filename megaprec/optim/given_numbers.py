@@ -88,10 +88,7 @@ def claim_rule(rule: Any) -> Any:
     if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
         return rule
     if getattr(rule, CLAIMED, False):
-        raise UserError(
-            f"rule = {type(rule).__name__}: it belongs to another optimizer, whose steps it "
-            "counts: make one for each, rule(name, options)"
-        )
+        raise UserError.of("optimizer.rule_shared", kind=type(rule).__name__)
     with suppress(AttributeError):  # of a class with slots
         setattr(rule, CLAIMED, True)
     return rule
@@ -108,21 +105,14 @@ def require_loss(loss: Tensor | None, any_shape: bool) -> None:
         described = f"of shape {list(loss.shape)}, {loss.dtype}"
     else:
         return
-    raise UserError(
-        f"loss {described}: step takes a real tensor of one element, the detached loss of this "
-        "rank; take the mean of several, as for backward"
-    )
+    raise UserError.of("optimizer.loss_not_scalar", described=described)
 
 
 def require_scaled(was_read: bool, scaling: LossScaling) -> None:
     """Raise UserError if no loss can have been multiplied by a dynamic scale. was_read: True if the
     scale was ever read."""
     if not was_read and scaling.kind == "dynamic":
-        raise UserError(
-            "optimizer.scale was never read, so no loss was multiplied by it, and gradients "
-            "would be divided by it all the same: call (loss * optimizer.scale).backward(); "
-            "nothing was changed"
-        )
+        raise UserError.of("optimizer.scale_never_read")
 
 
 def require_saved(numbers: Mapping[str, Any], keys: Sequence[str] = ("steps", "scaler")) -> None:
@@ -132,15 +122,10 @@ def require_saved(numbers: Mapping[str, Any], keys: Sequence[str] = ("steps", "s
     keys: those that a state must have.
     """
     if not isinstance(numbers, Mapping):
-        raise UserError(
-            f"this is not an optimizer state but a {type(numbers).__name__}: give what "
-            "state_dict returned"
-        )
+        raise UserError.of("optimizer.state_not_dict", kind=type(numbers).__name__)
     missing_keys = [key for key in keys if key not in numbers]
     if missing_keys:
-        raise UserError(
-            f"this is not an optimizer state: it has no {' and no '.join(missing_keys)}"
-        )
+        raise UserError.of("optimizer.state_incomplete", missing_keys=" and no ".join(missing_keys))
     # values can be looked into only where all parts are of their kinds
     if wrong_kinds := _kind_problems(numbers):
         raise UserError(*(f"the state is not one of an optimizer: {line}" for line in wrong_kinds))
@@ -192,10 +177,7 @@ def require_count(counted_tokens: Tensor | float | None) -> None:
         fits = is_unknown or (is_number(counted_tokens) and counted_tokens >= 0)
         description = f"= {counted_tokens!r}"
     if not fits:
-        raise UserError(
-            f"counted_tokens {description}: must be a number from 0 on or a tensor of one, the "
-            "tokens of the whole batch that count in the loss"
-        )
+        raise UserError.of("optimizer.counted_tokens", description=description)
 
 
 def _scaler_problems(scaler: Mapping[str, Any]) -> list[str]:

@@ -38,15 +38,11 @@ class Group:
 
     def __post_init__(self) -> None:
         if not isinstance(self.pattern, str):
-            raise UserError(
-                f"optimizer.groups: pattern = {self.pattern!r:.60}: must be text, a pattern "
-                "of logical names"
-            )
+            raise UserError.of("optimizer.group_pattern", pattern=self.pattern)
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
             if factor is not None and not (is_number(factor) and factor >= 0):
-                raise UserError(
-                    f'optimizer.groups: {name} = {factor} of pattern "{self.pattern}" must be '
-                    "0 or more"
+                raise UserError.of(
+                    "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
                 )
 
 

@@ -44,13 +44,7 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     differs |= lacks_first
     differs &= compared.isfinite() & (first.isfinite() | lacks_first)
     if world.max_(differs.double()):
-        raise UserError(
-            "the losses of a tensor-parallel group's ranks differ, as of a head of style "
-            "'column', each of whose ranks has a part of the outputs: use "
-            "parallel.vocab_parallel_loss(head) or parallel.join(output, tp, -1), and random "
-            "numbers that are the same on all ranks of the group; give step the whole loss on each "
-            "of them, or on the first; nothing was changed"
-        )
+        raise UserError.of("optimizer.losses_differ_over_tensor_ranks")
 
 
 def require_loss_of_one_stage(
@@ -69,11 +63,7 @@ def require_loss_of_one_stage(
     first = of_stages[0]
     is_repeated = first.isfinite() & (first != 0) & (of_stages == first).all()
     if world.max_(is_repeated.double()):
-        raise UserError(
-            "all stages of a pipeline gave step the same loss, which would be counted once for "
-            "each: give it on the ranks of the last stage, and None on the others; nothing was "
-            "changed"
-        )
+        raise UserError.of("optimizer.loss_on_all_stages")
 
 
 def require_loss_of_all_replicas(
@@ -89,10 +79,7 @@ def require_loss_of_all_replicas(
     gave_loss[dp.rank] = float(loss is not None)
     num_given = int((world.sum_(gave_loss) > 0).sum())
     if 0 < num_given < dp.size:
-        raise UserError(
-            f"{num_given} of {dp.size} replicas gave step a loss, and their mean is to be "
-            "reported: give it on all replicas, or on none; nothing was changed"
-        )
+        raise UserError.of("optimizer.loss_on_some_replicas", num_given=num_given, size=dp.size)
 
 
 def _total(loss: Tensor | None, device: torch.device) -> Tensor:

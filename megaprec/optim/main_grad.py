@@ -51,12 +51,7 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         if has_gradient(self):
             name = layout_of(self).parts[0].name
-            raise UserError(
-                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: the "
-                "optimizer clips by itself (clip=), scales the loss (loss * optimizer.scale, no "
-                "torch.amp.GradScaler), reports the norm (step) and clears (optimizer.zero_grad); "
-                "the sum on this rank, still scaled, is in main_grad"
-            )
+            raise UserError.of("optimizer.grad_is_taken", name=name)
         return _autograd_grad.__get__(self)
 
     @grad.setter
@@ -85,10 +80,7 @@ def _require_none_of_this_step(parameter: nn.Parameter) -> None:
     """Raise UserError for a gradient that `grad` would neither discard nor replace."""
     if has_gradient(parameter):
         name = layout_of(parameter).parts[0].name
-        raise UserError(
-            f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in "
-            "main_grad, which that neither discards nor replaces: call optimizer.zero_grad() first"
-        )
+        raise UserError.of("optimizer.grad_beside_main_grad", name=name)
 
 
 def collect(parameter: nn.Parameter, main: Tensor) -> None:
@@ -133,18 +125,10 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
         # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
         return Destination.AUTOGRAD
     if parameter._backward_hooks:
-        raise UserError(
-            f"{layout_of(parameter).parts[0].name} has a hook (register_hook), which is never "
-            "called with a gradient, because its layer adds gradients to main_grad by itself: "
-            "change main_grad before the step, or use a layer of torch.nn"
-        )
+        raise UserError.of("optimizer.hook_never_called", name=layout_of(parameter).parts[0].name)
     # a backward pass has gradients enabled only under create_graph=True
     if torch.is_grad_enabled():
-        raise UserError(
-            f"backward(create_graph=True) reaches {layout_of(parameter).parts[0].name}, whose "
-            "gradient is added to main_grad and cannot be differentiated: use layers of torch.nn "
-            "for a loss that contains gradients"
-        )
+        raise UserError.of("optimizer.second_derivative", name=layout_of(parameter).parts[0].name)
     return Destination.MAIN
 
 
@@ -166,11 +150,7 @@ def require_unchanged_weights(ctx: Any) -> None:
     for weight, version in ctx.weights_read:
         if weight._version != version:
             name = layout_of(weight).parts[0].name if has_layout(weight) else "a weight"
-            raise UserError(
-                f"{name} was changed between a forward pass and its backward pass, by a step of "
-                "the optimizer or by someone who wrote to it: call backward for every loss before "
-                "the step, or compute the loss anew"
-            )
+            raise UserError.of("optimizer.weight_changed_before_backward", name=name)
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
@@ -194,11 +174,8 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     gradients has begun, and if another thread has added to it.
     """
     if getattr(parameter, "megaprec_summed", False):
-        raise UserError(
-            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its gradients "
-            "over the ranks has begun, which this rank alone would add: call optimizer.expect "
-            "before the last backward pass of a step only, and optimizer.reduce after it; "
-            "optimizer.zero_grad() discards a step, also a refused one"
+        raise UserError.of(
+            "optimizer.gradient_after_reduction", name=layout_of(parameter).parts[0].name
         )
     _require_one_thread(parameter)
     is_first = not has_gradient(parameter)
@@ -241,11 +218,7 @@ def _require_one_thread(parameter: nn.Parameter) -> None:
         attributes[_THREAD] = current
         return
     attributes[_THREAD] = _SEVERAL
-    raise UserError(
-        f"{layout_of(parameter).parts[0].name} gets gradients of one step from several threads, of "
-        "which one can overwrite the other: call backward from one thread, and "
-        "optimizer.zero_grad() to discard this step"
-    )
+    raise UserError.of("optimizer.backward_from_threads", name=layout_of(parameter).parts[0].name)
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:

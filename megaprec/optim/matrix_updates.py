@@ -244,10 +244,11 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     else:
         is_matched = torch.tensor(float(any(match_patterns(NOT_HIDDEN, names))), device=device)
         if not world.max_(is_matched):
-            raise UserError(
-                f"{key}: no parameter is called {' or '.join(NOT_HIDDEN)}, so Muon cannot tell "
-                "embeddings and heads, which AdamW should update, from hidden layers: give their "
-                f"patterns, [] for none; names are like {names[0]}"
+            raise UserError.of(
+                "optimizer.muon_without_names",
+                key=key,
+                not_hidden=" or ".join(NOT_HIDDEN),
+                names=names[0],
             )
     problems = gather_entries(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
     if problems:

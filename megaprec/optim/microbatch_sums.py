@@ -194,14 +194,11 @@ class MicrobatchSums:
 
     def _expect(self, microbatch: int, count: int) -> None:
         if not 0 <= microbatch < count:
-            raise UserError(
-                f"micro-batch {microbatch} of {count}: micro-batches are numbered from 0 to "
-                f"{count - 1}"
+            raise UserError.of(
+                "optimizer.microbatch_number", microbatch=microbatch, count=count, count_2=count - 1
             )
         if self.count and count != self.count:
-            raise UserError(
-                f"a step of {self.count} micro-batches was told the end of one of {count}"
-            )
+            raise UserError.of("optimizer.microbatch_end", count=self.count, count_2=count)
         self.count = count
 
     def _take_gradients(

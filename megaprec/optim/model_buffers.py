@@ -253,10 +253,7 @@ class ModelBuffers:
         )
         trained, frozen = map(int, world.sum_(local).tolist())
         if not trained:
-            raise UserError(
-                "the model has no parameter that is to be trained: all are frozen, or there "
-                "are none"
-            )
+            raise UserError.of("optimizer.nothing_to_train")
         return trained, frozen
 
     def counted(self) -> Iterator[Tensor]:

@@ -109,11 +109,7 @@ def require_identifiable(
     trained = list(trained_parameters(model_parts))
     for path, parameter in trained:
         if _is_flat(parameter):
-            raise UserError(
-                f"{path} is a flat parameter of FSDP1 (FullyShardedDataParallel), whose tensors "
-                "have neither names nor shapes: use fully_shard (FSDP2), or pass the model "
-                "unwrapped, because the optimizer shards its state over dp by itself"
-            )
+            raise UserError.of("optimizer.fsdp1", path=path)
     everything: dict[str, nn.Parameter] = {}
     for model_part in model_parts:
         everything.update(model_part.named_parameters())
@@ -144,10 +140,8 @@ def _require_layouts(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         return
     path, first = bare[0]
     others = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
-    raise UserError(
-        f"{path}: a parameter of shape {tuple(first.shape)} has no layout: give it one with "
-        "megaprec.attach_whole(model), which names parameters by their paths (after fully_shard, "
-        f"if it is used), or with megaprec.attach for a part of a parallel layer{others}"
+    raise UserError.of(
+        "optimizer.layout_missing", path=path, shape=tuple(first.shape), others=others
     )
 
 
@@ -155,16 +149,16 @@ def _require_laid_out_for(layout: Layout, tp: int, experts: ExpertAxes | None) -
     """Raise UserError unless the layout is one for `tp` tensor-parallel ranks, or for those of its
     experts."""
     if layout.expert and experts is None:
-        raise UserError(
-            f"{layout.parts[0].name} is an expert on ranks of its own: give the optimizer the "
-            "experts= of its context"
-        )
+        raise UserError.of("optimizer.experts_argument_missing", name=layout.parts[0].name)
     ranks = experts.tp.size if layout.expert and experts else tp
     for part in layout.parts:
         if part.shards * part.copies != ranks:
-            raise UserError(
-                f"{part.name} is laid out for {part.shards} slices x {part.copies} copies, but "
-                f"there are {ranks} tensor-parallel ranks"
+            raise UserError.of(
+                "optimizer.layout_with_copies_of_other_ranks",
+                name=part.name,
+                shards=part.shards,
+                copies=part.copies,
+                ranks=ranks,
             )
 
 
@@ -221,10 +215,8 @@ def _require_distinct_names(model_parts: Sequence[nn.Module]) -> None:
         for part in layout.parts:
             key = part.name, part.rank, layout.again
             if key in paths:
-                raise UserError(
-                    f"{part.name} is the logical name of two parameters, {paths[key]} and {path}: "
-                    "name them apart, e.g. by megaprec.attach_whole(part, prefix=...) with another "
-                    "prefix for each part of the model"
+                raise UserError.of(
+                    "optimizer.name_twice", name=part.name, paths=paths[key], path=path
                 )
             paths[key] = path
 
@@ -311,27 +303,16 @@ def averages(model_parts: Sequence[nn.Module], dp: Axis, choice: bool | None) ->
     """
     has_dtensors = any(is_dtensor(parameter) for parameter in parameters_of(model_parts))
     if choice and any(layout_of(parameter).expert for parameter in parameters_of(model_parts)):
-        raise UserError(
-            "average = True: an expert on ranks of its own has the rows of several dp ranks, and "
-            "fewer replicas than there are dp ranks; scale the loss to a share of the mean over "
-            "all ranks' samples, with average=False"
-        )
+        raise UserError.of("optimizer.average_with_experts")
     if has_dtensors and choice is False:
-        raise UserError(
-            "average = False: fully_shard averages gradients over its ranks, so leave average out"
-        )
+        raise UserError.of("optimizer.fsdp_averages")
     if dp.size == 1:
         return False  # nothing to divide by
     if choice is not None:
         return choice
     if has_dtensors or any(True for _ in _ddp_wrappers(model_parts)):
         return True
-    raise UserError(
-        f"the gradients of {dp.size} dp ranks can be averaged or summed: give average=True if each "
-        "rank's loss is the mean over its own samples, as with DistributedDataParallel, or "
-        "average=False if it is the rank's share of the mean over the samples of all ranks (their "
-        "sum over the number of all samples)"
-    )
+    raise UserError.of("optimizer.average_unset", size=dp.size)
 
 
 def disable_ddp_sync(model_parts: Sequence[nn.Module]) -> None:
@@ -358,10 +339,11 @@ def require_no_double_sharding(
         return
     for key, value in {"overlap": overlap, "zero_size": zero_size}.items():
         if value:
-            raise UserError(
-                f"{key} = {value}: {layout_of(dtensor).parts[0].name} is sharded over ranks by "
-                "fully_shard, which reduces gradients and all-gathers weights by itself: leave "
-                f"{key} out"
+            raise UserError.of(
+                "optimizer.fsdp_shards_itself",
+                key=key,
+                value=value,
+                name=layout_of(dtensor).parts[0].name,
             )
 
 
@@ -412,9 +394,11 @@ def move_rest(
             dtype = planned if parameter.is_floating_point() else parameter.dtype
             parameter.data = parameter.data.to(device, dtype).contiguous()
         elif parameter.dtype != planned:
-            raise UserError(
-                f"{path} is held in {dtype_name(parameter.dtype)} by fully_shard, but the plan has "
-                f"parameters = {dtype_name(planned)}: cast it before fully_shard"
+            raise UserError.of(
+                "optimizer.fsdp_cast_before",
+                path=path,
+                dtype_name=dtype_name(parameter.dtype),
+                dtype_name_2=dtype_name(planned),
             )
     # only users' models have buffers; those of this project have none
     for buffer in model_part.buffers():

@@ -120,14 +120,14 @@ _ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float6
 def _require_texts(key: str, values: object) -> tuple[str, ...]:
     if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
         return tuple(values)
-    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be a list of patterns")
+    raise UserError.of("optimizer.muon_patterns", key=key, values=values)
 
 
 def _require_three_numbers(key: str, values: object) -> Coefficients:
     if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
         first, second, third = map(float, values)
         return first, second, third
-    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be three numbers")
+    raise UserError.of("optimizer.muon_numbers", key=key, values=values)
 
 
 def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -144,9 +144,10 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     by_muon = [part.name for part in parts if rule.updates(part)]
     if by_muon and len(by_muon) < len(parts):
         by_adamw = [part.name for part in parts if part.name not in by_muon]
-        raise UserError(
-            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {' and '.join(by_adamw)} are "
-            "one parameter, which Muon and AdamW would share: match all or none"
+        raise UserError.of(
+            "optimizer.muon_shared_parameter",
+            by_muon=" and ".join(by_muon),
+            by_adamw=" and ".join(by_adamw),
         )
     # Muon's momentum is the first name, and AdamW's moments are the others
     return rule.names[:1] if by_muon else rule.names[1:]

@@ -130,9 +130,8 @@ class Kernels:
 def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
     """Return the kernels. Raise UserError for a rule or a device that they do not support."""
     if type(rule) is not AdamW or device.type != "cpu":
-        raise UserError(
-            f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on "
-            f"{device.type}: leave native out"
+        raise UserError.of(
+            "optimizer.native_unsupported", kind=type(rule).__name__, type=device.type
         )
     return Kernels()
 
@@ -168,10 +167,7 @@ def _compile() -> Path:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         # a library that others can replace would run their code
         if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
-            raise UserError(
-                f"native: {cache} may be written by others, so no library in it is loaded: "
-                "chmod 700 it"
-            )
+            raise UserError.of("optimizer.native_folder_unsafe", cache=cache)
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -179,9 +175,7 @@ def _compile() -> Path:
             _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(output), str(_SOURCE), "-lm"])
             output.replace(library)  # at once, whatever other ranks do
     except OSError as error:
-        raise UserError(
-            f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME"
-        ) from error
+        raise UserError.of("optimizer.native_no_folder", error=error) from error
     return library
 
 
@@ -191,9 +185,7 @@ def _cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
     except RuntimeError as error:
-        raise UserError(
-            f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME"
-        ) from error
+        raise UserError.of("optimizer.native_no_folder", error=error) from error
 
 
 def _run(command: list[str]) -> str:
@@ -201,12 +193,10 @@ def _run(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except OSError as error:
-        raise UserError(
-            f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC"
-        ) from error
+        raise UserError.of("optimizer.native_no_compiler", command=command[0]) from error
     except subprocess.CalledProcessError as error:
         error_lines = (line for line in error.stderr.splitlines() if "error" in line)
         printed = next(error_lines, "it printed no error")
-        raise UserError(
-            f"native: the compiler {command[0]!r} failed: {printed}; set CC to another one"
+        raise UserError.of(
+            "optimizer.native_compile_failed", command=command[0], printed=printed
         ) from error

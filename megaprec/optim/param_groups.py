@@ -48,11 +48,7 @@ class ParamGroup(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key == "lr":
-            raise UserError(
-                "the optimizer has no learning rate, because it was built without lr: give "
-                "ParallelAMPOptimizer(lr=...) for torch's LR schedulers, or each step its "
-                "rate, step(lr=...)"
-            )
+            raise UserError.of("optimizer.rate_missing")
         raise KeyError(key)
 
 
@@ -112,11 +108,7 @@ def require_unreplaced_groups(current: Sequence[object], built: Groups) -> None:
         _are_identical(group["params"], group.members) for group in built.values()
     ):
         return
-    raise UserError(
-        "param_groups or their params were replaced, added or removed, but a step reads only lr "
-        'and weight_decay of the groups that the optimizer made: change these, as group["lr"] = '
-        "..., or build a new optimizer with groups=[megaprec.Group(...)]"
-    )
+    raise UserError.of("optimizer.groups_replaced")
 
 
 def _are_identical(current: Sequence[object], built: Sequence[object]) -> bool:
@@ -132,19 +124,14 @@ def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     none of a group.
     """
     if callable(lr):
-        raise UserError(
-            "step takes a learning rate, not a closure: run forward and backward before step"
-        )
+        raise UserError.of("optimizer.rate_is_closure")
     _require_no_rule_options(groups)
     if lr is None:  # the groups have it
         for group in groups.values():
             require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
         return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}
     if any("lr" in group for group in groups.values()):
-        raise UserError(
-            "step(lr=...) of an optimizer that was built with lr: the rate is that of its "
-            "param_groups, which LR schedulers change; give the rate in one place only"
-        )
+        raise UserError.of("optimizer.rate_twice")
     require_rates(lr=lr)
     for group in groups.values():
         require_rates(weight_decay=group["weight_decay"])
@@ -164,11 +151,7 @@ def _require_no_rule_options(groups: Groups) -> None:
     if not unread:
         return
     read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
-    raise UserError(
-        f"{min(unread)} in param_groups: a step reads {read} there, nothing else; the other "
-        "options are those of the update rule that the optimizer is built with, like "
-        "rule=AdamW(betas=..., eps=...)"
-    )
+    raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
 
 
 def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
@@ -181,10 +164,7 @@ def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
         by_factors[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
         if "momentum" in changed and not changed["momentum"]:
             # such a rule has no moments, but those of the optimizer are allocated
-            raise UserError(
-                "momentum = 0 in param_groups: build the optimizer with rule=SGD(0.0) for no "
-                "momentum"
-            )
+            raise UserError.of("optimizer.momentum_zero")
     return by_factors
 
 

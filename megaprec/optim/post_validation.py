@@ -90,10 +90,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if "lr" in self.param_groups[0]:
-            raise UserError(
-                "lr: an LR scheduler may move on before a step is settled; give each `take` "
-                "its rate"
-            )
+            raise UserError.of("optimizer.rate_of_optimistic_step")
         problems = list(post_validation_conflicts(self.plan.on_nonfinite, self.plan.fp8))
         if problems:
             raise UserError(*problems)

@@ -52,9 +52,13 @@ def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -
     sharing_ranks = zero_size * tp
     expert_ranks = expert * expert_tensor  # that hold all experts once
     if sharing_ranks % expert_ranks and expert_ranks % sharing_ranks:
-        raise UserError(
-            f"{zero_size} data-parallel ranks that share optimizer state, of {tp} tensor-parallel "
-            f"ranks each, and experts over {expert} ranks in {expert_tensor} slices: of "
-            f"{sharing_ranks} and {expert_ranks} ranks one number must divide the other"
+        raise UserError.of(
+            "optimizer.zero_with_experts",
+            zero_size=zero_size,
+            tp=tp,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            sharing_ranks=sharing_ranks,
+            expert_ranks=expert_ranks,
         )
     return max(1, sharing_ranks // expert_ranks)

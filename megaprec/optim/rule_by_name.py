@@ -27,11 +27,8 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
             return Torch(kind, options)
     except TypeError as error:  # of an option that the rule does not have
-        raise UserError(f"optimizer.options for {name!r}: {error}") from error
-    raise UserError(
-        f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of "
-        "torch.optim such as RAdam"
-    )
+        raise UserError.of("optimizer.rule_options", name=name, error=error) from error
+    raise UserError.of("optimizer.rule_unknown", name=name)
 
 
 def _muon(**options: Any) -> Muon:

@@ -40,21 +40,18 @@ class TrainedModel:
             if parameter in current and parameter not in self._trained
         ]
         if added:
-            raise UserError(
-                f"{_format_names(added)} is trained, but was added or unfrozen after the optimizer "
-                f"was built: {_REBUILD}"
+            raise UserError.of(
+                "optimizer.unfrozen_later", format_names=_format_names(added), rebuild=_REBUILD
             )
         untrained = [parameter for parameter in self._trained if parameter not in current]
         frozen = [paths[parameter] for parameter in untrained if parameter in paths]
         if frozen:
-            raise UserError(
-                f"{_format_names(frozen)} is frozen, but was trained when the optimizer was built, "
-                f"whose moments and weight decay would still move it: {_REBUILD}"
+            raise UserError.of(
+                "optimizer.frozen_later", format_names=_format_names(frozen), rebuild=_REBUILD
             )
         removed = [layout_of(parameter).parts[0].name for parameter in untrained]
-        raise UserError(
-            f"{_format_names(removed)} is no longer in the model that the optimizer was built "
-            f"over: {_REBUILD}"
+        raise UserError.of(
+            "optimizer.removed_later", format_names=_format_names(removed), rebuild=_REBUILD
         )
 
 

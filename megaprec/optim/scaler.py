@@ -51,7 +51,7 @@ class ConstantGradScaler:
 
     def __init__(self, scale: float = 1.0, device: torch.device | str = "cpu") -> None:
         if not _SMALLEST <= scale <= _LARGEST:
-            raise UserError(f"loss scale {scale} must lie between 2**-126 and 2**127")
+            raise UserError.of("optimizer.loss_scale_range", scale=scale)
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     @property

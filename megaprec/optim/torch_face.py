@@ -124,9 +124,7 @@ class TorchOptimizerApi(torch.optim.Optimizer):
         """Add a group, in torch's constructor only. Raise UserError later: the buffers are then
         fixed."""
         if hasattr(self, "buffers"):
-            raise UserError(
-                "parameters cannot be added to an existing optimizer: build it over all of them"
-            )
+            raise UserError.of("optimizer.groups_fixed")
         # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
         param_group["params"] = list(param_group["params"])
         self.param_groups.append(param_group)
@@ -144,28 +142,17 @@ class TorchOptimizerApi(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """Raise UserError: the moments of a parameter are not found here."""
-        raise UserError(
-            "optimizer.state is empty: moments lie in the optimizer's buffers, and "
-            'optimizer.state_dict() returns them by name, like "exp_avg/NAME"; to reset them, '
-            "build a new optimizer"
-        )
+        raise UserError.of("optimizer.state_not_readable")
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if hasattr(self, "buffers"):
-            raise UserError(
-                "optimizer.state is set, but moments lie in the optimizer's buffers: use "
-                "optimizer.load_state_dict, or build a new optimizer to reset them"
-            )
+            raise UserError.of("optimizer.state_not_writable")
 
     # torch's own method, called by copy and pickle
     def __getstate__(self) -> NoReturn:
         """Raise UserError for a copy or a pickle of the optimizer."""
-        raise UserError(
-            f"{type(self).__name__} cannot be copied or pickled, because it shares memory with its "
-            "model and its ranks: save optimizer.state_dict() or megaprec.save, and load it into a "
-            "new optimizer"
-        )
+        raise UserError.of("optimizer.not_copyable", kind=type(self).__name__)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
         """Raise UserError: no hook is called around the state."""
@@ -185,7 +172,4 @@ class TorchOptimizerApi(torch.optim.Optimizer):
 
 
 def _refuse(name: str) -> NoReturn:
-    raise UserError(
-        f"{name}: no such hook would be called; change the state before load_state_dict, or "
-        "its result"
-    )
+    raise UserError.of("optimizer.state_hook", name=name)

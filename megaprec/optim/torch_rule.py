@@ -50,17 +50,14 @@ class Torch:
         self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None
     ) -> None:
         if not isinstance(kind, type) or not isinstance(options, dict | None):
-            raise UserError(
-                f"TorchRule({kind!r:.40}, {options!r:.40}): give a class of torch.optim and a dict"
-            )
+            raise UserError.of("optimizer.torch_rule_arguments", kind=kind, options=options)
         self.kind = kind
         self.options = dict(options or {})
         # what a step gives, and what the optimizer has already
         of_step = {"lr", "weight_decay", "params"} & self.options.keys()
         if of_step:
-            raise UserError(
-                f"{self._title}: {min(of_step)} is not one of its options here; it comes with "
-                "each step"
+            raise UserError.of(
+                "optimizer.torch_rule_step_option", title=self._title, of_step=min(of_step)
             )
         self._has_decay = "weight_decay" in inspect.signature(kind).parameters
         # values from before this step; empty before the first step
@@ -103,9 +100,8 @@ class Torch:
         if self._scalars.keys() != self.scalar_names:
             needed = ", ".join(sorted(self.scalar_names)) or "nothing"
             loaded = ", ".join(sorted(self._scalars)) or "nothing"
-            raise UserError(
-                f"{self._title} keeps {needed}, but the loaded state has {loaded}: it is of "
-                "another optimizer"
+            raise UserError.of(
+                "optimizer.torch_rule_state", title=self._title, needed=needed, loaded=loaded
             )
         scalars = {name: value.clone() for name, value in self._scalars.items()}
         return dict(zip(self.names, state, strict=True)) | scalars
@@ -143,30 +139,22 @@ class Torch:
         try:
             trial = self._try()
         except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
-            raise UserError(
-                f"{self._title} cannot step a flat slice of a parameter: {error}"
+            raise UserError.of(
+                "optimizer.torch_rule_flat", title=self._title, error=error
             ) from error
         # close, not equal: vectorized functions differ in the last bits at the end of a tensor
         joined = torch.cat(trial.parts)
         if not torch.allclose(trial.full, joined, rtol=1e-12, atol=1e-14):
-            raise UserError(
-                f"{self._title} is not elementwise: a slice updated alone differs from the same "
-                "slice of the whole, so its state cannot be sharded over ranks; use one like "
-                "AdamW, RAdam or Adagrad"
-            )
+            raise UserError.of("optimizer.torch_rule_not_elementwise", title=self._title)
         if trial.padding.count_nonzero():
-            raise UserError(
-                f"{self._title} moves weights of 0 whose gradients are 0, so padding would not "
-                "stay zero"
-            )
+            raise UserError.of("optimizer.torch_rule_moves_zero", title=self._title)
         shape = trial.full.shape
         moments = [name for name, value in trial.state.items() if value.shape == shape]
         scalars = trial.state.keys() - set(moments)
         for name in sorted(scalars):
             if not torch.equal(trial.state[name], trial.idle_state[name]):
-                raise UserError(
-                    f"{self._title} keeps {name}, one number for all elements that depends on "
-                    "learning rate, weight decay or gradients; use one like AdamW, RAdam or Adagrad"
+                raise UserError.of(
+                    "optimizer.torch_rule_scalar_state", title=self._title, name=name
                 )
         return tuple(moments), scalars
 

@@ -70,7 +70,7 @@ class FrozenState:
         for name, parameter in self._frozen():
             obstacle = _obstacle(parameter)
             if obstacle:
-                raise UserError(f"{name} is frozen and cannot be saved or loaded: {obstacle}")
+                raise UserError.of("optimizer.frozen_tensor_in_state", name=name, obstacle=obstacle)
             layout = layout_of(parameter)
             values = parameter.data.view(-1)
             counts = self._counts(layout)

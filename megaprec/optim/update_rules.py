@@ -102,11 +102,9 @@ class AdamW(Stateless, NamedArguments):
         is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         if not is_pair or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             quoted = list(self.betas) if is_pair else self.betas
-            raise UserError(f"betas = {quoted} must be two numbers from 0 to below 1")
+            raise UserError.of("optimizer.betas", quoted=quoted)
         if not is_number(self.eps) or self.eps <= 0:
-            raise UserError(
-                f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0"
-            )
+            raise UserError.of("optimizer.eps", eps=self.eps)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,12 +146,9 @@ class SGD(Stateless, NamedArguments):
 
     def __post_init__(self) -> None:
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise UserError(f"momentum = {self.momentum!r} must lie from 0 to below 1")
+            raise UserError.of("optimizer.momentum", momentum=self.momentum)
         if not isinstance(self.nesterov, bool) or (self.nesterov and not self.momentum):
-            raise UserError(
-                f"nesterov = {self.nesterov!r}: True or False, and nesterov needs a momentum "
-                "above 0"
-            )
+            raise UserError.of("optimizer.nesterov", nesterov=self.nesterov)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -55,11 +55,7 @@ def require_same_copies(
             if is_different:
                 name = owned.piece.part.name
                 break
-        raise UserError(
-            f"{name} is whole on each tensor-parallel rank, but these ranks have different "
-            "gradients of it: give all ranks of one tensor-parallel group the same samples, in the "
-            "same order; nothing was changed"
-        )
+        raise UserError.of("optimizer.replicated_gradients_differ", name=name)
 
 
 def _owned_copies(buffers: Sequence[Buffer], tp: Axis) -> Iterator[tuple[Buffer, OwnedPiece]]:

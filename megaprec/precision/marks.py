@@ -34,10 +34,7 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
     """
     require_module(module, "module")
     if getattr(module, CAST, False) and not module_has_fp32_attr(module):
-        raise UserError(
-            f"{type(module).__name__} is part of a model that is already wrapped and cast, so "
-            "a mark would change nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
-        )
+        raise UserError.of("precision.fp32_mark_too_late", kind=type(module).__name__)
     # InternEvo's name of the attribute
     module.is_fp32_module = True  # type: ignore[assignment]
 
@@ -45,7 +42,7 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
 def require_module(value: object, name: str) -> None:
     """Raise UserError for what is no torch module."""
     if not isinstance(value, nn.Module):
-        raise UserError(f"{name} = {value!r:.60}: must be a torch module")
+        raise UserError.of("precision.not_a_module", name=name, value=value)
 
 
 def note_cast(model: nn.Module) -> None:
@@ -164,10 +161,8 @@ def keep_marked_in_fp32(
     for part in parts:
         for path, module in marked_parts(part):
             if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:
-                raise UserError(
-                    f"{path} is marked FP32 and would compute in {dtype_name(plan.compute)}: call "
-                    "parallel.compute_marked_in_fp32 for the model before its optimizer is made, "
-                    "or wrap the model in megaprec.NaiveAMPModel"
+                raise UserError.of(
+                    "precision.fp32_mark_unused", path=path, dtype_name=dtype_name(plan.compute)
                 )
     local_names: set[str] = set()
     for parameter in parameters_of_marked(parts):

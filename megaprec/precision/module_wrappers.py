@@ -64,9 +64,9 @@ class NaiveAMPModel(nn.Module):
         require_module(model, "model")
         for name, value in (("output_to_fp32", output_to_fp32), ("sync_buffer", sync_buffer)):
             if not isinstance(value, bool):
-                raise UserError(f"{name} = {value!r}: must be True or False")
+                raise UserError.of("precision.not_a_bool", name=name, value=value)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise UserError(f"mesh = {mesh!r:.60}: must be a DeviceMesh or None")
+            raise UserError.of("precision.not_a_mesh", mesh=mesh)
         self.model = model
         self.output_to_fp32 = output_to_fp32
         self.dtype = _use_dtype(dtype)
@@ -120,18 +120,12 @@ class PlannedModel(nn.Module):
         super().__init__()
         require_module(model, "model")
         if not isinstance(plan, PrecisionPlan):
-            raise UserError(
-                f"plan = {plan!r:.60}: must be a PrecisionPlan, like megaprec.plan('bf16')"
-            )
+            raise UserError.of("precision.not_a_plan", plan=plan)
         if plan.parameters != plan.compute:
-            raise UserError(
-                "parameters wider than compute: run the model under torch.autocast instead"
-            )
+            raise UserError.of("precision.parameters_wider")
         if plan.fp8 is not None and not _has_parallel_layers(model):
-            raise UserError(
-                f"fp8 = {plan.fp8.kind}: no layer of this {type(model).__name__} computes in "
-                "FP8, and PlannedModel only casts: make its layers parallel ones with "
-                "parallel.parallelize, or leave fp8 out of the plan"
+            raise UserError.of(
+                "precision.fp8_only_casts", kind=plan.fp8.kind, kind_2=type(model).__name__
             )
         names = [name for name, _ in model.named_parameters()]
         matches = match_patterns(plan.keep_fp32, names)
@@ -193,10 +187,7 @@ def _use_dtype(dtype: object) -> torch.dtype:
     known = TORCH_DTYPES.get(name, torch.float32 if name == "tf32" else dtype)
     if known not in (*HALVES, torch.float32):
         strings = ", ".join(f"torch.{string}" for string in (*TORCH_DTYPES, "tf32"))
-        raise UserError(
-            f"dtype = {dtype!r}: must be torch.float16, torch.bfloat16 or torch.float32, or "
-            f"one of the strings {strings}"
-        )
+        raise UserError.of("precision.dtype_argument", dtype=dtype, strings=strings)
     if name == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     assert isinstance(known, torch.dtype)

@@ -97,9 +97,11 @@ def mode_of(name: object) -> ParallelMode:
     modes |= {mode.name.lower(): mode for mode in ParallelMode}
     if not isinstance(name, Enum | str) or word not in modes:
         names = ", ".join(ParallelMode.__members__)
-        raise UserError(
-            f"parallel_mode = {name!r} is no group of ranks: give an Axis, a process group, a "
-            f"DeviceMesh of one dim or one of {names}{did_you_mean(word, modes)}"
+        raise UserError.of(
+            "precision.parallel_mode_unknown",
+            name=name,
+            names=names,
+            did_you_mean=did_you_mean(word, modes),
         )
     return modes[word]
 
@@ -112,16 +114,13 @@ def _axes_of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module)
     if mode is ParallelMode.GLOBAL or all_are_replicas:
         return (_axis_of_group("world", dist.group.WORLD),)
     if mode not in _DIMS:
-        raise UserError(f"parallel_mode = {mode}: which ranks these are is not known here: {_GIVE}")
+        raise UserError.of("precision.parallel_mode_unmapped", mode=mode, give=_GIVE)
     if mesh is None:
         if mode is ParallelMode.DATA:
             why = "the world is cut into groups or the model over ranks"
         else:
             why = "without a mesh"
-        raise UserError(
-            f"parallel_mode = {mode}: {why}, so its ranks are not known: {_GIVE}, or mesh = "
-            "the mesh"
-        )
+        raise UserError.of("precision.parallel_mode_unused", mode=mode, why=why, give=_GIVE)
     return [_axis_of_dim(mesh, names, mode) for names in _DIMS[mode]]
 
 
@@ -131,19 +130,15 @@ def _axis_of_dim(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> 
         if name in names:
             return Axis.of(mesh, name)
     dims = ", ".join(mesh.mesh_dim_names or ()) or "no names"
-    raise UserError(
-        f"parallel_mode = {mode}: the mesh has dims {dims}, and none called "
-        f"{' or '.join(names)}: {_GIVE}"
+    raise UserError.of(
+        "precision.parallel_mode_dim", mode=mode, dims=dims, names=" or ".join(names), give=_GIVE
     )
 
 
 def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     """Return the axis of a mesh of one dim."""
     if mesh.ndim != 1:
-        raise UserError(
-            f"parallel_mode is a DeviceMesh of {mesh.ndim} dims: give one of them, as "
-            'mesh["dp"], or it as mesh'
-        )
+        raise UserError.of("precision.parallel_mode_dims", ndim=mesh.ndim)
     (name,) = mesh.mesh_dim_names or ("group",)
     return _axis_of_group(name, mesh.get_group())
 
@@ -154,9 +149,7 @@ def _axis_of_group(name: str, group: dist.ProcessGroup | None) -> Axis:
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     if rank < 0:
-        raise UserError(
-            "parallel_mode is a process group that this rank is not in: give each rank its own"
-        )
+        raise UserError.of("precision.parallel_mode_not_member")
     return Axis(name, rank, size, group if size > 1 else None)
 
 

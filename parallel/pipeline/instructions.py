@@ -86,10 +86,7 @@ class Instruction(NamedTuple):
             instruction = cls(Op(op), int(stage), int(microbatch or NO_MICROBATCH))
             if str(instruction) == text:
                 return instruction
-        raise UserError(
-            f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as "
-            "in F0.3 or R0"
-        )
+        raise UserError.of("pipeline.instruction", text=text, op=", ".join(Op))
 
 
 Cost = Callable[[Instruction], float]  # the time that an instruction takes

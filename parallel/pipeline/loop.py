@@ -81,14 +81,14 @@ class Pipeline:
         plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
         numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
         if len(numbers) != len(stages):
-            raise UserError(
-                f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given"
+            raise UserError.of(
+                "pipeline.stage_count",
+                schedule=schedule,
+                num_numbers=len(numbers),
+                num_stages=len(stages),
             )
         if len(plan.rank_of_stage) > 1 and not activation:
-            raise UserError(
-                "activation: give the shape of what a stage sends to the next, e.g. "
-                "(sequence, 1, hidden)"
-            )
+            raise UserError.of("pipeline.activation_missing")
         require_same_parts(stages, optimizer)
         self.optimizer = optimizer
         self.loss_fn = loss_fn
@@ -124,9 +124,7 @@ class Pipeline:
         of several cannot go on.
         """
         if not torch.is_grad_enabled():
-            raise UserError(
-                "step was called under no_grad or inference_mode, where nothing has gradients"
-            )
+            raise UserError.of("pipeline.no_gradients")
         self._begin(inputs, targets, self.optimizer.scale)
         try:
             with self._context.fp8.autocast() if self._context else nullcontext():
@@ -166,11 +164,7 @@ class Pipeline:
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
         if self._failed:
-            raise UserError(
-                "a step of this pipeline has failed, and other ranks wait for its messages: "
-                "end the program on all "
-                "ranks and start again from a checkpoint"
-            )
+            raise UserError.of("pipeline.failed_before")
         require_batch(inputs, targets, self.microbatches)
         self._batches += 1
         # in batches 1, 2, 4, 8, ...: it costs no time in the long run
@@ -183,11 +177,7 @@ class Pipeline:
         self._targets = targets.to(device).chunk(self.microbatches, 1)
         counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double())
         if not counted:
-            raise UserError(
-                "no target of the global batch has a loss: there are none, or all are "
-                "ignore_index = "
-                f"{self.ignore_index}"
-            )
+            raise UserError.of("pipeline.nothing_counts", ignore_index=self.ignore_index)
         # the optimizer divides by the number of dp ranks if it averages
         self._loss_weight = (dp.size if self.optimizer.average else 1) / counted
         self._scale = scale
@@ -200,16 +190,11 @@ class Pipeline:
         if stage == self._last:
             return self._scaled_loss(output, self._targets[microbatch])
         if not isinstance(output, Tensor):
-            raise UserError(
-                f"stage {stage} returned a {type(output).__name__}, but must return one tensor for "
-                "the next stage"
+            raise UserError.of(
+                "pipeline.stage_output_type", stage=stage, kind=type(output).__name__
             )
         if isinstance(output, CutTensor) and output.cut.dim == output.dim() - 1:
-            raise UserError(
-                f"stage {stage} returned a slice of the {output.cut.source}, but the next stage "
-                "takes whole "
-                'activations: end the stage with a layer of style "row"'
-            )
+            raise UserError.of("pipeline.stage_output_slice", stage=stage, source=output.cut.source)
         return unchecked(output).to(plan.pipeline)
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:

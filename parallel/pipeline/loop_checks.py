@@ -60,11 +60,7 @@ def require_arguments(
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError(*broken)
     if optimizer.canonical:
-        raise UserError(
-            "canonical = True: a Pipeline takes an optimizer without canonical sums; train "
-            "by megaprec train "
-            "(train.numerics=canonical), or call backward and end_microbatch in a loop of your own"
-        )
+        raise UserError.of("pipeline.canonical_optimizer")
 
 
 def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimizer) -> None:
@@ -74,8 +70,11 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
     """
     same = "give the optimizer and the pipeline the same modules in the same order"
     if len(optimizer.buffers) < len(stages):
-        raise UserError(
-            f"{len(stages)} stages, but the optimizer has {len(optimizer.buffers)} parts: {same}"
+        raise UserError.of(
+            "pipeline.parts_differ",
+            num_stages=len(stages),
+            num_buffers=len(optimizer.buffers),
+            same=same,
         )
     if any(is_dtensor(parameter) for parameter in parameters_of(stages)):
         return  # fully_shard reduces their gradients by itself
@@ -85,15 +84,11 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
     for number, stage in enumerate(stages):
         if strange := of_parts[number].difference(stage.parameters()):
             name = layout_of(next(iter(strange))).parts[0].name
-            raise UserError(
-                f"{name} is in part {number} of the optimizer, but not in stage {number}: {same}"
-            )
+            raise UserError.of("pipeline.part_elsewhere", name=name, number=number, same=same)
     trained = set(chain(*of_parts))
     for number, stage in enumerate(stages):
         if any(parameter not in trained for parameter in parameters_of([stage])):
-            raise UserError(
-                f"stage {number} has parameters that the optimizer does not train: {same}"
-            )
+            raise UserError.of("pipeline.part_missing", number=number, same=same)
 
 
 def require_alike(
@@ -118,10 +113,8 @@ def require_alike(
         values |= {(name, replica): value for name, value in inner.items()}
         for key, value in values.items():
             if seen.setdefault(key, value) != value:
-                raise UserError(
-                    f"{key[0]} = {seen[key]} on some ranks and {value} on others, which would "
-                    "wait for each other "
-                    "forever: give all ranks of a pipeline the same"
+                raise UserError.of(
+                    "pipeline.arguments_differ", key=key[0], seen=seen[key], value=value
                 )
 
 
@@ -131,20 +124,20 @@ def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise UserError(f"{name} {kind}: must be a tensor [sequence, samples, ...]")
+            raise UserError.of("pipeline.batch_shape", name=name, kind=kind)
         if value.dim() < 2:
             shape = list(value.shape)
-            raise UserError(f"{name} of shape {shape}: must be a tensor [sequence, samples, ...]")
+            raise UserError.of("pipeline.batch_shape", name=name, kind=shape)
         if value.device.type == "meta" or value.layout != torch.strided:
-            raise UserError(
-                f"{name} on {value.device}, {value.layout}: must be an ordinary tensor, with "
-                "its values"
+            raise UserError.of(
+                "pipeline.batch_kind", name=name, device=value.device, layout=value.layout
             )
     if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
-        raise UserError(
-            f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both "
-            "must have the same "
-            f"number, a multiple of the {microbatches} micro-batches"
+        raise UserError.of(
+            "pipeline.batch_sizes",
+            shape=inputs.shape[1],
+            shape_2=targets.shape[1],
+            microbatches=microbatches,
         )
 
 
@@ -161,13 +154,7 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
         first = of_replica.setdefault(replica, of_rank)
         different = [name for name in digests if of_rank[name] != first[name]]
         if different:
-            raise UserError(
-                f"{different[0]} differ between the pipeline and "
-                "tensor-parallel ranks of replica "
-                f"{replica}, which compute one micro-batch together: give all of them the "
-                "same samples, in the same "
-                "order, e.g. those of Axis.of(mesh, 'dp').rank"
-            )
+            raise UserError.of("pipeline.samples_differ", different=different[0], replica=replica)
 
 
 def _digest(values: Tensor) -> str:
@@ -207,16 +194,8 @@ def require_losses(losses: Any, targets: Tensor) -> None:
             returned = f"{list(losses.shape)}"
         else:
             returned = f"a {type(losses).__name__}"
-        raise UserError(
-            f"loss_fn returned {returned}, but must return the loss of each target, "
-            f"{list(targets.shape)}: do not average "
-            'it, e.g. use reduction="none"'
-        )
+        raise UserError.of("pipeline.loss_shape", returned=returned, shape=list(targets.shape))
     if not losses.is_floating_point():
-        raise UserError(f"loss_fn returned {losses.dtype}: a loss must be of real numbers")
+        raise UserError.of("pipeline.loss_not_real", dtype=losses.dtype)
     if torch.is_grad_enabled() and not losses.requires_grad:
-        raise UserError(
-            "loss_fn returned a loss without a gradient: compute it from the model's output, "
-            "without detach, item or "
-            "no_grad"
-        )
+        raise UserError.of("pipeline.loss_without_gradient")

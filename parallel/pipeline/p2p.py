@@ -136,9 +136,13 @@ class P2P:
         or dtype, because the receiver could not notice.
         """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise UserError(
-                f"{i} would send {list(tensor.shape)} {tensor.dtype}, but the stages exchange "
-                f"{list(self.shape)} {self.dtype}"
+            raise UserError.of(
+                "pipeline.activation_differs",
+                i=i,
+                shape=list(tensor.shape),
+                dtype=tensor.dtype,
+                shape_2=list(self.shape),
+                dtype_2=self.dtype,
             )
         channel, tag = self._route(i)
         pending = self.pending[channel]

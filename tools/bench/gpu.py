@@ -95,10 +95,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench gpu`. Exit code 1: a test has failed, or megaprec was not
     measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "no GPU here: torch sees no CUDA device, so nothing was run, and docs/gpu.md is "
-            "as it was"
-        )
+        raise UserError.of("bench.no_gpu")
     record = Record(machine(args.device), work_of(args))
     if not args.no_tests:
         record.tests = outcomes()
@@ -161,7 +158,7 @@ def outcomes() -> dict[str, str]:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
     subprocess.run(command, cwd=PAGE.parent.parent, check=False)
     if not report.is_file():
-        raise UserError(f"the tests left no report: {' '.join(command[1:])} says why")
+        raise UserError.of("bench.no_test_report", command=" ".join(command[1:]))
     return read_outcomes(report.read_text(encoding="utf-8"))
 
 

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
         Path(args.folder).mkdir(parents=True, exist_ok=True)
     if config.world_size > 1 and not dist.is_torchelastic_launched():
         if not args.folder:
-            raise UserError("--folder: several ranks need one folder: give it")
+            raise UserError.of("bench.folder_missing")
         return start_ranks(
             [sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads
         )

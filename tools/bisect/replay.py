@@ -182,7 +182,4 @@ def require_comparable(a: RunConfig, b: RunConfig) -> None:
     ours = (a.train.global_batch, a.train.seq_length)
     theirs = (b.train.global_batch, b.train.seq_length)
     if ours != theirs:
-        raise UserError(
-            f"train.global_batch and train.seq_length differ, {ours} and {theirs}: a step of one "
-            "run is not a step of the other"
-        )
+        raise UserError.of("bisect.batches_differ", ours=ours, theirs=theirs)

@@ -70,7 +70,7 @@ class Side:
         for name in ("run.toml", "run.resolved.toml"):
             if (folder / name).is_file():
                 return Side(path, load_run(folder / name), folder)
-        raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
+        raise UserError.of("bisect.not_a_run", path=path)
 
     @property
     def digests(self) -> dict[int, Mapping[str, Any]]:

@@ -80,17 +80,12 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec bisect`."""
     if joined_world():
-        raise UserError(
-            "megaprec bisect starts its own ranks: run it without torchrun or Slurm's srun"
-        )
+        raise UserError.of("command.launched")
     if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: give at least 1")
+        raise UserError.of("command.steps", steps=args.steps)
     # a link to the same run is the same run
     if Path(args.a).exists() and Path(args.b).exists() and Path(args.a).samefile(args.b):
-        raise UserError(
-            f"{args.a} and {args.b} are the same run: give two; megaprec prove compares a run "
-            "with itself taken again"
-        )
+        raise UserError.of("command.same_run", a=args.a, b=args.b)
     first = Side.opened(args.a)
     second = Side.opened(args.b)
     require_comparable(first.config, second.config)

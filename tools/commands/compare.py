@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     # the run to compare with may be among them, as runs/* has it
     folders = [folder for folder in args.runs if folder.resolve() != against]
     if not folders:
-        raise UserError(f"--against {args.against}: give another run to compare it with")
+        raise UserError.of("command.against_alone", against=args.against)
     base = None
     if against:
         # read together, so that all have names of their own
@@ -84,9 +84,9 @@ def _notes(args: argparse.Namespace) -> list[str]:
 
 def _require_writable(path: Path) -> None:
     if path.suffix != ".png":
-        raise UserError(f"--output {path}: the plot is written as .png")
+        raise UserError.of("command.plot_suffix", path=path)
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--output {path}: there is no folder {path.parent}")
+        raise UserError.of("command.plot_folder", path=path, parent=path.parent)
 
 
 def _figure_class(path: Path) -> Any:
@@ -94,7 +94,7 @@ def _figure_class(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
     except ImportError as error:
-        raise UserError(f"{path}: plots need matplotlib: pip install matplotlib") from error
+        raise UserError.of("command.matplotlib_missing", path=path) from error
     return Figure
 
 

@@ -141,9 +141,7 @@ def _given_tokenizer(file: Path, source: Source) -> tuple[Path, ...]:
     """Return the file of --tokenizer and the settings beside it. Raises UserError if the source has
     a tokenizer."""
     if main_file(source.tokenizer):
-        raise UserError(
-            f"--tokenizer {file}: {source.path} has a tokenizer of its own: leave it out"
-        )
+        raise UserError.of("command.tokenizer_twice", file=file, path=source.path)
     # raises for a file that cannot be read, before anything is written
     load_tokenizer(file)
     return file, *settings_of(file)
@@ -157,10 +155,7 @@ def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayo
         is_given = value is not None and value is not False  # 0 is given, and refused later
         if is_given and format_name != "megatron":
             option = name.replace("_", "-")
-            raise UserError(
-                f"--{option} is for --to megatron, and DST is to have the format {format_name}: "
-                "leave it out"
-            )
+            raise UserError.of("command.megatron_option", option=option, format_name=format_name)
     return MegatronLayout(
         1 if args.tp is None else args.tp,
         1 if args.pp is None else args.pp,
@@ -186,7 +181,7 @@ def write_model(
     """
     # a broken link is something too
     if os.path.lexists(destination):
-        raise UserError(f"{destination} exists already: give another folder, or remove it")
+        raise UserError.of("command.folder_exists", destination=destination)
     tokenizer_notes = _tokenizer_notes(source, to, destination)
     target = _open_target(source, to, dtype, layout or MegatronLayout())
     if verify:

@@ -191,18 +191,19 @@ def build(args: argparse.Namespace) -> int:
 def _check_build(args: argparse.Namespace) -> None:
     """Raise UserError for options of `data build` that cannot be."""
     if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: give at least 1")
+        raise UserError.of("command.workers", workers=args.workers)
     if args.workers > most_processes():
-        raise UserError(
-            f"--workers {args.workers}: this machine has {cores()} cores: give "
-            f"{most_processes()} at most"
+        raise UserError.of(
+            "command.workers_beyond_cores",
+            workers=args.workers,
+            cores=cores(),
+            most_processes=most_processes(),
         )
     if args.prefix.name in ("", ".."):
-        raise UserError(f"{args.prefix}: a data set needs a name: give FOLDER/NAME, without .bin")
+        raise UserError.of("command.data_set_name", prefix=args.prefix)
     if args.prefix.suffix in (".bin", ".idx"):
-        raise UserError(
-            f"{args.prefix}: give the common prefix of the .bin and .idx pair, "
-            f"{args.prefix.with_suffix('')}"
+        raise UserError.of(
+            "command.data_set_prefix", prefix=args.prefix, with_suffix=args.prefix.with_suffix("")
         )
 
 
@@ -227,9 +228,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     elif path.suffix == ".model":
         train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
     else:
-        raise UserError(
-            f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)"
-        )
+        raise UserError.of("command.tokenizer_suffix", path=path)
     print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
     return 0
 
@@ -237,7 +236,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
     if args.samples < 0:
-        raise UserError(f"--samples {args.samples}: give 0 or more")
+        raise UserError.of("command.samples", samples=args.samples)
     dataset = IndexedDataset(args.prefix)
     tokenizer_file = args.tokenizer or with_suffix(args.prefix, ".model")
     # a file that was named must be there; one beside the data set may be

@@ -74,16 +74,11 @@ def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Ite
         path = path[:-4]
     if with_suffix(Path(path), ".idx").exists() or with_suffix(Path(path), ".bin").exists():
         if text_field != "text":
-            raise UserError(
-                f"--text-field {text_field}: {path} is a data set of tokens, which has no fields"
-            )
+            raise UserError.of("command.text_field_of_tokens", text_field=text_field, path=path)
         yield from _data_set_findings(Path(path), tokenizer)
     else:
         if tokenizer:
-            raise UserError(
-                f"--tokenizer {tokenizer}: {path} is text, which has no ids yet: leave the "
-                "option out"
-            )
+            raise UserError.of("command.tokenizer_of_text", tokenizer=tokenizer, path=path)
         yield from _text_findings(path, text_field)
 
 

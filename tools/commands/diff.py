@@ -96,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diff`. The exit code is 0 whether the models differ or not."""
     if args.top < 0:
-        raise UserError(f"--top {args.top}: give 0 or more")
+        raise UserError.of("command.top", top=args.top)
     check_vocab(args.vocab, args.first, args.second)
     first = open_intact(args.first, args.vocab)
     second = open_intact(args.second, args.vocab)

@@ -246,9 +246,8 @@ def _world_findings(
     """Yield the findings on rank 0 of a launched world; take part elsewhere."""
     size = int(os.environ["WORLD_SIZE"])
     if config is not None and config.world_size != size:
-        raise UserError(
-            f"{size} ranks are started, but [parallel] of {args.file} needs {config.world_size}: "
-            "start as many, or change the layout"
+        raise UserError.of(
+            "command.world_size", size=size, file=args.file, world_size=config.world_size
         )
     context, findings, answered = take_part(request)
     if context.rank:
@@ -271,4 +270,4 @@ def _follow_rank_0(context: RankContext) -> None:
     try:
         follow(context)
     except TimeoutError as error:
-        raise UserError(f"rank 0 does not answer ({error}): see what it printed") from error
+        raise UserError.of("command.rank_silent", error=error) from error

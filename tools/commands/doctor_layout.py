@@ -118,7 +118,7 @@ def _run_in_child(run: Run) -> Record:
     # Torch can join one world per process, and this one has joined that of the doctor
     (failure,) = run_together([run], run.folder.parent)
     if failure is not None:
-        raise UserError(f"one process, with which layouts are compared, failed: {failure.why}")
+        raise UserError.of("command.reference_failed", why=failure.why)
     return gather(run.folder)
 
 

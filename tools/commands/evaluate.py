@@ -110,9 +110,11 @@ def main(args: argparse.Namespace) -> int:
     replica = args.tensor * args.pipeline  # ranks that hold the model once
     if not joined_world():
         if replica > MAX_LOCAL_RANKS:
-            raise UserError(
-                f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MAX_LOCAL_RANKS} "
-                "local ranks"
+            raise UserError.of(
+                "command.too_many_local_ranks",
+                tensor=args.tensor,
+                pipeline=args.pipeline,
+                max_local_ranks=MAX_LOCAL_RANKS,
             )
         if replica == 1:
             return _evaluate(args, None)
@@ -121,9 +123,12 @@ def main(args: argparse.Namespace) -> int:
     with world(failed=note_failure):
         ranks = dist.get_world_size()
         if ranks % replica:
-            raise UserError(
-                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline {args.pipeline} "
-                f"needs a multiple of {replica}"
+            raise UserError.of(
+                "command.ranks_multiple",
+                ranks=ranks,
+                tensor=args.tensor,
+                pipeline=args.pipeline,
+                replica=replica,
             )
         return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
 
@@ -169,7 +174,7 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
         with tokens_progress(name) if is_first else nullcontext(_ignore_progress) as report:
             scores[name] = score(relay, texts, model.begin, window, stride, report)
         if not scores[name].tokens:
-            raise UserError(f"--data {sets[name]} has no token to predict: give more text")
+            raise UserError.of("command.nothing_to_predict", sets=sets[name])
     if not is_first:
         return 0
     for note in _notes(model, sets, args.text_field):
@@ -204,12 +209,9 @@ def _named_sets(options: list[str]) -> dict[str, str]:
         if not equals or not name or Path(option).exists():
             name = path = option
         if name in sets:
-            raise UserError(
-                f'--data {option}: "{name}" is the name of two sets; give NAME=PATH with another '
-                "name"
-            )
+            raise UserError.of("command.set_name_twice", option=option, name=name)
         if not path:
-            raise UserError(f"--data {option}: there is no path after {name}=")
+            raise UserError.of("command.set_path_missing", option=option, name=name)
         sets[name] = path
     return sets
 

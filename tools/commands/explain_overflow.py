@@ -64,9 +64,9 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec explain-overflow`. Raises UserError if RUN_DIR is not a run folder or --last is
     below 1."""
     if not (args.folder / METRICS).is_file():
-        raise UserError(f"{args.folder} is not a run folder: it has no {METRICS}")
+        raise UserError.of("command.not_a_run_folder", folder=args.folder, metrics=METRICS)
     if args.last < 1:
-        raise UserError(f"--last {args.last}: give at least 1")
+        raise UserError.of("command.last", last=args.last)
     # the newest are last
     events = _select_events(read_events(args.folder), args.step)[-args.last :]
     note = odd_lines(args.folder / EVENTS)
@@ -131,7 +131,7 @@ def _select_events(events: list[dict[str, Any]], step: int | None) -> list[dict[
     of_step = [event for event in events if event["step"] == step]
     if not of_step:
         skipped = ", ".join(str(event["step"]) for event in events) or "none"
-        raise UserError(f"--step {step}: that step was not skipped; skipped were {skipped}")
+        raise UserError.of("command.step_not_skipped", step=step, skipped=skipped)
     return of_step
 
 

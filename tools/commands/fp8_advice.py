@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec fp8-advice`."""
     config = load_run(args.file, args.overrides)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; remove it for an estimate")
+        raise UserError.of("command.no_cuda")
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
     model = config.sized_model

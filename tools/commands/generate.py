@@ -149,7 +149,7 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         lines = _read_utf8(option, lambda: read_text(args.prompts)).split("\n")
         prompts = [line for line in lines if line.strip()]
         if not prompts:
-            raise UserError(f"{option}: the file has no line with a prompt")
+            raise UserError.of("command.no_prompt", option=option)
         yield from prompts
 
 
@@ -160,9 +160,9 @@ def _read_utf8(option: str, read: Callable[[], str]) -> str:
         text = read()
         text.encode()  # standard input may hold halves of surrogates in place of bytes
     except UnicodeError as error:
-        raise UserError(f"{option}: {error}; give UTF-8 text") from error
+        raise UserError.of("command.prompts_unreadable", option=option, error=error) from error
     if "\0" in text:
-        raise UserError(f"{option}: it has zero bytes, as UTF-16 has; give UTF-8 text")
+        raise UserError.of("command.prompts_zero_bytes", option=option)
     return text.removeprefix("\ufeff")
 
 

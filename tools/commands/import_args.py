@@ -76,13 +76,13 @@ def main(args: argparse.Namespace) -> int:
     # as Megatron-LM's argparse names them
     dropped = frozenset(name.lstrip("-").replace("-", "_") for name in args.drop)
     if args.ranks is not None and not 0 < args.ranks <= MAX_RANKS:
-        raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MAX_RANKS}")
+        raise UserError.of("command.ranks", ranks=args.ranks, max_ranks=MAX_RANKS)
     if args.output is not None and args.output.exists():
-        raise UserError(f"{args.output} exists: give another name, or remove it")
+        raise UserError.of("command.file_exists", output=args.output)
     try:
         imported = import_run(items, settings, assumed, args.ranks, dropped)
     except UserError as error:
-        problems = list(error.problems)
+        problems: list[str] = [*error.problems]
         if any(problem.startswith("--") for problem in problems):
             problems.append(DROP_HINT)  # an argument is refused, not a file
         raise UserError(*problems) from None
@@ -127,5 +127,5 @@ def _parse_assumption(text: str) -> tuple[str, str]:
     """Return name and value of --assume NAME=VALUE. Raises UserError."""
     name, equals, value = text.partition("=")
     if not equals or not NAME.fullmatch(name):
-        raise UserError(f"--assume {text}: give NAME=VALUE, as DATA_PATH=tokens/mine")
+        raise UserError.of("command.assumption", text=text)
     return name, value

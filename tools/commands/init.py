@@ -107,9 +107,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec init`. Raises UserError if the text cannot be read or trained on, or the file
     exists."""
     if os.path.lexists(args.output):
-        raise UserError(
-            f"{args.output} exists already: give the run file another name with -o, or remove it"
-        )
+        raise UserError.of("command.run_file_exists", output=args.output)
     source = open_source(args.source, text_field=args.text_field)
     sizes = _measure_text(source)
     content = _run_file(args, sizes)
@@ -259,9 +257,7 @@ def _key_values(args: argparse.Namespace, sizes: TextSizes) -> dict[str, Any]:
     length = next((length for length in SEQUENCE_LENGTHS if tokens >= 100 * length), shortest)
     samples = tokens // length
     if samples < 3:
-        raise UserError(
-            f"{args.source}: {tokens} tokens are too little text to train on; give more"
-        )
+        raise UserError.of("command.too_little_text", source=args.source, tokens=tokens)
     batch = next((size for size in BATCH_SIZES if samples >= 20 * size), 1)
     steps = min(MAX_STEPS, max(MIN_STEPS, EPOCHS * samples // batch))
     preset = args.preset or DEMO_PRESET

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
@@ -140,19 +140,13 @@ def main(args: argparse.Namespace) -> int:
     if args.as_rank:
         return as_rank(Path(args.file))
     if joined_world():
-        raise UserError(
-            "megaprec parity starts its own ranks: run it without torchrun or Slurm's srun"
-        )
+        raise UserError.of("command.parity_launched")
     if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: give at least 1")
+        raise UserError.of("command.steps", steps=args.steps)
     config = load_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     if config.fp8.kind == "delayed" and config.fp8.history == "te":
-        raise UserError(
-            'fp8.history = "te": scales are updated after each micro-batch, and their number '
-            "depends on the number of replicas, so layouts train different models; parity "
-            'compares runs with fp8.history = "step"'
-        )
+        raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks
     with (
         tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder,
@@ -308,7 +302,7 @@ def fitting_layouts(
     fits = [layout for layout in layouts if not reasons[layout.name]]
     if not fits:
         raise UserError(
-            f"no layout of up to {RANKS} ranks fits this run: name one by --layouts to see why",
+            Problem.of("command.no_layout_fits", ranks=RANKS),
             *(f"{name}: {of_layout[0]}" for name, of_layout in reasons.items()),
         )
     misfits = [layout for layout in layouts if reasons[layout.name]]

@@ -132,10 +132,7 @@ def main(args: argparse.Namespace) -> int:
     target = target_of(config, args.gpu, args.gpu_memory)
     assumed = _assumptions(config, target, args)
     if args.ranks and assumed is None:
-        raise UserError(
-            "--ranks ranks layouts by their speed, but the peak of the device is not known: "
-            "give --gpu or --tflops"
-        )
+        raise UserError.of("command.peak_unknown")
     notes = [*_notes(config, target)]
     # the run in its own layout, as it would be started
     planned = plan_run(config, MemoryModel(target.device), assumed)
@@ -306,7 +303,9 @@ def _was_written_by_plan(path: Path) -> bool:
 def _write_best(path: Path, ranks: int, search_result: LayoutSearch) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
     if not search_result.layouts:
-        raise UserError(f"--output {path}: {none_found(search_result, ranks)}; nothing is written")
+        raise UserError.of(
+            "command.output_failed", path=path, none_found=none_found(search_result, ranks)
+        )
     # they are sorted, the fastest first
     best = search_result.layouts[0].config
     write_whole(path, best.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())

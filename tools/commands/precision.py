@@ -160,9 +160,7 @@ def main_translate(args: argparse.Namespace) -> int:
     """Run `megaprec precision translate`: print TOML, with notes and untranslatable settings as
     comments."""
     if args.to not in ("native", *DIALECTS):
-        raise UserError(
-            f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}'
-        )
+        raise UserError.of("command.system_unknown", to=args.to, dialects=", ".join(DIALECTS))
     understood = read_precision(args.file, args.overrides, args.assume, args.pick)
     tell_notes(understood.notes, args.strict)
     settings = {key: setting.value for key, setting in understood.settings.items()}
@@ -188,7 +186,7 @@ def read_precision(
     # a run file has one of these tables; nothing else that is TOML does
     if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
         if assume or pick:
-            raise UserError("--assume and --pick are for other systems' files, not for run files")
+            raise UserError.of("command.options_of_other_files")
         if "train" in content:
             return _understand_run(path, overrides)
         settings, problems = read_run_settings(path, overrides)

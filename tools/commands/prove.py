@@ -76,13 +76,9 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec prove`."""
     if joined_world():
-        raise UserError(
-            "megaprec prove starts its own ranks: run it without torchrun or Slurm's srun"
-        )
+        raise UserError.of("command.prove_launched")
     if args.steps < 2:
-        raise UserError(
-            f"--steps {args.steps}: give at least 2, one before the stop and one after it"
-        )
+        raise UserError.of("command.prove_steps", steps=args.steps)
     config, start = open_run(args.run_, args.overrides)
     tell_notes(config.notes, args.strict)
     layout = _other_layout(config, args.layout)
@@ -113,7 +109,7 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
         if (folder / name).is_file():
             config = load_run(folder / name, overrides)
             return config, latest(folder / "checkpoints")
-    raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
+    raise UserError.of("command.prove_not_a_run", path=path)
 
 
 def _other_layout(config: RunConfig, text: str) -> Layout | None:

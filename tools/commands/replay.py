@@ -82,16 +82,15 @@ def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -
     """Raise UserError if the saved run is another one than that of the event, or if its numbers
     depend on the layout."""
     if saved.train.global_batch != event["num_samples"]:
-        raise UserError(
-            f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
-            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps "
-            "cannot be repeated"
+        raise UserError.of(
+            "command.replay_batch",
+            step=event["step"],
+            num_samples=event["num_samples"],
+            global_batch=saved.train.global_batch,
+            folder=folder,
         )
     if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
-        raise UserError(
-            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its '
-            "steps cannot be repeated on one process; remove --replay"
-        )
+        raise UserError.of("command.replay_fp8_history", folder=folder)
 
 
 def _replay_device(config: RunConfig) -> str:
@@ -129,9 +128,7 @@ def _saved_run(folder: Path) -> RunConfig:
         # a file of the user may have been changed since the run
         if path.is_file() and read_whole(path).startswith(SAVED.encode()):
             return load_run(path)
-    raise UserError(
-        f"{folder} has no run.toml that megaprec wrote: without it no step can be repeated"
-    )
+    raise UserError.of("command.replay_no_run_file", folder=folder)
 
 
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:

@@ -32,9 +32,9 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec report`."""
     if args.output.suffix not in (".html", ".htm"):
-        raise UserError(f"--output {args.output}: the page is written as .html")
+        raise UserError.of("command.report_suffix", output=args.output)
     if not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
+        raise UserError.of("command.plot_folder", path=args.output, parent=args.output.parent)
     content = page(Run.read(args.folder)).encode("utf-8", errors="replace")
     write_whole(args.output, content)
     print(f"written    {args.output}, {len(content) / 1000:,.0f} kB")

@@ -175,16 +175,11 @@ def _check_options(args: argparse.Namespace) -> None:
     """Raise UserError for files that cannot be written and a time that cannot be."""
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
-            raise UserError(
-                f"--output {path}: unknown suffix; the form follows from it: {OUTPUT_FORMS}"
-            )
+            raise UserError.of("command.schedule_suffix", path=path, output_forms=OUTPUT_FORMS)
         if path.suffix == ".txt" and os.path.lexists(path):
-            raise UserError(
-                f"--output {path}: it exists, and may have been edited: give another name, or "
-                "remove it"
-            )
+            raise UserError.of("command.schedule_exists", path=path)
     if not 0 <= args.transfer < MAX_TIME:
-        raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {MAX_TIME:g}")
+        raise UserError.of("command.transfer", transfer=args.transfer, max_time=MAX_TIME)
 
 
 def _draw_refusal(
@@ -272,11 +267,9 @@ def _pass_costs(text: str) -> tuple[float, float, float]:
     try:
         forward, of_input, of_weight = (float(number) for number in text.split(","))
     except ValueError as error:
-        raise UserError(
-            f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9"
-        ) from error
+        raise UserError.of("command.costs_form", text=text) from error
     if not all(0 < cost < MAX_TIME for cost in (forward, of_input, of_weight)):  # NaN is not either
-        raise UserError(f"--costs {text}: each number must be above 0 and below {MAX_TIME:g}")
+        raise UserError.of("command.costs_range", text=text, max_time=MAX_TIME)
     return forward, of_input, of_weight
 
 
@@ -347,7 +340,7 @@ def _measured_spans(
     if [(span.rank, span.instruction) for span in spans] == expected:
         return spans
     if requested:
-        raise UserError(f"--measured {path}: it was recorded with another schedule")
+        raise UserError.of("command.measured_other_schedule", path=path)
     print(f"left out   {path}, which was recorded with another schedule", file=sys.stderr)
     return ()
 

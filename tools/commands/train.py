@@ -144,7 +144,7 @@ def main(args: argparse.Namespace) -> int:
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
-        raise UserError(f"--export-hf {export}: it exists already; give another folder")
+        raise UserError.of("command.export_exists", export=export)
     _open_checked(config, args.allow)
     _print_plan(config)
     _warn_of_slow_build(config)
@@ -227,15 +227,15 @@ def _check_writable(key: str, folder: str) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f'{key} = "{folder}": {existing} is a file, not a folder; give another')
+        raise UserError.of("command.folder_is_file", key=key, folder=folder, existing=existing)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f'{key} = "{folder}": {existing} may not be written to; give another')
+        raise UserError.of("command.folder_read_only", key=key, folder=folder, existing=existing)
 
 
 def _require_file(path: Path, content: str) -> None:
     """Raise UserError if something else than a file is where `content` will be written."""
     if os.path.lexists(path) and not path.is_file():
-        raise UserError(f"{path} is not a file, but {content} are written there: move it away")
+        raise UserError.of("command.name_of_file_taken", path=path, content=content)
 
 
 def _check_outside(config: RunConfig) -> None:
@@ -253,9 +253,8 @@ def _check_outside(config: RunConfig) -> None:
         if source == "python" or not Path(source).is_dir():
             continue
         if folder.is_relative_to(Path(source).resolve()):
-            raise UserError(
-                f'train.folder = "{config.train.folder}" lies in {key} = "{source}", where its '
-                "records would be read as text: give a folder outside"
+            raise UserError.of(
+                "command.folder_in_source", folder=config.train.folder, key=key, source=source
             )
 
 
@@ -263,10 +262,7 @@ def _lock_folder(config: RunConfig) -> AbstractContextManager[None]:
     """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
 
     def refuse() -> None:
-        raise UserError(
-            f'train.folder = "{config.train.folder}": another process trains there now; wait for '
-            "it, stop it, or give another folder"
-        )
+        raise UserError.of("command.folder_in_use", folder=config.train.folder)
 
     # a lock of the operating system, which ends with the process
     return exclusive_lock(_lock_path(config), refuse)
@@ -388,10 +384,7 @@ def _device(config: RunConfig) -> str:
     # Slurm may show each rank its own device only
     devices = ranks if has_own_device() else torch.cuda.device_count()
     if wanted == "cuda" and devices < ranks:
-        raise UserError(
-            f'train.device = "cuda", but torch sees {devices} CUDA devices and {ranks} are '
-            'needed: use "auto" or "cpu"'
-        )
+        raise UserError.of("command.too_few_devices", devices=devices, ranks=ranks)
     return "cuda" if wanted != "cpu" and devices >= ranks else "cpu"
 
 
@@ -410,10 +403,7 @@ def _check_native(config: RunConfig) -> None:
     CPU."""
     # "cuda" beside it is refused by the checks between tables
     if config.optimizer.native and _device(config) != "cpu":
-        raise UserError(
-            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices '
-            'here: remove it, or set train.device = "cpu"'
-        )
+        raise UserError.of("command.native_on_gpu")
 
 
 def _local_ranks(config: RunConfig) -> int:
@@ -445,9 +435,8 @@ def prepare(
     try:
         locks.enter_context(_lock_folder(config))
     except OSError as error:
-        raise UserError(
-            f'train.folder = "{config.train.folder}": cannot be written to '
-            f"({error.strerror}); give another"
+        raise UserError.of(
+            "command.folder_not_writable", folder=config.train.folder, strerror=error.strerror
         ) from error
     # of the run before this one, which may have ended abnormally
     forget_records(Path(config.train.folder))

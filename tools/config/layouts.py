@@ -115,8 +115,12 @@ def check_world(config: RunConfig, world_size: int) -> None:
     # more or fewer replicas are the change that keeps the model as it is cut
     if world_size % replica == 0:
         advice += f" or set parallel.data = {world_size // replica}"
-    raise UserError(
-        f"world size {world_size} != {in_keys(parallel)} = {config.world_size}: {advice}"
+    raise UserError.of(
+        "config.world_size",
+        world_size=world_size,
+        in_keys=in_keys(parallel),
+        world_size_2=config.world_size,
+        advice=advice,
     )
 
 

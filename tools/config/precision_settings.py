@@ -34,9 +34,7 @@ Scaling = Literal["none", "constant", "dynamic"]
 
 def _not_fp8(compute: object) -> object:
     if compute == "fp8":
-        raise UserError(
-            'compute = "fp8": FP8 products are set by fp8.kind, beside precision.compute = "bf16"'
-        )
+        raise UserError.of("config.compute_fp8")
     return compute
 
 

@@ -419,12 +419,12 @@ def _read_file(path: Path) -> dict[str, Setting]:
         hint = f"`megaprec init {path}` writes a run file for a folder of text"
         if run_file.is_file():
             hint = f"give {run_file}"
-        raise UserError(f"{path} is a folder, no run file; {hint}")
+        raise UserError.of("config.run_file_is_folder", path=path, hint=hint)
     try:
         text = read_text(path, MOST_SETTINGS)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"run file {path}: cannot be read ({reason})") from error
+        raise UserError.of("config.run_file_unreadable", path=path, reason=reason) from error
     try:
         content = parse_toml(text)
     except ValueError as error:

@@ -64,11 +64,15 @@ def _schedule_of_file(parallel: Parallel, microbatches: int) -> Schedule:
     file = f"parallel.schedule_file {parallel.schedule_file}"
     ranks = len(planned.programs)
     if ranks != parallel.pipeline:
-        raise UserError(f"{file}: has {ranks} ranks, but parallel.pipeline is {parallel.pipeline}")
+        raise UserError.of(
+            "config.schedule_ranks", file=file, ranks=ranks, pipeline=parallel.pipeline
+        )
     if planned.microbatches != microbatches:
-        raise UserError(
-            f"{file}: has {planned.microbatches} micro-batches, but train.global_batch over "
-            f"train.micro_batch x parallel.data is {microbatches}"
+        raise UserError.of(
+            "config.schedule_microbatches",
+            file=file,
+            microbatches=planned.microbatches,
+            microbatches_2=microbatches,
         )
     return planned
 
@@ -80,7 +84,7 @@ def read_schedule(path: str) -> Schedule:
         return Schedule.parse(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"schedule {path}: cannot be read ({reason})") from error
+        raise UserError.of("config.schedule_unreadable", path=path, reason=reason) from error
     except UserError as error:
         # problems of the text do not name the file
         raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error

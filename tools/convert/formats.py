@@ -93,13 +93,9 @@ def open_source(
     if kind == "megatron":
         return open_megatron(folder, vocab, weights_only, model)
     if model is not None:
-        raise UserError(
-            f"--config is for Megatron checkpoints without args, and {path} is none: leave it out"
-        )
+        raise UserError.of("convert.config_unused", path=path)
     if weights_only:
-        raise UserError(
-            f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out"
-        )
+        raise UserError.of("convert.weights_only_unused", path=path)
     if kind == "nemo":
         return open_nemo(folder, vocab)
     return FORMATS[kind].open(folder)
@@ -108,13 +104,14 @@ def open_source(
 def check_vocab(vocab: int | None, *paths: Path) -> None:
     """Raise UserError for a --vocab below 1, or that none of the folders has a use for."""
     if vocab is not None and vocab < 1:
-        raise UserError(f"--vocab {vocab}: give 1 or more")
+        raise UserError.of("convert.vocab_option", vocab=vocab)
     if vocab is not None and not any(format_of(path)[0] in WITH_VOCAB for path in paths):
         formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
-        raise UserError(
-            f"--vocab is for folders of {formats}, and {' and '.join(map(str, paths))} "
-            f"{'are' if len(paths) > 1 else 'is'} of another format, which states its "
-            "vocabulary: leave it out"
+        raise UserError.of(
+            "convert.vocab_unused",
+            formats=formats,
+            map=" and ".join(map(str, paths)),
+            detail="are" if len(paths) > 1 else "is",
         )
 
 
@@ -123,8 +120,8 @@ def format_of(path: Path) -> tuple[str, Path]:
     for several."""
     if not path.is_dir():
         refuse_older(path)
-        raise UserError(
-            f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model"
+        raise UserError.of(
+            "convert.not_a_folder", path=path, detail="no folder" if path.exists() else "not there"
         )
     require_fetched(path)
     folders = _recognize(path)
@@ -135,10 +132,10 @@ def format_of(path: Path) -> tuple[str, Path]:
             require_no_adapter(folder)
     if len(folders) > 1:
         names = " and of ".join(FORMATS[kind].name for kind in folders)
-        raise UserError(f"{path} has files of {names}: give a folder that has those of one alone")
+        raise UserError.of("convert.several_formats", path=path, names=names)
     if not folders:
         hint = _hint_inside(path) or f": {_all_marks()}"
-        raise UserError(f"{path} has none of the known formats{hint}")
+        raise UserError.of("convert.format_unknown", path=path, hint=hint)
     return next(iter(folders.items()))
 
 

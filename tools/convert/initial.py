@@ -134,8 +134,11 @@ class Slices:
             problem = f"does not hold {part.name}"
             if shape:
                 problem = f"holds {part.name} of {list(shape)}"
-            raise UserError(
-                f"{self.source.path} {problem}, but the model has it of {list(part.shape)}"
+            raise UserError.of(
+                "convert.megatron_range",
+                path=self.source.path,
+                problem=problem,
+                shape=list(part.shape),
             )
         # Read the rows that have the elements, and cut the rest off.
         row_elements = prod(part.local[1:])

@@ -166,7 +166,7 @@ def _assemble(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> li
             block = values.view(-1)[start : start + prod(shape)]
             assembled[rectangle] = block.view(shape)
     if assembled is None or filled != prod(entry["shape"]):
-        raise UserError(f"{store.path} lacks a part of {key}: it is damaged")
+        raise UserError.of("convert.part_missing", path=store.path, key=key)
     return [assembled]
 
 

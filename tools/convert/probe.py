@@ -70,16 +70,19 @@ def check_config(config: Json, name: str) -> str:
         raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
     our_count = from_hugging_face(config).alone.num_parameters
     if their_count != our_count:
-        raise UserError(
-            f"{name}: transformers makes another model of it: it has {their_count:,} parameters, "
-            f"and ours {our_count:,}"
-            f"{if_untested()}; --no-verify goes on all the same"
+        raise UserError.of(
+            "convert.probe_size",
+            name=name,
+            their_count=their_count,
+            our_count=our_count,
+            if_untested=if_untested(),
         )
     if not logit_difference <= BOUND:  # true of NaN too
-        raise UserError(
-            f"{name}: transformers computes another model: the logits of a small one differ "
-            f"by {logit_difference:.3g} of the "
-            f"largest{if_untested()}; --no-verify goes on all the same"
+        raise UserError.of(
+            "convert.probe_logits",
+            name=name,
+            logit_difference=logit_difference,
+            if_untested=if_untested(),
         )
     return (
         f"{name}: a small model of this kind computes what that of transformers does (float64, "
@@ -264,10 +267,11 @@ def parameters(config: str) -> int:
 
 def _no_model(error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:MOST_REASON]
-    return UserError(
-        f"transformers makes no model of config.json ({type(error).__name__}: "
-        f"{reason}){if_untested()}; "
-        "--no-verify goes on all the same"
+    return UserError.of(
+        "convert.probe_no_model",
+        kind=type(error).__name__,
+        reason=reason,
+        if_untested=if_untested(),
     )
 
 
@@ -310,9 +314,7 @@ def _logits_of_transformers(config: Json, folder: Path, ids: Tensor) -> Tensor:
         try:
             model.save_pretrained(folder)
         except Exception as error:  # the library of safetensors has one of its own for a full disk
-            raise UserError(
-                f"a small model cannot be written to {folder} ({error}); --no-verify needs none"
-            ) from error
+            raise UserError.of("convert.probe_folder", folder=folder, error=error) from error
     return logits
 
 

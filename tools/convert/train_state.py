@@ -12,7 +12,7 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
 from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from tools.convert.hf.config import make_model
@@ -56,7 +56,9 @@ def open_newest_checkpoint(folder: Path) -> Store | None:
     try:
         store = Store(path)
     except UserError as error:
-        raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
+        raise UserError(
+            *error.problems, Problem.of("convert.newest_damaged", path=path, remedy=remedy(path))
+        ) from error
     # loading checks those
     require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))
     return store
@@ -65,10 +67,7 @@ def open_newest_checkpoint(folder: Path) -> Store | None:
 def stored_value(store: Store, key: str) -> Any:
     """Return the value stored as `key`. Raises UserError for a checkpoint of another program."""
     if key not in store.index:
-        raise UserError(
-            f"{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "
-            f'"{key}"'
-        )
+        raise UserError.of("convert.run_keys_missing", path=store.path, key=key)
     return store.index[key]
 
 
@@ -190,6 +189,4 @@ def _require_known(store: Store, key: str, saved: Any, known: Collection[str]) -
 
 
 def _damaged(store: Store, key: str) -> UserError:
-    return UserError(
-        f'{store.path} is damaged: "{key}" in its {INDEX} is not as it was written: restore it'
-    )
+    return UserError.of("convert.record_damaged", path=store.path, key=key, index=INDEX)

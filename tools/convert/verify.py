@@ -50,20 +50,20 @@ def compare_logits(
     second_logits = logits(second, ids, torch.float32, vocab)
     for path, values in ((first, first_logits), (second, second_logits)):
         if not values.isfinite().all():
-            raise UserError(
-                f"the logits of {path} are NaN or infinite, so --verify logits has nothing to "
-                "compare"
-            )
+            raise UserError.of("convert.verify_not_finite", path=path)
     difference = (first_logits - second_logits).abs().max().item()
     largest = first_logits.abs().max().item()
     # `not <=` is true of NaN too
     if not difference <= BOUND * max(1.0, largest):
         by_transformers = any(map(_is_run_by_transformers, (first, second)))
-        raise UserError(
-            f"{first} and {second} are not the same model: FP32 logits differ by up to "
-            f"{difference:.3g} "
-            f"(largest logit {largest:.3g}, bound {BOUND:g})"
-            f"{if_untested() if by_transformers else ''}"
+        raise UserError.of(
+            "convert.verify_differs",
+            first=first,
+            second=second,
+            difference=difference,
+            largest=largest,
+            bound=BOUND,
+            if_untested=if_untested() if by_transformers else "",
         )
     # In bf16 both round, each in an order of its own: only the choice is compared.
     first_tokens = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
@@ -89,10 +89,8 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
         after = source.dtype_in(key, dtype)
         if torch.promote_types(before, after) != after:
             before_name, after_name = (str(each).removeprefix("torch.") for each in (before, after))
-            raise UserError(
-                f"--verify logits compares the same weights, and --dtype rounds {key} from "
-                f"{before_name} to {after_name}: "
-                "leave one of the two out"
+            raise UserError.of(
+                "convert.verify_dtype", key=key, before_name=before_name, after_name=after_name
             )
 
 
@@ -125,8 +123,8 @@ def _forward_of_transformers(path: Path, dtype: torch.dtype) -> Forward:
         with quiet_transformers() as transformers:
             return _load_with_transformers(transformers, path, dtype)
     except ImportError as problem:
-        raise UserError(
-            f"--verify logits needs the package transformers, which {why_missing(problem)}"
+        raise UserError.of(
+            "convert.verify_transformers", why_missing=why_missing(problem)
         ) from problem
 
 
@@ -144,9 +142,12 @@ def _load_with_transformers(transformers: Any, path: Path, dtype: torch.dtype) -
         raise
     except Exception as error:  # a library that reads the files of others has many kinds
         reason = " ".join(str(error).split())[:MOST_REASON]
-        raise UserError(
-            f"{path} is not loaded by transformers ({type(error).__name__}: "
-            f"{reason}){if_untested()}"
+        raise UserError.of(
+            "convert.verify_not_loaded",
+            path=path,
+            kind=type(error).__name__,
+            reason=reason,
+            if_untested=if_untested(),
         ) from error
     model.eval()
     return lambda ids: model(ids).logits

@@ -172,9 +172,13 @@ class _YamlTables(_Tables):
         except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             kind = node.tag.rpartition(":")[2]
             shown = textwrap.shorten(str(node.value), 40, placeholder=" ...")
-            raise UserError(f"{self.path}, line {line}: {shown} is no {kind} of YAML") from error
+            raise UserError.of(
+                "precision_file.yaml_scalar", path=self.path, line=line, shown=shown, kind=kind
+            ) from error
         if isinstance(value, int) and abs(value) >> MOST_BITS:
-            raise UserError(f"{self.path}, line {line}: an integer of more than {MOST_BITS} bits")
+            raise UserError.of(
+                "precision_file.yaml_large_integer", path=self.path, line=line, most_bits=MOST_BITS
+            )
         return value
 
     def _require_once(self, keys: Sequence[Any]) -> None:
@@ -184,12 +188,14 @@ class _YamlTables(_Tables):
         for key in keys:
             line = key.start_mark.line + 1
             if not isinstance(key.value, str):
-                raise UserError(f"{self.path}, line {line}: a key that is a list or a table")
+                raise UserError.of("precision_file.yaml_key_kind", path=self.path, line=line)
             if key.value in lines:
-                raise UserError(
-                    f"{self.path}, line {line}: {key.value} is given twice, first in line "
-                    f"{lines[key.value]}; "
-                    "keep one of them"
+                raise UserError.of(
+                    "precision_file.yaml_key_twice",
+                    path=self.path,
+                    line=line,
+                    value=key.value,
+                    lines=lines[key.value],
                 )
             lines[key.value] = line
 
@@ -218,7 +224,7 @@ def from_json(text: str, path: Path | None = None) -> Data | None:
         content = parse_json(text)
     except ValueError as error:
         if path is not None:
-            raise UserError(f"{path}: not a JSON object: {error}") from error
+            raise UserError.of("precision_file.not_json", path=path, error=error) from error
         return None
     return Data(_Tables(), content) if isinstance(content, dict) else None
 
@@ -239,13 +245,13 @@ def from_yaml(path: Path, text: str) -> Data | None:
     one.
     """
     if yaml is None:
-        raise UserError(f"{path}: reading YAML needs PyYAML: pip install pyyaml")
+        raise UserError.of("precision_file.pyyaml_missing", path=path)
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))
         if aliases > MOST_ALIASES:
-            raise UserError(
-                f"{path}: {aliases} aliases in YAML, more than the {MOST_ALIASES} that are followed"
+            raise UserError.of(
+                "precision_file.yaml_aliases", path=path, aliases=aliases, most_aliases=MOST_ALIASES
             )
         node = yaml.compose(text, loader)
         if isinstance(node, yaml.MappingNode):
@@ -254,11 +260,14 @@ def from_yaml(path: Path, text: str) -> Data | None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(
-            f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}"
+        raise UserError.of(
+            "precision_file.not_yaml",
+            path=path,
+            line=line,
+            getattr=getattr(error, "problem", None) or "cannot be read",
         ) from error
     except RecursionError as error:
-        raise UserError(f"{path}: YAML that is nested too deeply") from error
+        raise UserError.of("precision_file.yaml_too_deep", path=path) from error
 
 
 def _plain_scalar(value: Any, line: int) -> Any:

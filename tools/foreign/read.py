@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.parsing import read_text
 from tools.console.toml import Setting
 from tools.foreign.account import Account
@@ -72,7 +72,7 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
         fields = account.settle()
     except (TooMuch, TooLarge, RecursionError) as error:
         why = "more work than a configuration asks for: give the part about precision"
-        raise UserError(f"{path}: {why}") from error
+        raise UserError.of("precision_file.whose_file", path=path, why=why) from error
     note_overwritten(account, fields.get(NEMO, {}))
     account.close()
     if account.problems:
@@ -84,7 +84,8 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
         whose = f"{kind.whose}, which " if kind is not None else ""
         unread = [f"not read: {note}" for note in account.notes[:3]]
         raise UserError(
-            f"{path}: {whose}says nothing of precision in any system's words, like {KNOWN}", *unread
+            Problem.of("precision_file.nothing_of_precision", path=path, whose=whose, known=KNOWN),
+            *unread,
         )
     return Foreign(_given(path, fields, account), tuple(dict.fromkeys(account.notes)))
 
@@ -93,17 +94,13 @@ def _text(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > LARGEST:
-            raise UserError(
-                f"{path}: {size} bytes, more than any configuration has: is it the right one?"
-            )
+            raise UserError.of("precision_file.file_too_large", path=path, size=size)
         text = read_text(path, LARGEST)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot be read ({reason})") from error
+        raise UserError.of("precision_file.file_unreadable", path=path, reason=reason) from error
     if sum(text.count(sign) for sign in ",([{") > MOST_PARTS:
-        raise UserError(
-            f"{path}: more values than a configuration has: give the part about precision"
-        )
+        raise UserError.of("precision_file.too_many_values", path=path)
     return text
 
 
@@ -121,13 +118,13 @@ def _data(path: Path, text: str) -> Data | None:
 
 def _needed(path: Path, data: Data | None, what: str) -> Data:
     if data is None:
-        raise UserError(f"{path}: not {what}")
+        raise UserError.of("precision_file.not_python", path=path, what=what)
     return data
 
 
 def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
     for option in [*(f"--assume {item}" for item in assume), *([f"--pick {pick}"] if pick else [])]:
-        raise UserError(f"{option}: {path} is no Python, so nothing in it is open")
+        raise UserError.of("precision_file.nothing_open", option=option, path=path)
 
 
 def _account_of_data(path: Path, text: str, data: Data) -> Account:
@@ -155,7 +152,7 @@ def _account_of_python(
     account = Account(str(path), mentions_in(tree))
     found = Statements(tree, assumptions)
     for name in sorted(set(assumptions) - found.assumed):
-        raise UserError(f"--assume {name}=...: {path} has no such expression whose value is open")
+        raise UserError.of("precision_file.assume_unknown", name=name, path=path)
     Gatherer(found, account, _picked(path, found, pick)).gather()
     account.close_unreached(found.unreached)
     _refuse_star_imports(tree, account)
@@ -171,7 +168,12 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
     ]
     if not values:
         known = [str(key) for scope in found.scopes for key in scope.names]
-        raise UserError(f"--pick {name}: {path} has no such name{did_you_mean(name, known)}")
+        raise UserError.of(
+            "precision_file.pick_unknown",
+            name=name,
+            path=path,
+            did_you_mean=did_you_mean(name, known),
+        )
     return frozenset().union(*(reachable(value) for value in values))
 
 
@@ -223,7 +225,7 @@ def _require_keys_once(path: Path, tree: ast.Module) -> None:
         seen = set[object]()
         for name, line in words:
             if name in seen:
-                raise UserError(f"{path}, line {line}: {name} is given twice; keep one of them")
+                raise UserError.of("precision_file.key_twice", path=path, line=line, name=name)
             seen.add(name)
 
 
@@ -248,7 +250,7 @@ def _assumption(item: str) -> tuple[str, ast.expr]:
         value = item[place + 1 :].strip()
         if is_expression(name) and is_expression(value):
             return ast.unparse(ast.parse(name, mode="eval")), ast.parse(value, mode="eval").body
-    raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True")
+    raise UserError.of("precision_file.assume_form", item=item)
 
 
 def _given(

@@ -75,13 +75,11 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     }
     for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
         if args[name] is not None and args[name] < 1:
-            raise UserError(f"{arguments.origin(name)}: give a number from 1 on")
+            raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
-        raise UserError(
-            f"{said}: must be a multiple of --num-attention-heads {heads}, or give --kv-channels"
-        )
+        raise UserError.of("import.heads_multiple", said=said, heads=heads)
     if args["ffn_hidden_size"] is None:
         hidden = args["hidden_size"]
         if args["swiglu"]:
@@ -95,9 +93,8 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         values = args[name]
         if len(values) != 1:
-            raise UserError(
-                f"{option(name)} {' '.join(map(str, values))}: one value for all losses is "
-                "possible here"
+            raise UserError.of(
+                "import.one_loss_value", option=option(name), map=" ".join(map(str, values))
             )
         args[name] = values[0]
     return args
@@ -108,7 +105,7 @@ def _pair(text: str | None) -> tuple[int, ...] | None:
         return None
     numbers = text.strip("() ").split(",")
     if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
-        raise UserError(f"--window-size {text}: give two whole numbers, as 4095,0")
+        raise UserError.of("import.window_size", text=text)
     return tuple(map(int, numbers))
 
 
@@ -123,7 +120,7 @@ def _frequency(name: str, text: str | int | None) -> Any:
             return _list(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pass
-    raise UserError(f"{option(name)} {text}: give a whole number, or a list such as ([0]*3+[1])*2")
+    raise UserError.of("import.frequency", option=option(name), text=text)
 
 
 def _list(node: ast.expr) -> list[int]:

@@ -116,8 +116,8 @@ def _read(text: str, path: Path | None, assumed: Mapping[str, str]) -> CommandLi
     try:
         return _Script(text, path, assumed).command_line(any_command=path is None)
     except RecursionError as error:
-        raise UserError(
-            f"{path.name if path else 'the command line'}: nested too deeply"
+        raise UserError.of(
+            "import.too_deep", name=path.name if path else "the command line"
         ) from error
 
 
@@ -158,10 +158,7 @@ class _Script:
         self.flow = Flow(self._shown())
         self.found: list[tuple[int, list[Word]]] = []
         if set(text) & {OPEN, CLOSE}:
-            raise UserError(
-                f"{self._shown()}: it has a character of Unicode's private use area (U+E000 "
-                "or U+E001)"
-            )
+            raise UserError.of("import.private_character", shown=self._shown())
         self._follow(Lexer(text, name or "the command line").commands(), 0)
         self._follow_uncalled()
 
@@ -178,18 +175,15 @@ class _Script:
         if any_command and not found:
             found = self.found[:1] if len(self.found) == 1 else []
             if not found:
-                raise UserError(
-                    f"{self._shown()}: {len(self.found)} commands, of which none runs a .py program"
+                raise UserError.of(
+                    "import.several_commands", shown=self._shown(), num_found=len(self.found)
                 )
         if not found:
-            raise UserError(
-                f"{self._shown()}: no command that runs a .py program with arguments, like "
-                "pretrain_gpt.py"
-            )
+            raise UserError.of("import.no_program", shown=self._shown())
         if len(found) > 1:
             lines = ", ".join(str(line) for line, _ in found)
-            raise UserError(
-                f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one"
+            raise UserError.of(
+                "import.several_programs", shown=self._shown(), num_found=len(found), lines=lines
             )
         words = found[0][1]
         at = program(_as_options(words))
@@ -222,8 +216,8 @@ class _Script:
 
     def _follow(self, commands: Sequence[Command], depth: int) -> None:
         if depth > MOST_DEPTH:
-            raise UserError(
-                f"{self._shown()}: commands within commands, more than {MOST_DEPTH} deep"
+            raise UserError.of(
+                "import.commands_too_deep", shown=self._shown(), most_depth=MOST_DEPTH
             )
         condition: list[Command] | None = None
         at = 0
@@ -247,7 +241,7 @@ class _Script:
         """Follow the commands of a function."""
         self.left_to_call -= 1
         if self.left_to_call < 0:
-            raise UserError(f"{self._shown()}: more than {MOST_CALLS:,} calls of functions")
+            raise UserError.of("import.too_many_calls", shown=self._shown(), most_calls=MOST_CALLS)
         self.called.add(name)
         body, certain = self.functions[name]
         before = self.arguments
@@ -379,7 +373,7 @@ class _Script:
             words = words[1:]
         expanded = [word for raw in words for word in self._words_of(raw)]
         if len(expanded) > MOST_WORDS:
-            raise UserError(f"{self._shown()}, line {line}: more words than a command line has")
+            raise UserError.of("import.too_many_words", shown=self._shown(), line=line)
         if not expanded:
             return True
         if expanded[0].text in self.functions:
@@ -511,24 +505,24 @@ class _Script:
         """Return the text of a file that the script takes in. Raises UserError with the reason why
         it is not read."""
         if self.folder is None:
-            raise UserError("a command line has no folder")
+            raise UserError.of("import.source_of_command_line")
         inside = OWN_FOLDER.sub(f"{self.folder}/", said)
         path = self.folder / inside
         if inside.startswith("$"):
-            raise UserError("its name is not known")
+            raise UserError.of("import.source_unknown")
         if self.moved and inside == said and not Path(said).is_absolute():
             raise UserError(self.moved)
         if path.resolve().parent != self.folder.resolve():
-            raise UserError("only files in the folder of the script are")
+            raise UserError.of("import.source_outside")
         if self.left_to_source == 0:
-            raise UserError(f"{MOST_SOURCED} files are the most")
+            raise UserError.of("import.too_many_sources", most_sourced=MOST_SOURCED)
         self.left_to_source -= 1
         try:
             return read_text(path, LARGEST_SOURCED)
         except OSError as error:
             raise UserError(error.strerror or "it cannot be read") from error
         except UnicodeDecodeError as error:
-            raise UserError("not UTF-8 text") from error
+            raise UserError.of("import.source_not_utf8") from error
 
     def _outcome(self, words: list[Raw], line: int) -> bool | None:
         first = words[0].plain
@@ -609,7 +603,9 @@ class _Script:
             )
             value = [self.unknown.mark(f"${name}", why)]
         if sum(map(len, value)) > 1_000_000:
-            raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
+            raise UserError.of(
+                "import.value_too_long", shown=self._shown(), line=word.line, name=name
+            )
         self.values[name] = value
         self.uses[name] = self.reading
 

@@ -128,8 +128,8 @@ class Flow:
         if command.end == "(":
             self._shells.append(values)
             if len(self._shells) > MOST_DEPTH:
-                raise UserError(
-                    f"{self._name}: commands within commands, more than {MOST_DEPTH} deep"
+                raise UserError.of(
+                    "import.commands_too_deep", shown=self._name, most_depth=MOST_DEPTH
                 )
             return dict(values)
         return self._shells.pop() if command.end == ")" and self._shells else values

@@ -234,21 +234,27 @@ class Lexer:
             open_signs += (here == sign) - (here == closing[0])
             self._advance(1)
         if open_signs:
-            raise UserError(f"{self.name}, line {line}: {opening} has no {closing}")
+            raise UserError.of(
+                "import.unsupported_expansion",
+                name=self.name,
+                line=line,
+                opening=opening,
+                closing=closing,
+            )
         return self.text[began : self.at - len(closing)]
 
     def _until(self, quote: str) -> str:
         line = self.line
         end = self.text.find(quote, self.at + 1)
         if end < 0:
-            raise UserError(f"{self.name}, line {line}: a quote ({quote}) is never closed")
+            raise UserError.of("import.open_quote", name=self.name, line=line, quote=quote)
         text = self.text[self.at + 1 : end]
         self._advance(end + 1 - self.at)
         return text
 
     def _close(self, sign: str, line: int) -> None:
         if self.text[self.at : self.at + 1] != sign:
-            raise UserError(f"{self.name}, line {line}: what opens here is never closed by {sign}")
+            raise UserError.of("import.open_block", name=self.name, line=line, sign=sign)
         self._advance(1)
 
     def _skip_documents(self, words: Sequence[Raw]) -> None:

@@ -66,10 +66,7 @@ def read_sources(
         sources.names.append("a command line")
         read_words(words, sources.arguments)
     if not sources.names:
-        raise UserError(
-            "nothing to import: give a command line in quotes, a .sh or .yaml file, or "
-            "DeepSpeed's .json"
-        )
+        raise UserError.of("import.nothing_to_import")
     return sources
 
 
@@ -94,10 +91,7 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
         command = read_script(text, path, assumed)
         _require_megatrons(path.name, [word.text for word in command.words])
     elif "--" not in item:
-        raise UserError(
-            f"{item or 'an empty word'}: neither a file that is there nor a command line, "
-            "which has --arguments"
-        )
+        raise UserError.of("import.no_file_or_command", item=item or "an empty word")
     else:
         command = split_words(item, assumed)
         _require_megatrons("the command line", [word.text for word in command.words])
@@ -117,11 +111,7 @@ def _require_readable(path: Path, text: str) -> None:
     if kind is not None and not read_here:
         raise UserError(kind.of(path))
     if path.suffix.lower() in OTHERS:
-        raise UserError(
-            f"{path}: its settings are of no system that is known here: give the command line "
-            "that starts a "
-            "training, a .sh or .yaml file of Megatron-LM's arguments, or DeepSpeed's .json"
-        )
+        raise UserError.of("import.unknown_system", path=path)
 
 
 def _require_megatrons(name: str, words: Sequence[str]) -> None:
@@ -132,10 +122,7 @@ def _require_megatrons(name: str, words: Sequence[str]) -> None:
     if kind is not None:
         raise UserError(kind.of(name))
     if (settings := _settings_file(words)) is not None:
-        raise UserError(
-            f"{name}: its program takes its settings from {settings}, as none of Megatron-LM "
-            f"does: {ELSE}"
-        )
+        raise UserError.of("import.settings_file", name=name, settings=settings, detail=ELSE)
     _require_most(name, [word.removeprefix("--") for word in typed])
 
 
@@ -158,10 +145,13 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
     """Raise UserError if fewer than half of the arguments are Megatron-LM's."""
     strange = [word for word in typed if not is_known(word)]
     if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
-        raise UserError(
-            f"{name}: of its {len(typed)} arguments {len(strange)} are not Megatron-LM's, as "
-            f"{', '.join(strange[:3])}: "
-            f"{ELSE}"
+        raise UserError.of(
+            "import.foreign_arguments",
+            name=name,
+            num_typed=len(typed),
+            num_strange=len(strange),
+            strange=", ".join(strange[:3]),
+            detail=ELSE,
         )
 
 
@@ -175,13 +165,13 @@ def _is_file(path: Path) -> bool:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > LARGEST:
-            raise UserError(f"{path}: more than {LARGEST} bytes: is it the right file?")
+            raise UserError.of("import.file_too_large", path=path, largest=LARGEST)
         return read_text(path, LARGEST)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"{path}: cannot be read ({reason})") from error
+        raise UserError.of("import.file_unreadable", path=path, reason=reason) from error
 
 
 def _read_json(path: Path, text: str, sources: Sources) -> None:
@@ -189,9 +179,9 @@ def _read_json(path: Path, text: str, sources: Sources) -> None:
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
+        raise UserError.of("import.not_json", path=path, error=error) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object, as DeepSpeed's configuration is")
+        raise UserError.of("import.not_json_object", path=path)
     if not content or any(is_deepspeeds(str(name)) for name in content):
         sources.deepspeed[path.name] = content
         return
@@ -205,9 +195,9 @@ def _yaml(path: Path, text: str) -> Data:
     try:
         data = from_yaml(path, text)
     except TooLarge as error:
-        raise UserError(f"{path}: more values than a configuration has") from error
+        raise UserError.of("import.too_many_values", path=path) from error
     if data is None:
-        raise UserError(f"{path}: not a YAML mapping")
+        raise UserError.of("import.not_yaml_mapping", path=path)
     return data
 
 

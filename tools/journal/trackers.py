@@ -75,13 +75,13 @@ def require_trackers(names: tuple[str, ...]) -> None:
 def _require_tracker(name: str) -> None:
     if name in BUILT_IN:
         if not _is_installed(name):
-            raise UserError(f'log.to = "{name}" needs {name}: pip install {name}')
+            raise UserError.of("journal.tracker_missing", name=name)
         if name == "wandb":
             require_account()
     elif ":" not in name:
         choices = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
         hint = did_you_mean(name, BUILT_IN)
-        raise UserError(f'log.to = "{name}": no such tracker; there are {choices}{hint}')
+        raise UserError.of("journal.tracker_unknown", name=name, choices=choices, hint=hint)
     else:
         find_function("log.to", name)
 

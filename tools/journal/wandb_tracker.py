@@ -75,12 +75,9 @@ def require_account() -> None:
     try:
         has_account = wandb.login(prompt=False, verify=False)
     except wandb.Error as error:
-        raise UserError(f'log.to = ["wandb"]: {error}') from error
+        raise UserError.of("journal.wandb_key", error=error) from error
     if not has_account:
-        raise UserError(
-            'log.to = ["wandb"]: no account is known here: run `wandb login`, or set '
-            "WANDB_MODE=offline and send the run later with `wandb sync`"
-        )
+        raise UserError.of("journal.wandb_account")
 
 
 def _run_id(path: Path, step: int) -> str:

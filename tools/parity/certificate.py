@@ -348,7 +348,7 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
             unfinished.write_text(text, encoding="utf-8")
             os.replace(unfinished, folder / name)
     except OSError as error:
-        raise UserError(
-            f'train.folder = "{folder}": the certificate cannot be written there ({error.strerror})'
+        raise UserError.of(
+            "parity.certificate_not_written", folder=folder, strerror=error.strerror
         ) from error
     return [folder / name for name in texts]

@@ -90,10 +90,11 @@ def _require_gpu(name: str) -> GPU:
     if gpu := gpu_named(name):
         return gpu
     names = [gpu.name for gpu in GPUS]
-    raise UserError(
-        f"--gpu {name}: not in the table{did_you_mean(name, names)}; there are "
-        f"{', '.join(names)}; for any other give "
-        "--gpu-memory and --tflops"
+    raise UserError.of(
+        "planning.gpu_unknown",
+        name=name,
+        did_you_mean=did_you_mean(name, names),
+        names=", ".join(names),
     )
 
 
@@ -101,13 +102,9 @@ def _parse_size(text: str) -> int:
     """Return the bytes of a size such as 80GB or 79.6GiB. Raises UserError."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].upper() not in UNITS or not 0 < float(match[1]) < 10**18:
-        raise UserError(
-            f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)"
-        )
+        raise UserError.of("planning.gpu_memory_form", text=text)
     number, unit = match.groups()
     size = int(float(number) * UNITS[unit.upper()])
     if not unit and size < 10**6:
-        raise UserError(
-            f"--gpu-memory {text}: this would be bytes; give a unit too, such as {number}GB"
-        )
+        raise UserError.of("planning.gpu_memory_unit", text=text, number=number)
     return size

@@ -114,9 +114,7 @@ def _save_png(drawing: Drawing, path: Path) -> None:
         from matplotlib.figure import Figure  # noqa: PLC0415
         from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(
-            f"{path}: PNG needs matplotlib: pip install matplotlib, or write .svg"
-        ) from error
+        raise UserError.of("plots.matplotlib_missing", path=path) from error
     figure = Figure(figsize=(drawing.width / DPI, drawing.height / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))

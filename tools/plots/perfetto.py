@@ -43,9 +43,9 @@ def read_trace(path: Path) -> list[Span]:
         events = parse_json(read_text(path))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]
     except OSError as error:
-        raise UserError(f"trace {path}: cannot be read ({error.strerror})") from error
+        raise UserError.of("plots.trace_unreadable", path=path, strerror=error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"trace {path}: not a trace that megaprec wrote") from error
+        raise UserError.of("plots.trace_foreign", path=path) from error
 
 
 def _event(span: Span) -> dict[str, Any]:

@@ -37,9 +37,7 @@ def turn_one_sign(checkpoint: Path) -> str:
             _turn_sign(store.file(name), stored_key, index, values)
             _update_digest(store, name)
             return key
-    raise UserError(
-        f"{checkpoint} has no element other than zero, so no damage to it would change anything"
-    )
+    raise UserError.of("prove.nothing_to_damage", checkpoint=checkpoint)
 
 
 def _turn_sign(file: Path, key: str, index: int, values: Tensor) -> None:

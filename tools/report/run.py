@@ -40,7 +40,7 @@ class Run:
         records = read_metrics(folder)
         if not records:
             problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
-            raise UserError(f"{folder} {problem}: give the folder of a run")
+            raise UserError.of("report.not_a_run", folder=folder, problem=problem)
         lines = read_lines(folder / EVENTS)
         return cls(folder, records, [line.record for line in lines if line.record is not None])
 

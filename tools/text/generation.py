@@ -58,10 +58,7 @@ class Generation:
         self.finish = ""
         self.slid = False
         if not self._ids:
-            raise UserError(
-                "the prompt is empty and the model has no token to begin a document with: "
-                "give a prompt"
-            )
+            raise UserError.of("text.prompt_empty")
 
     @property
     def ids(self) -> list[int]:
@@ -125,9 +122,7 @@ class Generation:
 
 def _require_tokenizer(model: LoadedModel[CachedStage]) -> Tokenizer:
     if model.tokenizer is None:
-        raise UserError(
-            "the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE"
-        )
+        raise UserError.of("text.no_tokenizer")
     return model.tokenizer
 
 

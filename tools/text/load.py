@@ -67,11 +67,7 @@ def find_checkpoint(path: Path) -> Path:
         problem = "is not a folder"
     else:
         problem = "does not exist"
-    raise UserError(
-        f"{path} {problem}: give a run folder, or one of the folders step_... in its "
-        "checkpoints, or a Hugging "
-        "Face folder"
-    )
+    raise UserError.of("text.no_checkpoint", path=path, problem=problem)
 
 
 def load_model(
@@ -110,9 +106,11 @@ def _choose_tokenizer(source: Source, file: Path | None) -> Tokenizer | None:
     else:
         tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     if tokenizer and tokenizer.vocab_size > source.model.vocab:
-        raise UserError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, but the model knows "
-            f"{source.model.vocab}"
+        raise UserError.of(
+            "text.tokenizer_too_large",
+            path=tokenizer.path,
+            vocab_size=tokenizer.vocab_size,
+            vocab=source.model.vocab,
         )
     return tokenizer
 

@@ -87,7 +87,7 @@ class Sampling:
         barred: True for ids that are never chosen; None bars none.
         """
         if not logits.isfinite().all():
-            raise UserError("the model computes inf or NaN: its weights are of no use")
+            raise UserError.of("text.not_finite")
         if barred is not None:
             logits = logits.masked_fill(barred, -math.inf)
         # A smaller temperature is 0 in the arithmetic of the logits.

@@ -75,10 +75,10 @@ def read_documents(
     Raises UserError, at the latest when they are iterated.
     """
     if path.endswith((".bin", ".idx")):
-        raise UserError(f'{path}: give the common prefix of the .bin and .idx pair, "{path[:-4]}"')
+        raise UserError.of("text.data_set_prefix", path=path, path_2=path[:-4])
     if with_suffix(Path(path), ".idx").is_file():
         if max_chars is not None:
-            raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
+            raise UserError.of("text.max_chars_of_tokens", path=path)
         dataset = IndexedDataset(Path(path))
         vocab = model.stage.config.vocab
         if model.tokenizer:
@@ -87,7 +87,7 @@ def read_documents(
         return _documents_of_tokens(dataset, model)
     source = open_source(path, text_field=text_field, max_chars=max_chars)
     if model.tokenizer is None:
-        raise UserError(f"{path} is text, and the model has no tokenizer: give --tokenizer FILE")
+        raise UserError.of("text.text_without_tokenizer", path=path)
     return _documents_of_text(source, model.tokenizer)
 
 

@@ -240,9 +240,7 @@ def saved_keys(checkpoint: Store) -> dict[str, str]:
     }
     all_tables = all(isinstance(table, dict) for table in (run, *tables.values()))
     if not all_tables or not all(isinstance(value, str) for value in run.values()):
-        raise UserError(
-            f'{checkpoint.path} is damaged: "run" in its checkpoint.json is not as it was written'
-        )
+        raise UserError.of("training.run_record_damaged", path=checkpoint.path)
     return run | _flatten_tables(tables)
 
 

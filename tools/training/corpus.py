@@ -323,9 +323,8 @@ def _is_of_first_weights(config: RunConfig) -> bool:
 def _require_token(config: RunConfig, begin: int | None, ids: int) -> None:
     """Raise UserError if there is no token `begin` among the ids below `ids`."""
     if begin is not None and begin >= ids:
-        raise UserError(
-            f"data.begin = {begin} ({config.origin('data.begin')}): ids are below {ids}: give the "
-            'id of the token that begins a document, or "none"'
+        raise UserError.of(
+            "training.begin_token", begin=begin, origin=config.origin("data.begin"), ids=ids
         )
 
 
@@ -353,7 +352,7 @@ def open_run_data(config: RunConfig) -> Corpus:
         tokenizer_file = trained_tokenizer
     for part in parts:
         if not part.index_file.is_file():
-            raise UserError(f"the run's data is gone: there is no {part.index_file}")
+            raise UserError.of("training.data_gone", index_file=part.index_file)
     return open_built(config, [part.prefix for part in parts], tokenizer_file)
 
 
@@ -421,14 +420,9 @@ def _check_tokenizer(config: RunConfig) -> None:
     _vocabulary_size(config, None)
     key = tokenized[0].key
     if config.log.sample:
-        raise UserError(
-            f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or remove "
-            "log.sample"
-        )
+        raise UserError.of("training.sample_without_tokenizer", key=key)
     if len(tokenized) < len(parts):
-        raise UserError(
-            f"{key} has no tokenizer, which the texts of the blend need: set data.tokenizer"
-        )
+        raise UserError.of("training.blend_without_tokenizer", key=key)
 
 
 def _existing_tokenizer(config: RunConfig) -> Path | None:
@@ -448,10 +442,7 @@ def _existing_tokenizer(config: RunConfig) -> Path | None:
     first, *others = existing
     # Compared by content: the same tokenizer may be copied beside each data set.
     if any(read_whole(file) != read_whole(first) for file in others):
-        raise UserError(
-            f"data.blend: {', '.join(map(str, existing))} are different tokenizers, so equal "
-            "token ids mean different tokens: build the data sets with one --tokenizer"
-        )
+        raise UserError.of("training.blend_tokenizers", map=", ".join(map(str, existing)))
     return first
 
 
@@ -566,14 +557,14 @@ def _encoding(
         "learned"
     )
     if saved.suffix != ".model":
-        raise UserError(
-            f"data.tokenizer is empty, but {checkpoint.path} was trained with a tokenizer: {remedy}"
-        )
+        raise UserError.of("training.tokenizer_lost", path=checkpoint.path, remedy=remedy)
     size = load_tokenizer(saved).vocab_size
     if size != config.data.vocab_size:
-        raise UserError(
-            f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} tokens: "
-            f"{remedy}"
+        raise UserError.of(
+            "training.vocabulary_differs",
+            vocab_size=config.data.vocab_size,
+            size=size,
+            remedy=remedy,
         )
     return _Encoding(_trained_tokenizer(config), None, saved)
 
@@ -721,10 +712,7 @@ def _vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     size = config.model.vocab
     if tokenizer is None:
         if size == 0:
-            raise UserError(
-                "model.vocab = 0 takes the vocabulary size of the tokenizer, but data.source has "
-                "none: set model.vocab or data.tokenizer"
-            )
+            raise UserError.of("training.vocabulary_unknown")
         return size
     if 0 < size < tokenizer.vocab_size:
         raise UserError(_too_small_vocabulary(config, tokenizer))

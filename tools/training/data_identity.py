@@ -87,9 +87,7 @@ def read_identity(checkpoint: Store) -> Identity | None:
         # Keys that are only unknown are those of a later version, no damage.
         if len(unknown_keys) == len(problems):
             raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
-        raise UserError(
-            f'{checkpoint.path} is damaged: "data" in its checkpoint.json is not as it was written'
-        ) from error
+        raise UserError.of("training.data_record_damaged", path=checkpoint.path) from error
 
 
 def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Difference]:

@@ -52,11 +52,7 @@ def require_fresh_store(config: RunConfig) -> None:
     """
     restarts = config.parallel.elastic or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and under_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise UserError(
-            "torchrun restarts ranks over a store that keeps the addresses of those that are "
-            "gone: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, or "
-            "without --max-restarts and parallel.elastic"
-        )
+        raise UserError.of("training.shared_store")
 
 
 def in_this_world(config: RunConfig) -> RunConfig:
@@ -75,10 +71,7 @@ def in_this_world(config: RunConfig) -> RunConfig:
         return config
     fitting = largest_fitting(config, ranks)
     if fitting is None:
-        raise UserError(
-            f"parallel.elastic = true, but no layout of {ranks} ranks or fewer passes the run "
-            "file's checks"
-        )
+        raise UserError.of("training.no_elastic_layout", ranks=ranks)
     if os.environ.get("RANK") == "0":
         verb = "is" if ranks == 1 else "are"
         change = _describe_change(config, fitting, ranks)
@@ -175,10 +168,7 @@ def require_no_ended_ranks(store: dist.Store) -> None:
     for rank in range(dist.get_world_size()):
         reason = store.get(f"{ENDED_KEY} {rank}").decode()
         if reason:
-            raise UserError(
-                "torchrun has restarted ranks that had ended on purpose, they do not train again: "
-                f"{reason}"
-            )
+            raise UserError.of("training.restarted_on_purpose", reason=reason)
 
 
 def record_restart(config: RunConfig) -> None:

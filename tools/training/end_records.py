@@ -77,13 +77,10 @@ def read_records(folder: Path) -> Sequence[EndRecord]:
     """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}: give the run's folder")
+        raise UserError.of("training.not_a_run", folder=folder, problem=problem)
     records = [_read_record(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
     if not records:
-        raise UserError(
-            f"{folder} has no record of an abnormal end: it ended in order, was killed whole, or "
-            "still trains"
-        )
+        raise UserError.of("training.no_end_record", folder=folder)
     return sorted(records, key=lambda record: record.rank.rank)
 
 
@@ -91,9 +88,9 @@ def _read_record(file: Path) -> EndRecord:
     try:
         return EndRecord.model_validate_json(read_whole(file))
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+        raise UserError.of(
+            "training.end_record_unreadable", file=file, strerror=error.strerror
+        ) from error
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise UserError(
-            f"{file} is damaged ({problem}): remove it to see the other ranks"
-        ) from error
+        raise UserError.of("training.end_record_damaged", file=file, problem=problem) from error

@@ -30,10 +30,7 @@ def _require_files(needed: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError(
-            f"this process may open {hard} files, and local ranks need {needed}: raise the limit "
-            "(ulimit -n 1024)"
-        )
+        raise UserError.of("training.open_files", hard=hard, needed=needed)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
@@ -44,7 +41,6 @@ def _require_loopback() -> None:
             address = server.getsockname()[:2]
             socket.create_connection(address, CONNECT_SECONDS).close()
     except OSError as error:
-        raise UserError(
-            f"local ranks meet at {LOOPBACK}, where no connection can be made "
-            f"({error.strerror or error}): bring the loopback interface up (ip link set lo up)"
+        raise UserError.of(
+            "training.loopback", loopback=LOOPBACK, strerror=error.strerror or error
         ) from error

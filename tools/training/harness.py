@@ -49,11 +49,9 @@ def require_harness(config: RunConfig) -> None:
     if not data.lm_eval:
         return
     if find_spec("lm_eval") is None:
-        raise UserError(
-            "data.lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.13,<0.5'"
-        )
+        raise UserError.of("training.harness_missing")
     if data.lm_eval_folder and not Path(data.lm_eval_folder).is_dir():
-        raise UserError(f'data.lm_eval_folder = "{data.lm_eval_folder}": no such folder')
+        raise UserError.of("training.harness_folder", lm_eval_folder=data.lm_eval_folder)
     manager = _manager(data)
     _require_known_tasks(manager, data)
     for name in data.lm_eval:
@@ -79,14 +77,14 @@ def _require_loadable(manager: Any, name: str) -> None:
     try:
         tasks = _load_tasks(manager, [name])["tasks"]
     except Exception as error:
-        raise UserError(
-            f'data.lm_eval = "{name}": the harness cannot load it: {_in_a_line(error)}'
+        raise UserError.of(
+            "training.harness_task", name=name, in_a_line=_in_a_line(error)
         ) from error
     for task_name, task in tasks.items():  # several, if the name is that of a group
         if task.OUTPUT_TYPE == "generate_until":
             reason = "has the model write text, which is not done during training"
-            raise UserError(
-                f'data.lm_eval = "{name}": {task_name} {reason}; evaluate exported checkpoints'
+            raise UserError.of(
+                "training.harness_unsupported", name=name, task_name=task_name, reason=reason
             )
 
 
@@ -114,13 +112,9 @@ class Harness:
         if not self._data.lm_eval:
             return
         if corpus.tokenizer is None:
-            raise UserError("data.lm_eval needs the run's tokenizer: data.tokenizer")
+            raise UserError.of("training.harness_tokenizer")
         if corpus.documents.begin is None:
-            raise UserError(
-                "data.lm_eval needs a token that stands before documents in training, and there "
-                "is none: set data.begin, or build the data with a tokenizer that has a token to "
-                "end documents with"
-            )
+            raise UserError.of("training.harness_begin_token")
         self._tokenizer = corpus.tokenizer
         self._begin = corpus.documents.begin
         self._max_positions = config.sized_model.max_positions
@@ -314,9 +308,7 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
             return [sum(islice(log_probabilities, count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            raise UserError(
-                "a task of data.lm_eval has the model write text, which is not done during training"
-            )
+            raise UserError.of("training.harness_generates")
 
     return Model()
 

@@ -93,8 +93,10 @@ def _naming_the_checkpoint(
         step = progress().step
         if error.filename is None or step == first_step:  # no step is lost
             raise
-        raise UserError(
-            f"{file_error(error)}; {resume_point(config.checkpoint_folder, step)}"
+        raise UserError.of(
+            "training.ended_with_checkpoint",
+            file_error=file_error(error),
+            resume_point=resume_point(config.checkpoint_folder, step),
         ) from error
 
 

@@ -13,7 +13,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
 from megaprec.data.tokenizer import FILE_DIGEST, has_built, same_tokens
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.torch_rule import Torch
 from models.computed import TRAINING
 from models.config import ModelConfig
@@ -65,10 +65,7 @@ def check_resumable(
         return
     # Ranks that a launcher has started again find the checkpoints of this very run.
     if not config.checkpoint.resume and not was_restarted():
-        raise UserError(
-            f"checkpoint.resume = false, but {checkpoint.path} is there from an earlier run: set "
-            "another train.folder, or remove that checkpoint"
-        )
+        raise UserError.of("training.resume_false", path=checkpoint.path)
     step = read_progress(checkpoint).step
     read_watch(checkpoint)  # raises UserError if it is damaged
     problems = [
@@ -84,22 +81,21 @@ def check_resumable(
     # All are told at once; problems cannot be accepted, and so decide the remedy.
     lines = [*problems, *(difference.line for difference in refused)]
     if problems:
-        raise UserError(
-            *lines, f"this run cannot resume from {checkpoint.path}: set another train.folder"
-        )
+        raise UserError(*lines, Problem.of("training.not_resumable", path=checkpoint.path))
     expected_name = checkpoint_path(config.checkpoint_folder, step).name
     if expected_name != checkpoint.path.name:
-        raise UserError(
-            f"{checkpoint.path} holds the state after step {step}: it was renamed; name it "
-            f"{expected_name} again"
+        raise UserError.of(
+            "training.renamed_checkpoint",
+            path=checkpoint.path,
+            step=step,
+            expected_name=expected_name,
         )
     if refused:
         refused_kinds = {difference.what for difference in refused}
         flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
         raise UserError(
             *lines,
-            f"this run cannot resume from {checkpoint.path} with these changes: undo them, accept "
-            f"them with {flags}, or set another train.folder",
+            Problem.of("training.changes_on_resume", path=checkpoint.path, flags=flags),
         )
 
 

@@ -46,9 +46,8 @@ class RunFolder:
         """
         gone = torch.tensor(float(self.is_gone()), device=optimizer.device)
         if optimizer.world.max_(gone).item():
-            raise UserError(
-                f"{self._folder} or its file {LOCK} was removed or replaced while a run trained "
-                f"there: stopped after step {step}, nothing saved; put it back, or start a new run"
+            raise UserError.of(
+                "training.removed_while_training", folder=self._folder, lock=LOCK, step=step
             )
 
 

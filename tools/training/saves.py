@@ -75,12 +75,7 @@ class Saves:
         unsaved = unsaved_buffers(self._optimizer)
         if unsaved:
             others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
-            raise UserError(
-                f"model.factory: {unsaved[0]} is a buffer that training changes{others}; "
-                "checkpoints hold parameters only, so a resumed run would begin with another "
-                "value: leave it out (a BatchNorm: track_running_stats=False), or register it "
-                "with persistent=False if it may begin anew"
-            )
+            raise UserError.of("training.buffer_changes", unsaved=unsaved[0], others=others)
 
     def poll(self) -> None:
         """Take note of the outcome of the save that is under way, if there is one."""

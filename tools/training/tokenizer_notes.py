@@ -29,10 +29,7 @@ def tokenizer_notes(
     is_same = has_built(tokenizer, record)
     # The file beside a data set must be its tokenizer; another one may have the same tokens.
     if not is_same and tokenizer.path == with_suffix(prefix, ".model"):
-        raise UserError(
-            f"{tokenizer.path} is not the one that the data set was built with: copy both again or "
-            "build again"
-        )
+        raise UserError.of("training.tokenizer_of_data_differs", path=tokenizer.path)
     if is_same is None:
         yield (
             f"{tokenizer.path} is not the file that {prefix} was built with: their tokens must "

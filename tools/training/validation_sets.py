@@ -136,7 +136,7 @@ def open_text(source: str, data: Data, max_chars: int | None = None) -> Source:
     max_chars: characters of the text that are used; None: all.
     """
     if source.endswith((".bin", ".idx")):
-        raise UserError(f'give the common prefix of the .bin and .idx pair, "{source[:-4]}"')
+        raise UserError.of("training.data_set_prefix", source=source[:-4])
     return open_source(source, text_field=data.text_field, max_chars=max_chars)
 
 
@@ -145,10 +145,7 @@ def _build(
 ) -> None:
     """Build the data set of a text, unless it is there."""
     if tokenizer is None:
-        raise UserError(
-            "it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of "
-            "it"
-        )
+        raise UserError.of("training.no_tokenizer")
     source = open_text(validation_set.source, data)
     if reusable(validation_set.prefix, source, tokenizer):
         return

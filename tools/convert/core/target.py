@@ -175,8 +175,8 @@ class Journal:
             assert all(isinstance(line, dict) for line in lines)
             writes = [{"name": line["name"], "digests": line["digests"]} for line in lines[1:]]
         except (ValueError, KeyError, AssertionError) as error:
-            raise UserError(
-                f"{self.path} is damaged: remove {self.path.parent} to convert anew"
+            raise UserError.of(
+                "convert.plan_damaged", path=self.path, parent=self.path.parent
             ) from error
         return [*lines[:1], *writes]
 
@@ -206,11 +206,12 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(
-                f"{destination}: {os.strerror(error.errno).lower()}; make room and run the "
-                "same command again"
+            raise UserError.of(
+                "convert.disk_told",
+                destination=destination,
+                strerror=os.strerror(error.errno).lower(),
             ) from error
-        raise UserError(f"{destination} cannot be written: {error}") from error
+        raise UserError.of("convert.not_writable", destination=destination, error=error) from error
 
 
 def _identity(source: Source, target: Target) -> dict[str, Any]:
@@ -231,9 +232,7 @@ def _make_folder(partial: Path, size: int) -> None:
     free = shutil.disk_usage(partial).free
     if size > free:
         partial.rmdir()
-        raise UserError(
-            f"{partial.parent} has {free:,} bytes free, and {size:,} are needed: make room"
-        )
+        raise UserError.of("convert.no_room", parent=partial.parent, free=free, size=size)
 
 
 def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
@@ -307,17 +306,16 @@ def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report
     """Raise UserError unless the target reads back as it was written. Counts numbers that are not
     finite."""
     if written.shapes.keys() != digests.keys():
-        raise UserError(
-            f"{written.path} has other tensors than were written: "
-            f"{written.shapes.keys() ^ digests.keys()}"
+        raise UserError.of(
+            "convert.written_differs",
+            path=written.path,
+            shapes=written.shapes.keys() ^ digests.keys(),
         )
     for key, expected in digests.items():
         shape = written.shapes[key]
         dtype = written.dtype(key)
         if checksum(dtype, shape, damage.seen(key, written.pieces(key))) != expected:
-            raise UserError(
-                f"{written.path}: {key} does not read back as it was written; is the disk sound?"
-            )
+            raise UserError.of("convert.read_back_differs", path=written.path, key=key)
         report(prod(shape) * dtype.itemsize, f"checking {key}")
 
 

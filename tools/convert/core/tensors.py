@@ -123,17 +123,12 @@ class Stored:
 
     def _require_crc(self, crc: int) -> None:
         if self.crc is not None and crc != self.crc:
-            raise UserError(
-                f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another "
-                "CRC-32 now: fetch or save "
-                "the file again; if its values were changed in place, load it with torch and "
-                "save it anew"
-            )
+            raise UserError.of("convert.crc_differs", file=self.file, shape=list(self.shape))
 
     def _read_elements(self, count: int) -> Tensor:
         size = count * self.dtype.itemsize
         if self.start < 0 or self.start + size > self.file.stat().st_size:
-            raise UserError(f"{self.file} is truncated: it ends before its tensors do")
+            raise UserError.of("convert.truncated", file=self.file)
         # Bytes first, for numpy has no bf16 and no FP8 to read into.
         values = torch.empty(size, dtype=torch.uint8)
         with reading(self.file, buffering=0) as file:
@@ -157,13 +152,13 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
             (header_length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(header_length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
-        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+        raise UserError.of("convert.not_safetensors", file=file, error=error) from error
     # What the writer said about the file, and no tensor.
     header.pop("__metadata__", None)
     unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if unknown:
-        raise UserError(
-            f"{file} holds values of type {', '.join(sorted(unknown))}, which cannot be converted"
+        raise UserError.of(
+            "convert.dtype_unsupported", file=file, unknown=", ".join(sorted(unknown))
         )
     values_start = 8 + header_length
     tensors = {}

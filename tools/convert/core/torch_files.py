@@ -76,16 +76,13 @@ def state_in(file: Path, content: Any, with_references: bool = False) -> dict[st
     Raises UserError by the name of what is no tensor.
     """
     if not isinstance(content, dict):
-        raise UserError(f"{file} does not hold a dict of tensors")
+        raise UserError.of("convert.not_a_state", file=file)
     kinds = (Stored, Reference) if with_references else Stored
     for name, value in content.items():
         if not isinstance(name, str):
-            raise UserError(
-                f"{file} does not hold a dict of tensors alone: it has the key {name}, which "
-                "is no name"
-            )
+            raise UserError.of("convert.state_key_not_name", file=file, name=name)
         if not isinstance(value, kinds):
-            raise UserError(f"{file} does not hold a dict of tensors alone: {name} is no tensor")
+            raise UserError.of("convert.state_value_not_tensor", file=file, name=name)
     return content
 
 
@@ -98,21 +95,20 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
             command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(
-            f"{paths[0].parent} was not understood in {PATIENCE} s; it is not opened"
+        raise UserError.of(
+            "convert.pickle_timeout", parent=paths[0].parent, patience=PATIENCE
         ) from error
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         if lines:
             raise UserError(lines[-1])
-        raise UserError(
-            f"{paths[0]} is not opened: the process that looked into it ended with code "
-            f"{result.returncode}"
+        raise UserError.of(
+            "convert.pickle_process_ended", paths=paths[0], returncode=result.returncode
         )
     try:
         return parse_json(result.stdout)
     except ValueError as error:
-        raise UserError(f"{paths[0].parent} has a torch file that is not read: {error}") from error
+        raise UserError.of("convert.pickle_refused", parent=paths[0].parent, error=error) from error
 
 
 def _build_value(file: Path, answer: Any, base: int = 0) -> Any:

@@ -32,21 +32,14 @@ def require_fetched(path: Path) -> None:
     for file in sorted(path.iterdir()):
         is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
         if is_small and read_regular(file).startswith(POINTER):
-            raise UserError(
-                f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in "
-                "its folder"
-            )
+            raise UserError.of("convert.lfs_pointer", file=file)
 
 
 def require_no_adapter(path: Path) -> None:
     """Raise UserError for a folder with an adapter, which makes another model of weights of any
     format."""
     if (path / ADAPTER).is_file():
-        raise UserError(
-            f"{path / ADAPTER} says that the folder has an adapter, which is not read: merge "
-            "it into the weights "
-            "(merge_and_unload of peft), or take its files out"
-        )
+        raise UserError.of("convert.adapter", path=path / ADAPTER)
 
 
 def require_plain(path: Path, indices: Mapping[str, str]) -> None:
@@ -58,10 +51,7 @@ def require_plain(path: Path, indices: Mapping[str, str]) -> None:
     for index, single in indices.items():
         has_both = (path / index).is_file() and (path / single).is_file()
         if has_both and single.encode() not in read_whole(path / index):
-            raise UserError(
-                f"{path} has both {single} and {index}, which names other files: take one of "
-                "them out"
-            )
+            raise UserError.of("convert.two_stores", path=path, single=single, index=index)
 
 
 def unread_weights(path: Path, read: Collection[Path]) -> str:

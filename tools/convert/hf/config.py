@@ -57,7 +57,7 @@ def from_hugging_face(config: Json) -> ModelConfig:
     value."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
-        raise UserError(f"model_type {kind!r} is not known: there are {', '.join(_READERS)}")
+        raise UserError.of("convert.hf_model_type", kind=kind, readers=", ".join(_READERS))
     keys = Keys(config, kind)
     try:
         require_readable(keys)
@@ -208,10 +208,7 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
     # versions of transformers differ in what that means
     if keys["use_sliding_window"] and keys["layer_types"] is None:
-        raise UserError(
-            "config.json has use_sliding_window = true: give layer_types, the layers that "
-            "have the window"
-        )
+        raise UserError.of("convert.hf_qwen2_moe_window")
     return {
         **_rms(keys),
         **windows_of(keys),
@@ -231,14 +228,9 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
     # Several shared experts compute what one of their widths together does.
     shared = keys["n_shared_experts"] * keys["moe_intermediate_size"]
     if first >= layers:
-        raise UserError(
-            f"config.json has first_k_dense_replace = {first}: none of {layers} layers has experts"
-        )
+        raise UserError.of("convert.hf_glm4_dense_layers", first=first, layers=layers)
     if not shared > 0:
-        raise UserError(
-            f"config.json has n_shared_experts = {keys['n_shared_experts']}, of which only 1 or "
-            "more is known"
-        )
+        raise UserError.of("convert.hf_shared_experts", n_shared_experts=keys["n_shared_experts"])
     router = {"score": "sigmoid", "correction": True}
     return {
         **_sizes(keys),
@@ -329,14 +321,9 @@ def _require_latent_sizes(keys: Keys) -> None:
     ):
         # Queries may have no latent.
         if keys[key] == 0 or (keys[key] is None and key != "q_lora_rank"):
-            raise UserError(
-                f"config.json has {key} = {keys[key]}, with which there is no latent attention"
-            )
+            raise UserError.of("convert.hf_no_latent", key=key, keys=keys[key])
     if keys["qk_rope_head_dim"] % 2:
-        raise UserError(
-            f"config.json has qk_rope_head_dim = {keys['qk_rope_head_dim']}: rotary positions "
-            "rotate pairs"
-        )
+        raise UserError.of("convert.hf_rotary_odd", qk_rope_head_dim=keys["qk_rope_head_dim"])
 
 
 def _deepseek_v2(keys: Keys) -> dict[str, Any]:
@@ -378,9 +365,7 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
 
 def _require_groups(groups: Any, chosen: Any) -> None:
     if not all(type(number) is int for number in (groups, chosen)):
-        raise UserError(
-            f"config.json has n_group = {groups} and topk_group = {chosen}: both must be numbers"
-        )
+        raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen)
 
 
 def _deepseek_experts(keys: Keys) -> dict[str, Any]:
@@ -394,10 +379,7 @@ def _deepseek_experts(keys: Keys) -> dict[str, Any]:
     if "experts" in fields:
         return fields
     if not shared or not scale:
-        raise UserError(
-            f"config.json has n_shared_experts = {shared} and routed_scaling_factor = "
-            f"{scale}: give both"
-        )
+        raise UserError.of("convert.hf_deepseek_experts", shared=shared, scale=scale)
     return {**routed, **fields, "shared_experts": shared * keys["moe_intermediate_size"]}
 
 
@@ -420,7 +402,7 @@ def _softcap(keys: Keys, key: str) -> float:
     """Return a soft cap; null there is 0 here."""
     cap = keys[key]
     if cap is not None and not cap > 0:
-        raise UserError(f"config.json has {key} = {cap}, with which nothing is left: null is none")
+        raise UserError.of("convert.hf_softcap_zero", key=key, cap=cap)
     return float(cap or 0)
 
 

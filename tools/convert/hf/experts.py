@@ -52,9 +52,7 @@ def qwen_experts(keys: Keys, shared: bool = False) -> dict[str, Any]:
     if len(dense) == layers:
         return feed_forwards(keys, dense)
     if shared and not routed["shared_experts"]:
-        raise UserError(
-            "config.json has shared_expert_intermediate_size = 0: there must be a shared expert"
-        )
+        raise UserError.of("convert.hf_shared_expert_zero")
     return {**routed, **feed_forwards(keys, dense)}
 
 
@@ -65,16 +63,16 @@ def by_groups(keys: Keys, best: int = 2) -> dict[str, Any]:
     chosen = keys["topk_group"]
     experts = keys["n_routed_experts"]
     if not 1 <= chosen <= groups or experts % groups:
-        raise UserError(
-            f"config.json has n_group = {groups} and topk_group = {chosen} of "
-            f"n_routed_experts = {experts}: groups "
-            "must be of one size, and no more can be chosen than there are"
+        raise UserError.of(
+            "convert.hf_groups_uneven", groups=groups, chosen=chosen, experts=experts
         )
     if chosen * (experts // groups) < keys["num_experts_per_tok"]:
-        raise UserError(
-            f"config.json has n_group = {groups} and topk_group = {chosen} of "
-            f"n_routed_experts = {experts}, which "
-            f"leaves fewer experts than num_experts_per_tok = {keys['num_experts_per_tok']}"
+        raise UserError.of(
+            "convert.hf_groups_too_few",
+            groups=groups,
+            chosen=chosen,
+            experts=experts,
+            num_experts_per_tok=keys["num_experts_per_tok"],
         )
     fields = {"groups": groups, "groups_per_token": chosen}
     if chosen < groups:

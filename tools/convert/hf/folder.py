@@ -238,7 +238,9 @@ def _read_tensors(path: Path) -> dict[str, Stored]:
         if (path / weights.single).is_file():
             return weights.read(path / weights.single)
     none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
-    raise UserError(f"{path} has no weights: {none}{other_weights(path)}")
+    raise UserError.of(
+        "convert.hf_no_weights", path=path, none=none, other_weights=other_weights(path)
+    )
 
 
 def _tensor_names(path: Path) -> set[str]:
@@ -258,7 +260,7 @@ def _read_shards(path: Path, weights: WeightFormat) -> dict[str, Stored]:
     index = weights.index
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise UserError(f"{path / index} has no weight_map of files in the folder")
+        raise UserError.of("convert.hf_weight_map", path=path / index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
@@ -267,10 +269,10 @@ def _read_shards(path: Path, weights: WeightFormat) -> dict[str, Stored]:
     for shard in shards:
         tensors = weights.read(path / shard)
         if repeated := sorted(tensors.keys() & stored.keys()):
-            raise UserError(f"{path}: {repeated[0]} is in two files")
+            raise UserError.of("convert.hf_tensor_twice", path=path, repeated=repeated[0])
         stored |= tensors
     if lost := sorted(weight_map.keys() - stored.keys()):
-        raise UserError(f"{path}: {index} names {lost[0]}, which no file holds")
+        raise UserError.of("convert.hf_tensor_missing", path=path, index=index, lost=lost[0])
     return stored
 
 
@@ -299,12 +301,12 @@ def check_tied(
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
-                raise UserError(
-                    f"{path}: {head} differs from {embedding}, but config.json says that they "
-                    "are tied: set "
-                    f"tie_word_embeddings = false in {path / CONFIG} to keep both as they "
-                    f"are; or remove {head} from "
-                    "the files to have the embedding for both"
+                raise UserError.of(
+                    "convert.hf_tied_differs",
+                    path=path,
+                    head=head,
+                    embedding=embedding,
+                    path_2=path / CONFIG,
                 )
             del stored[head]
 
@@ -353,11 +355,7 @@ def _check_not_wrapped(path: Path, first: str, tensors: Mapping[str, Any]) -> No
     for name in tensors:
         if name.endswith(f".{first}"):
             prefix = name.removesuffix(first)
-            raise UserError(
-                f"{path}: names of tensors begin with {prefix!r}, as in {name}, and those "
-                "of its model do not: save "
-                "the state of the model itself, not of what is around it"
-            )
+            raise UserError.of("convert.hf_name_prefix", path=path, prefix=prefix, name=name)
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:

@@ -74,8 +74,8 @@ class Blocks:
         first = top // height  # block that the rows begin in
         scales = self.scales.rows(first, -(-bottom // height)).float()
         if not (scales.isfinite() & (scales > 0)).all():
-            raise UserError(
-                f"{self.scales.file}: {self.name}{SCALES} has a scale that is not a number above 0"
+            raise UserError.of(
+                "convert.fp8_scale", file=self.scales.file, name=self.name, scales=SCALES
             )
         row_scales = scales.repeat_interleave(height, 0)
         row_scales = row_scales[top - first * height : bottom - first * height]
@@ -84,9 +84,7 @@ class Blocks:
         values *= row_scales.repeat_interleave(width, 1)[:, : values.shape[1]]
         rounded = values.to(self.dtype)
         if not rounded.isfinite().all():
-            raise UserError(
-                f"{self.codes.file}: {self.name} has numbers that are NaN or beyond what bf16 holds"
-            )
+            raise UserError.of("convert.fp8_not_finite", file=self.codes.file, name=self.name)
         return rounded
 
 
@@ -95,22 +93,12 @@ def require_known_blocks(quantization: Mapping[str, Any]) -> None:
     that is not known."""
     block = quantization.get("weight_block_size", BLOCK)
     if block is None:
-        raise UserError(
-            "config.json has quantization_config with weight_block_size = null, one scale "
-            "for a whole matrix: only "
-            "FP8 weights in blocks are read; convert the folder that they were made from"
-        )
+        raise UserError.of("convert.fp8_block_null")
     if not _is_size(block):
-        raise UserError(
-            f"config.json has quantization_config with weight_block_size = {short(block)}: "
-            "give two numbers above 0"
-        )
+        raise UserError.of("convert.fp8_block_size", short=short(block))
     for key, value in quantization.items():
         if key != "weight_block_size" and not _is_understood(key, value):
-            raise UserError(
-                f"config.json has quantization_config with {key} = {short(value)}, which is "
-                "not known"
-            )
+            raise UserError.of("convert.fp8_config_key", key=key, short=short(value))
 
 
 def _is_understood(key: str, value: Any) -> bool:
@@ -132,28 +120,20 @@ def with_blocks(
     quantized = [name for name, tensor in stored.items() if tensor.dtype == FP8]
     if quantization is None:
         if quantized:
-            raise UserError(
-                f"{path} stores {quantized[0]} in FP8, but config.json has no quantization_config "
-                "that says so"
-            )
+            raise UserError.of("convert.fp8_without_config", path=path, quantized=quantized[0])
         return dict(stored)
     if not quantized:
-        raise UserError(
-            f"{path} stores no FP8 weights, but config.json has quantization_config with "
-            "quant_method = 'fp8': take "
-            "the key out if they were dequantized"
-        )
+        raise UserError.of("convert.fp8_config_without_weights", path=path)
     scales = [name for name in stored if name.endswith(SCALES)]
     for name in scales:
         matrix = name.removesuffix(SCALES)
         if matrix not in quantized:
-            raise UserError(f"{path} has {name}, but {matrix} is not stored in FP8")
+            raise UserError.of(
+                "convert.fp8_scale_without_weight", path=path, name=name, matrix=matrix
+            )
     for name in quantized:
         if _is_excepted(name, quantization):
-            raise UserError(
-                f"{path} stores {name} in FP8, but quantization_config says that it is not "
-                "converted"
-            )
+            raise UserError.of("convert.fp8_excluded_weight", path=path, name=name)
     height, width = quantization.get("weight_block_size", BLOCK)
     matrices = {name: _matrix(name, stored, (height, width), path) for name in quantized}
     return {
@@ -168,19 +148,29 @@ def _matrix(
     codes = stored[name]
     scales = stored.get(name + SCALES)
     if scales is None:
-        raise UserError(f"{path} has {name} in FP8, but lacks {name}{SCALES}")
+        raise UserError.of("convert.fp8_scale_missing", path=path, name=name, scales=SCALES)
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
         cause = ": they are transposed" if scales.shape == expected[::-1] else ""
-        raise UserError(
-            f"{path}: {name} is {list(codes.shape)} in blocks of {block[0]} x {block[1]}, so "
-            f"{name}{SCALES} must be "
-            f"{list(expected)}, but is {list(scales.shape)}{cause}"
+        raise UserError.of(
+            "convert.fp8_scale_shape",
+            path=path,
+            name=name,
+            shape=list(codes.shape),
+            block=block[0],
+            block_2=block[1],
+            scales=SCALES,
+            expected=list(expected),
+            shape_2=list(scales.shape),
+            cause=cause,
         )
     if scales.dtype not in SCALE_DTYPES:
-        raise UserError(
-            f"{path}: {name}{SCALES} is {str(scales.dtype).removeprefix('torch.')}, which is "
-            "not known"
+        raise UserError.of(
+            "convert.fp8_scale_dtype",
+            path=path,
+            name=name,
+            scales=SCALES,
+            dtype=str(scales.dtype).removeprefix("torch."),
         )
     return Blocks(name, codes, scales, block)
 

@@ -196,9 +196,12 @@ class Keys:
         """Take the value of `alias` for that of `name`."""
         value = self.stated.pop(alias)
         if self.stated.setdefault(name, value) != value:
-            raise UserError(
-                f"config.json has {alias} = {value!r}, but {name} = {self.stated[name]!r}: one "
-                "is wrong"
+            raise UserError.of(
+                "convert.hf_alias_differs",
+                alias=alias,
+                value=value,
+                name=name,
+                stated=self.stated[name],
             )
 
     def __getitem__(self, key: str) -> Any:
@@ -244,9 +247,11 @@ class Keys:
 def require(value: Any, key: str, allowed: tuple[Any, ...]) -> Any:
     """Return `value`. Raises UserError that names `key` if it is not one of `allowed`."""
     if not _is_among(value, allowed):
-        raise UserError(
-            f"config.json has {key} = {short(value)}, of which only {_alternatives(allowed)} is "
-            "known"
+        raise UserError.of(
+            "convert.hf_only_value",
+            key=key,
+            short=short(value),
+            alternatives=_alternatives(allowed),
         )
     return value
 

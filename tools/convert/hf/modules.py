@@ -50,12 +50,11 @@ def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
             if not same_values(stored[match.foreign].read(), stored[original].read()):
-                raise UserError(
-                    f"{path}: {match.foreign} differs from {original}: modules of multi-token "
-                    "prediction that have an "
-                    "embedding or a head of their own are not known; set "
-                    "num_nextn_predict_layers = 0 in config.json "
-                    "and remove their tensors to read the model without them"
+                raise UserError.of(
+                    "convert.hf_mtp_copy_differs",
+                    path=path,
+                    foreign=match.foreign,
+                    original=original,
                 )
             del stored[match.foreign]
 

@@ -56,10 +56,7 @@ class Quantized:
             # Blocks run along the features in, which are the rows of the published tensor.
             expert.copy_(dequantized(blocks, scales).t())
             if not expert.isfinite().all():
-                raise UserError(
-                    f"{self.blocks.file}: MXFP4 scales of expert {number} are beyond what bf16 "
-                    "holds"
-                )
+                raise UserError.of("convert.mxfp4_scales", file=self.blocks.file, number=number)
         return tensor
 
 
@@ -80,14 +77,9 @@ def require_known(quantization: Any) -> None:
     if quantization is None:
         return
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "mxfp4":
-        raise UserError(
-            f"config.json has quantization_config = {short(quantization)}: only weights of "
-            "quant_method = 'mxfp4' can be read"
-        )
+        raise UserError.of("convert.mxfp4_method", short=short(quantization))
     if unknown := sorted(set(quantization) - set(_KNOWN)):
-        raise UserError(
-            f"config.json has quantization_config with {', '.join(unknown)}, which is not known"
-        )
+        raise UserError.of("convert.mxfp4_config_key", unknown=", ".join(unknown))
 
 
 def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object) -> dict[str, Any]:
@@ -100,7 +92,7 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
     if bool(halves) != bool(quantization):
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"
-        raise UserError(f"{path} {stores}, but quantization_config is {stated}")
+        raise UserError.of("convert.quantization_mismatch", path=path, stores=stores, stated=stated)
     tensors: dict[str, Any] = {
         name: tensor for name, tensor in stored.items() if name not in halves
     }
@@ -109,12 +101,14 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
         if name == half:
             continue  # scales
         if name + _SCALES not in stored:
-            raise UserError(f"{path} has {name}{_BLOCKS}, but lacks {name}{_SCALES}")
+            raise UserError.of(
+                "convert.mxfp4_pair_missing", path=path, name=name, blocks=_BLOCKS, scales=_SCALES
+            )
         tensors[name] = _pair(stored[name + _BLOCKS], stored[name + _SCALES], f"{path}: {name}")
     for half in halves:
         name = half.removesuffix(_SCALES)
         if name != half and name + _BLOCKS not in stored:
-            raise UserError(f"{path} has {half}, but lacks its blocks")
+            raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
     return tensors
 
 
@@ -124,8 +118,10 @@ def _pair(blocks: Stored, scales: Stored, where: str) -> Quantized:
     same_groups = len(blocks.shape) == 4 and blocks.shape[:3] == scales.shape
     are_bytes = {blocks.dtype, scales.dtype} == {torch.uint8}
     if not same_groups or blocks.shape[3] != BLOCK // 2 or not are_bytes:
-        raise UserError(
-            f"{where}: blocks {list(blocks.shape)} and scales {list(scales.shape)} are no "
-            "MXFP4 tensor"
+        raise UserError.of(
+            "convert.mxfp4_shapes",
+            where=where,
+            shape=list(blocks.shape),
+            shape_2=list(scales.shape),
         )
     return Quantized(blocks, scales)

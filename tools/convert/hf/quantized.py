@@ -45,9 +45,11 @@ def require_readable(keys: Keys) -> None:
         description = f"= {short(quantization)}"
         if isinstance(method, str):
             description = f"with quant_method = {short(method)}"
-        raise UserError(
-            f"config.json has {KEY} {description}: such weights are not read; "
-            f"{WAYS.get(str(method), _FROM)}"
+        raise UserError.of(
+            "convert.quantized_unreadable",
+            key=KEY,
+            description=description,
+            get=WAYS.get(str(method), _FROM),
         )
 
 
@@ -60,10 +62,7 @@ def with_quantized(
     if quantization is None:
         for name in FILES:
             if (path / name).is_file():
-                raise UserError(
-                    f"{path / name} says that weights are quantized: such weights are not read; "
-                    f"{_FROM}"
-                )
+                raise UserError.of("convert.quantized_by_config", path=path / name, detail=_FROM)
     if config["model_type"] == "gpt_oss":
         plain = fp8_blocks.with_blocks(stored, None, path)
         return mxfp4.with_quantized(plain, quantization, path)

@@ -46,10 +46,7 @@ def rope_by_layer(
     full, windowed = _tables_by_layer(keys)
     older = _table(keys, "rope_scaling")
     if older and "rope_type" not in keys["rope_scaling"]:
-        raise UserError(
-            "config.json has rope_scaling without rope_type: transformers ignores it in a "
-            f"{keys.kind} model"
-        )
+        raise UserError.of("convert.rope_scaling_type", kind=keys.kind)
     for table in (full, windowed, older):
         # transformers 5 does not look for it by layer, which `notes` says
         table.pop("truncate", None)
@@ -64,10 +61,7 @@ def rope_by_layer(
     if not windows["window"] or fields == window_fields:
         return fields
     if window_fields["rope_scaling"]:
-        raise UserError(
-            "config.json scales rotary positions in layers with sliding_attention: only in "
-            "others can it"
-        )
+        raise UserError.of("convert.rope_sliding_scaled")
     return {**fields, "window_rope_base": window_fields["rope_base"]}
 
 
@@ -76,9 +70,8 @@ def _tables_by_layer(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
     the file does not say them."""
     tables = keys["rope_parameters"] or {}
     if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
-        raise UserError(
-            f"config.json has rope_parameters = {tables!r}: they must be by "
-            f"{' and '.join(LAYER_TYPES)}"
+        raise UserError.of(
+            "convert.rope_by_layer", tables=tables, layer_types=" and ".join(LAYER_TYPES)
         )
     full, windowed = (
         _with_rope_type(tables.get(layer_type) or {}, f"rope_parameters.{layer_type}")
@@ -93,15 +86,13 @@ def _fields(
     """Return our fields of rope parameters, which may say base and fraction too."""
     stated_base = parameters.pop("rope_theta", None)
     if stated_base is not None and keys.has(base_key) and stated_base != base:
-        raise UserError(
-            f"config.json has {base_key} = {base}, but rope_theta = {stated_base} in its "
-            "rope_parameters"
+        raise UserError.of(
+            "convert.rope_theta_differs", base_key=base_key, base=base, stated_base=stated_base
         )
     stated_fraction = parameters.pop("partial_rotary_factor", None)
     if stated_fraction is not None and keys.has("rotary_pct") and stated_fraction != fraction:
-        raise UserError(
-            f"config.json has rotary_pct = {fraction}, but partial_rotary_factor = "
-            f"{stated_fraction}"
+        raise UserError.of(
+            "convert.rotary_pct_differs", fraction=fraction, stated_fraction=stated_fraction
         )
     return {
         "rope_base": float(base if stated_base is None else stated_base),
@@ -125,17 +116,14 @@ def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], keys: Keys
     if keys.has("rope_theta") and "rope_theta" in newer:
         stated.setdefault("rope_theta", keys.stated["rope_theta"])
     if older and newer and stated != newer:
-        raise UserError(
-            "config.json has rope_scaling and rope_parameters that say different things: "
-            "leave one out"
-        )
+        raise UserError.of("convert.rope_tables_differ")
 
 
 def _table(keys: Keys, key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
     table = keys[key] or {}
     if not isinstance(table, Mapping):
-        raise UserError(f"config.json has {key} = {table!r}: it must be an object")
+        raise UserError.of("convert.rope_not_object", key=key, table=table)
     return _with_rope_type(table, key)
 
 
@@ -143,15 +131,11 @@ def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return the parameters in `table`, their kind as rope_type."""
     nested = [name for name, value in table.items() if isinstance(value, Mapping)]
     if nested:
-        raise UserError(
-            f"config.json has {key} with parameters for {nested[0]} alone: all layers must "
-            "turn alike"
-        )
+        raise UserError.of("convert.rope_partial", key=key, nested=nested[0])
     kinds = {str(table[name]) for name in TYPE_KEYS if table.get(name) is not None}
     if len(kinds) > 1:
-        raise UserError(
-            f"config.json has {key} with rope_type {table['rope_type']!r} and type "
-            f"{table['type']!r}"
+        raise UserError.of(
+            "convert.rope_two_types", key=key, rope_type=table["rope_type"], type=table["type"]
         )
     if not table:
         return {}
@@ -167,17 +151,14 @@ def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
     original = keys[ORIGINAL]
     longest = keys["max_position_embeddings"]
     if original is not None and kind not in STRETCHED:
-        raise UserError(
-            f"config.json has {ORIGINAL} = {original}, which rope_type {kind!r} does not read"
+        raise UserError.of(
+            "convert.rope_key_unread", original=ORIGINAL, original_2=original, kind=kind
         )
     if kind == "default":
         _require_nothing_else(stated)
         return {}
     if kind not in KINDS:
-        raise UserError(
-            f"config.json has rope_type = {kind!r}, which is not known: default, "
-            f"{', '.join(KINDS)} are"
-        )
+        raise UserError.of("convert.rope_type_unknown", kind=kind, kinds=", ".join(KINDS))
     # Where nothing says the length, the model was trained for its own.
     if ORIGINAL in PARAMETERS[kind]:
         stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
@@ -208,20 +189,15 @@ def _require_complete(kind: str, stated: dict[str, Any]) -> None:
     """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
     for key in ("factor", *REQUIRED.get(kind, ())):
         if key not in stated:
-            raise UserError(f"config.json lacks {key}, which rope_type {kind!r} needs")
+            raise UserError.of("convert.rope_key_missing", key=key, kind=kind)
     if stated.get("attention_factor") == 0:
-        raise UserError(
-            "config.json has attention_factor = 0, with which queries and keys would be nothing"
-        )
+        raise UserError.of("convert.rope_factor_zero")
 
 
 def _require_nothing_else(parameters: dict[str, Any]) -> None:
     """Raise UserError for the first parameter of positions that are not scaled."""
     for key, value in parameters.items():
-        raise UserError(
-            f"config.json has {key} = {value!r} in rope parameters without a rope_type that "
-            "reads it"
-        )
+        raise UserError.of("convert.rope_key_without_type", key=key, value=value)
 
 
 def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
@@ -230,8 +206,8 @@ def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
     inside, outside: what the rope parameters say, and the config.json beside them.
     """
     if inside is not None and outside is not None and inside != outside:
-        raise UserError(
-            f"config.json has {ORIGINAL} = {outside}, but {inside} in its rope parameters"
+        raise UserError.of(
+            "convert.rope_original_differs", original=ORIGINAL, outside=outside, inside=inside
         )
     original = longest
     if inside is not None:
@@ -239,9 +215,7 @@ def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
     elif outside is not None:
         original = outside
     if kind == "dynamic" and original != longest:
-        raise UserError(
-            f"config.json has {ORIGINAL} = {original} in dynamic rope parameters, but "
-            "transformers goes by "
-            f"max_position_embeddings = {longest}: leave it out"
+        raise UserError.of(
+            "convert.rope_original_dynamic", original=ORIGINAL, original_2=original, longest=longest
         )
     return original

@@ -72,9 +72,12 @@ def _unstack(
     parts = (names.gate, names.up) if projection == "gate_up" else (names.down,)
     if len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
         form = "[experts, 2 ffn, hidden]" if len(parts) > 1 else "[experts, hidden, ffn]"
-        raise UserError(
-            f"{tensor.file}: {name} is {short(list(tensor.shape))}, not {form}: such experts are "
-            "not known"
+        raise UserError.of(
+            "convert.hf_expert_shape",
+            file=tensor.file,
+            name=name,
+            short=short(list(tensor.shape)),
+            form=form,
         )
     experts, height, width = tensor.shape
     rows = height // len(parts)

@@ -78,9 +78,11 @@ def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
         return None
     tokenizer = load_tokenizer(file)
     if tokenizer.vocab_size > vocab:
-        raise UserError(
-            f"{file} has {tokenizer.vocab_size} tokens, but the vocabulary of the model holds "
-            f"{vocab}"
+        raise UserError.of(
+            "convert.tokenizer_beyond_vocabulary",
+            file=file,
+            vocab_size=tokenizer.vocab_size,
+            vocab=vocab,
         )
     return tokenizer
 
@@ -177,7 +179,7 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     # The proof that nothing was lost on the way.
     probe = PROBE + _text_of_symbols(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
-        raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+        raise UserError.of("convert.tokenizer_splits", file=file)
 
 
 def _named(files: Sequence[Path], name: str) -> list[Path]:
@@ -409,13 +411,8 @@ def _check_model(file: Path) -> bool:
     trainer = dict(protobuf_fields(fields.get(TRAINER_FIELD, b"")))
     normalizer = dict(protobuf_fields(fields.get(NORMALIZER_FIELD, b"")))
     if trainer.get(MODEL_TYPE, UNIGRAM) != BPE:
-        raise UserError(
-            f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here"
-        )
+        raise UserError.of("convert.tokenizer_not_bpe", file=file)
     rewrites = normalizer.get(CHARACTER_MAP) or normalizer.get(REMOVE_SPACES, 1)
     if not _is_lossless(file) and rewrites:
-        raise UserError(
-            f"{file} rewrites texts before it splits them, which a tokenizer.json cannot say "
-            "exactly"
-        )
+        raise UserError.of("convert.tokenizer_rewrites", file=file)
     return bool(normalizer.get(DUMMY_PREFIX, 1))

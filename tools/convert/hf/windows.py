@@ -12,10 +12,7 @@ def window_of(keys: Keys) -> Any:
     """Return sliding_window; null there is 0 here."""
     window = keys["sliding_window"]
     if window == 0:
-        raise UserError(
-            "config.json has sliding_window = 0, with which no token attends to anything: "
-            "null is none"
-        )
+        raise UserError.of("convert.hf_window_zero")
     # transformers does not read it in these families
     if keys.has("use_sliding_window") and keys.kind in ("mistral", "mixtral"):
         require(keys.stated["use_sliding_window"], "use_sliding_window", (window is not None,))
@@ -46,9 +43,7 @@ def windows_by_type(keys: Keys, pattern: Any) -> dict[str, Any]:
     elif isinstance(pattern, int) and pattern > 0:
         has_window = [bool((number + 1) % pattern) for number in range(layers)]
     else:
-        raise UserError(
-            f"config.json has sliding_window_pattern = {pattern!r}: it must be a number above 0"
-        )
+        raise UserError.of("convert.hf_window_pattern", pattern=pattern)
     return _fields(has_window, window_of(keys), required=True)
 
 
@@ -56,10 +51,7 @@ def _fields(has_window: list[bool], window: int, required: bool = False) -> dict
     """Return the fields of layers of which some have the window. required: these layers must have
     one."""
     if required and any(has_window) and not window:
-        raise UserError(
-            "config.json has layer_types with sliding_attention, but no sliding_window that "
-            "is in use"
-        )
+        raise UserError.of("convert.hf_window_missing")
     chosen = tuple(number for number, has in enumerate(has_window) if has) if window else ()
     if not chosen:
         return {"window": 0, "window_layers": ()}
@@ -70,9 +62,7 @@ def _fields(has_window: list[bool], window: int, required: bool = False) -> dict
 def _layers_with_window(types: Any, layers: int) -> list[bool]:
     """Return of each layer whether it has the window."""
     if not isinstance(types, list) or len(types) != layers:
-        raise UserError(
-            f"config.json has layer_types of {len(types)} layers, but num_hidden_layers = {layers}"
-        )
+        raise UserError.of("convert.hf_layer_types", num_types=len(types), layers=layers)
     allowed = tuple(LAYER_TYPES)
     return [LAYER_TYPES[require(name, "layer_types", allowed)] for name in types]
 
@@ -82,7 +72,4 @@ def require_layers_alike(keys: Keys, window: Any, layers: int) -> None:
     types = keys["layer_types"]
     if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
         expected = "sliding_attention" if window else "full_attention"
-        raise UserError(
-            f"config.json has layer_types, but transformers gives all layers of a {keys.kind} "
-            f"model {expected}"
-        )
+        raise UserError.of("convert.hf_layers_alike", kind=keys.kind, expected=expected)

@@ -65,16 +65,10 @@ def text_config(config: Json) -> Json:
         return config
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        raise UserError(
-            f"config.json has model_type = {kind!r}, but no text_config: a text model alone "
-            f"has {TEXT[kind]!r}"
-        )
+        raise UserError.of("convert.hf_text_config_missing", kind=kind, text=TEXT[kind])
     inner_kind = inner.get("model_type", TEXT[kind])
     if inner_kind != TEXT[kind]:
-        raise UserError(
-            f"config.json has text_config with model_type = {short(inner_kind)}, which is not "
-            f"{TEXT[kind]!r}"
-        )
+        raise UserError.of("convert.hf_text_config_type", short=short(inner_kind), text=TEXT[kind])
     _check_outer_keys(config, inner, kind)
     outer = {key: config[key] for key in OF_ALL if key in config}
     return {**inner, **outer, "model_type": TEXT[kind]}
@@ -84,15 +78,16 @@ def _check_outer_keys(config: Json, inner: Json, kind: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
     for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
         if config[key] is not None:
-            raise UserError(
-                f"config.json has {key} = {short(config[key])}, which is not known of a "
-                f"{kind} model"
+            raise UserError.of(
+                "convert.hf_key_unknown", key=key, short=short(config[key]), kind=kind
             )
     for key in OF_BOTH:
         if key in config and key in inner and inner[key] != config[key]:
-            raise UserError(
-                f"config.json has {key} = {short(config[key])}, but text_config has "
-                f"{short(inner[key])}"
+            raise UserError.of(
+                "convert.hf_text_config_differs",
+                key=key,
+                short=short(config[key]),
+                short_2=short(inner[key]),
             )
 
 

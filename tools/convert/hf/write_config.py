@@ -314,12 +314,11 @@ def model_type(model: ModelConfig) -> str:
         if _SAYS[kind](computed):
             return kind
     if remedies := would_do(computed, _KEYS, _SAYS[own_kind]):
-        raise UserError(f"Hugging Face's {own_kind} cannot say {'; or '.join(remedies)}")
+        raise UserError.of(
+            "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
+        )
     settings = ", ".join(unlike_its_family(computed, _KEYS))
-    raise UserError(
-        f"no Hugging Face family that is known here has all of: {settings}, and what else "
-        f"{own_kind} has"
-    )
+    raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_kind)
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:

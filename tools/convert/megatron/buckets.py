@@ -148,12 +148,7 @@ def bucketed_state(
 
 
 def _unknown_layout(saved: Saved) -> UserError:
-    return UserError(
-        f"{saved.path}: its distributed optimizer's flat state has not the layout that its "
-        "args and its model lead to: "
-        "have Megatron save with --dist-ckpt-optim-fully-reshardable, or convert with "
-        "--weights-only"
-    )
+    return UserError.of("convert.megatron_flat_state", path=saved.path)
 
 
 def _group_by_buffer(saved: Saved, flats: Mapping[str, Chunked]) -> dict[_BufferKey, Buckets]:
@@ -314,5 +309,5 @@ def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], transposed:
             )
             filled += bottom - top
     if filled != len(values):
-        raise UserError(f"{path} lacks a part of {flat.name}")
+        raise UserError.of("convert.megatron_part_missing", path=path, name=flat.name)
     return values.view(shape[::-1]).t() if transposed else values.view(shape)

@@ -74,9 +74,7 @@ def read_common(path: Path) -> dict[str, Any]:
     without args."""
     common = _common(path)
     if "args" not in common:
-        raise UserError(
-            f"{path}: common.pt has no args, which say what the model is{_way_out(path)}"
-        )
+        raise UserError.of("convert.megatron_no_args", path=path, way_out=_way_out(path))
     return common
 
 
@@ -155,7 +153,7 @@ def read_chunked(path: Path) -> Contents:
                 kind = "master"
         of_kind = by_kind.setdefault(kind, {})
         if name in of_kind:
-            raise UserError(f"{path}: two optimizers have the {kind} of {name}")
+            raise UserError.of("convert.megatron_optimizer_twice", path=path, kind=kind, name=name)
         of_kind[name] = tensor
     return Contents(by_kind, flat, _optimizer_settings(optimizer_objects))
 
@@ -179,7 +177,7 @@ def _check_inside(path: Path, tensor: Chunked) -> None:
         for start, size, limit in zip(offset, stored.shape, tensor.shape, strict=False):
             inside = inside and start >= 0 and start + size <= limit
         if not inside:
-            raise UserError(f"{path}: a part of {tensor.name} does not lie in it")
+            raise UserError.of("convert.megatron_part_outside", path=path, name=tensor.name)
 
 
 def _check_separate(path: Path, tensor: Chunked) -> None:
@@ -195,7 +193,7 @@ def _check_separate(path: Path, tensor: Chunked) -> None:
         # Boxes are sorted along the first dimension, so few are compared with each other.
         open_boxes = [box for box in open_boxes if not first or box[1][0] > first[0]]
         if any(_overlap(box, (first, end)) for box in open_boxes):
-            raise UserError(f"{path}: two parts of {tensor.name} overlap: .metadata is damaged")
+            raise UserError.of("convert.megatron_parts_overlap", path=path, name=tensor.name)
         open_boxes.append((first, end))
 
 
@@ -224,8 +222,8 @@ def merge_chunks(
     check_tensors(path, expected, merged)
     surplus = sorted(tensors.keys() - used)
     if surplus:
-        raise UserError(
-            f"{path} has the tensor {tensors[surplus[0]].name}, which its model has no place for"
+        raise UserError.of(
+            "convert.megatron_tensor_extra", path=path, name=tensors[surplus[0]].name
         )
     return merged
 
@@ -273,9 +271,12 @@ def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Ch
     depth = len(indices)
     counts = tuple(index.count for index in indices)
     if tensor.shape[:depth] != counts:
-        raise UserError(
-            f"{path}: {tensor.name} is {list(tensor.shape)}, but its args say {list(counts)} of "
-            "its kind"
+        raise UserError.of(
+            "convert.megatron_layer_count",
+            path=path,
+            name=tensor.name,
+            shape=list(tensor.shape),
+            counts=list(counts),
         )
     chunks = []
     for offset, stored in tensor.chunks:
@@ -304,7 +305,12 @@ def _merge(
     """Return parts one below the other. What pads the vocabulary is left out."""
     if not all(part.chunks for part in parts):
         numbers = [index.number for index in indices]
-        raise UserError(f"{path} lacks a part of {parts[0].name}{numbers or ''}")
+        raise UserError.of(
+            "convert.megatron_whole_part_missing",
+            path=path,
+            name=parts[0].name,
+            numbers=numbers or "",
+        )
     stored_chunks = []
     for part in parts:
         _check_separate(path, part)
@@ -313,7 +319,7 @@ def _merge(
     require_one_dtype(path, match.foreign, stored_chunks)
     first = parts[0]
     if not first.shape:
-        raise UserError(f"{path}: {first.name} is a single number, and no tensor of a model is")
+        raise UserError.of("convert.megatron_scalar", path=path, name=first.name)
     saved_rows = sum(part.shape[0] for part in parts)
     rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows
     saved_shape = (saved_rows, *first.shape[1:])
@@ -337,5 +343,5 @@ def _read(path: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
             view[box] = stored.read()
             filled += prod(stored.shape)
         if filled != view.numel():
-            raise UserError(f"{path} lacks a part of {part.name}")
+            raise UserError.of("convert.megatron_part_missing", path=path, name=part.name)
     return merged

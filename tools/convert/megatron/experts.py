@@ -88,7 +88,12 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
     """
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
-        raise UserError(f"{stored.file}: {list(stored.shape)} is no tensor of {count} experts")
+        raise UserError.of(
+            "convert.megatron_expert_tensor",
+            file=stored.file,
+            shape=list(stored.shape),
+            count=count,
+        )
     features_in = hidden
     features_out = size // hidden
     if not features_in_first:

@@ -36,14 +36,11 @@ def activation_of(args: Args, bias: bool, experts: int) -> dict[str, Any]:
         return _clamped(args, clamp, offset, _is_fused(args) and bias)
     for key, value in (("activation_func_clamp_value", clamp), ("glu_linear_offset", offset)):
         if value not in (None, 0.0):
-            raise UserError(f"Megatron's {key} = {value} cannot be converted but with quick_geglu")
+            raise UserError.of("convert.megatron_activation", key=key, value=value)
     if _gated(args):
         return {"mlp": "swiglu"}
     if args.get("use_te_activation_func"):
-        raise UserError(
-            "Megatron's use_te_activation_func = True cannot be converted where its "
-            "activation is gelu"
-        )
+        raise UserError.of("convert.megatron_te_gelu")
     # Fused with a bias it is the tanh approximation; experts are never fused so.
     return {"mlp": "gelu" if _is_fused(args) and bias and not experts else "gelu_exact"}
 
@@ -69,23 +66,14 @@ def _clamped(args: Args, clamp: float | None, offset: float, fused: bool) -> dic
         setting = "quick_geglu = True"
     is_gated = args.get("quick_geglu") or args.get("gated_linear_unit")
     if args.get("swiglu") or not is_gated:
-        raise UserError(f"Megatron's {setting} needs gated_linear_unit = True without swiglu")
+        raise UserError.of("convert.megatron_clamp_gated", setting=setting)
     if clamp is None or offset != OFFSET:
-        raise UserError(
-            f"Megatron's {setting} cannot be converted but with activation_func_clamp_value and "
-            "glu_linear_offset = 1.0"
-        )
+        raise UserError.of("convert.megatron_clamp_values", setting=setting)
     if args.get("use_te_activation_func"):
-        raise UserError(
-            f"Megatron's use_te_activation_func = True cannot be converted with {setting}"
-        )
+        raise UserError.of("convert.megatron_te_clamp", setting=setting)
     if fused and not args.get("moe_grouped_gemm"):
         key = "bias_activation_fusion" if "bias_activation_fusion" in args else "bias_gelu_fusion"
-        raise UserError(
-            f"Megatron's {key} = True beside {setting} cannot be converted without "
-            "moe_grouped_gemm: it clamps before it "
-            "adds biases"
-        )
+        raise UserError.of("convert.megatron_clamp_bias", key=key, setting=setting)
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
 
 
@@ -94,13 +82,9 @@ def _gated(args: Args) -> bool:
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     activation = args.get("activation_func")
     if gated and not args.get("swiglu") and activation != "silu":
-        raise UserError(
-            "Megatron's gated_linear_unit without activation_func = silu cannot be converted"
-        )
+        raise UserError.of("convert.megatron_gated")
     if not gated and activation == "silu":
-        raise UserError(
-            "Megatron's activation_func = silu without gated_linear_unit cannot be converted"
-        )
+        raise UserError.of("convert.megatron_silu")
     return gated
 
 
@@ -112,17 +96,10 @@ def experts_of(args: Args, experts: int, bias: bool) -> dict[str, Any]:
     shared = args.get("moe_shared_expert_intermediate_size") or 0
     dense = _dense_layers(args)
     if topk == 1 and not sigmoid and not pre_softmax:
-        raise UserError(
-            "Megatron's moe_router_topk = 1 without moe_router_pre_softmax has no router "
-            "that learns"
-        )
+        raise UserError.of("convert.megatron_top1")
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
-        raise UserError(
-            f"Megatron's add_bias_linear = True beside {key} = {args[key]!r} cannot be "
-            "converted: beside other "
-            "feed-forwards experts have no biases here"
-        )
+        raise UserError.of("convert.megatron_expert_bias", key=key, args=args[key])
     fields: dict[str, Any] = {
         "experts": experts,
         "experts_per_token": topk,
@@ -166,12 +143,12 @@ def _dense_layers(args: Args) -> tuple[int, ...]:
     elif isinstance(frequency, int) and frequency > 0:
         kinds = [int(layer % frequency == 0) for layer in range(layers)]
     else:
-        raise UserError(f"{setting} cannot be converted: give a whole number or a list")
+        raise UserError.of("convert.megatron_dense_form", setting=setting)
     if len(kinds) != layers or not all(kind in (0, 1) for kind in kinds):
-        raise UserError(f"{setting} has not a 0 or a 1 for each of num_layers = {layers}")
+        raise UserError.of("convert.megatron_dense_length", setting=setting, layers=layers)
     if not any(kinds):
-        raise UserError(
-            f"{setting} beside num_experts = {args['num_experts']}: no layer has experts"
+        raise UserError.of(
+            "convert.megatron_dense_all", setting=setting, num_experts=args["num_experts"]
         )
     return tuple(layer for layer, kind in enumerate(kinds) if not kind)
 
@@ -182,10 +159,7 @@ def _router(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     correction = bool(args.get("moe_router_enable_expert_bias"))
     groups = _router_groups(args, topk, sigmoid)
     if correction and not sigmoid:
-        raise UserError(
-            "Megatron's moe_router_enable_expert_bias = True needs moe_router_score_function "
-            "= sigmoid"
-        )
+        raise UserError.of("convert.megatron_router_bias")
     return {
         "score": "sigmoid" if sigmoid else "softmax",
         "scale": float(args.get("moe_router_topk_scaling_factor") or 1.0),
@@ -201,24 +175,15 @@ def _router_groups(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
         return {"groups": 1, "groups_per_token": 1}
     groups = args.get("moe_router_num_groups") or 0
     if not 0 < chosen <= groups:
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} needs moe_router_num_groups of at "
-            "least as many"
-        )
+        raise UserError.of("convert.megatron_router_groups", chosen=chosen)
     fields: dict[str, Any] = {"groups": groups, "groups_per_token": chosen}
     if chosen == groups:  # all groups are chosen, so how they compare does not matter
         return fields
     best = topk // chosen
     if not best:
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} is more than moe_router_topk = {topk}"
-        )
+        raise UserError.of("convert.megatron_router_topk", chosen=chosen, topk=topk)
     if best > 1 and not sigmoid and not args.get("moe_router_pre_softmax"):
-        raise UserError(
-            f"Megatron's moe_router_group_topk = {chosen} cannot be converted without "
-            "moe_router_pre_softmax: it "
-            "compares groups by logits then"
-        )
+        raise UserError.of("convert.megatron_router_order", chosen=chosen)
     return {**fields, "group_best": best}
 
 

@@ -137,12 +137,7 @@ def _name_parts(
 
 
 def _unknown_layout(rank: RankFile) -> UserError:
-    return UserError(
-        f"{rank.folder}/distrib_optim.pt has not the layout that its args and its model lead "
-        "to: convert with "
-        "--weights-only, or have Megatron save with --ckpt-format torch_dist "
-        "--dist-ckpt-optim-fully-reshardable"
-    )
+    return UserError.of("convert.megatron_distrib_layout", folder=rank.folder)
 
 
 def _flats(rank: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:

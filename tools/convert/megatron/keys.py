@@ -305,9 +305,12 @@ def canonical_names(args: Args) -> dict[str, Any]:
         if value is not None and canonical.get(name) in (None, value):
             canonical[name] = value
         elif value is not None and canonical[name] is not True:  # rope_scaling is a number in some
-            raise UserError(
-                f"Megatron's args have {alias} = {value!r}, but {name} = {canonical[name]!r}: one "
-                "is wrong"
+            raise UserError.of(
+                "convert.megatron_args_differ",
+                alias=alias,
+                value=value,
+                name=name,
+                canonical=canonical[name],
             )
     return canonical
 

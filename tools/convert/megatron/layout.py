@@ -97,7 +97,7 @@ def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[in
     rows, *others = shape
     units = {"rows": rows, "halves": rows // 2, "columns": others[0] if others else 0}
     if cut in units and units[cut] % tp:
-        raise UserError(f"{list(shape)} cannot be cut evenly among {tp} tensor-parallel ranks")
+        raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tp)
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":
@@ -131,7 +131,7 @@ def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"Megatron's args lack or misstate {error}") from error
+        raise UserError.of("convert.megatron_args_missing", error=error) from error
 
 
 def _fields_of(args: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
@@ -189,10 +189,7 @@ def _attention(args: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, 
     groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     head_dim = argument_or(args, "kv_channels", args["hidden_size"] // heads)
     if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
-        raise UserError(
-            f"Megatron's softmax_scale = {scale} cannot be converted: only 1 / "
-            "sqrt(kv_channels) can"
-        )
+        raise UserError.of("convert.megatron_softmax_scale", scale=scale)
     return {
         "kv_heads": groups or heads,
         "head_dim": head_dim,
@@ -228,16 +225,11 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
     # Megatron counts the tokens before the current one; ours counts that one too.
     before, after = window
     if after or before < 0:
-        raise UserError(
-            f"Megatron's window_size = {window} cannot be converted: only (tokens before, 0) can"
-        )
+        raise UserError.of("convert.megatron_window", window=window)
     skip = args.get("window_attn_skip_freq")
     if isinstance(skip, list | tuple):
         if len(skip) != len(numbers):
-            raise UserError(
-                f"Megatron's window_attn_skip_freq = {skip!r} has not a value for each of "
-                f"{len(numbers)} layers"
-            )
+            raise UserError.of("convert.megatron_window_freq", skip=skip, num_numbers=len(numbers))
         has_window = [bool(value) for value in skip]
     else:
         has_window = [not skip or number % skip != 0 for number in numbers]
@@ -254,16 +246,12 @@ def _modules(args: Mapping[str, Any]) -> dict[str, Any]:
     if not (modules := args.get("mtp_num_layers")):
         return {}
     if is_learned(args):
-        raise UserError(
-            f"Megatron's mtp_num_layers = {modules} cannot be converted beside learned "
-            "positions: modules have rope"
-        )
+        raise UserError.of("convert.megatron_mtp_positions", modules=modules)
     if args.get("window_size") and args.get("window_attn_skip_freq"):
-        raise UserError(
-            f"Megatron's mtp_num_layers = {modules} cannot be converted beside "
-            "window_attn_skip_freq = "
-            f"{args['window_attn_skip_freq']!r}: which window a module's layer has would follow "
-            "from its number"
+        raise UserError.of(
+            "convert.megatron_mtp_windows",
+            modules=modules,
+            window_attn_skip_freq=args["window_attn_skip_freq"],
         )
     return {
         "mtp_layers": modules,
@@ -276,19 +264,12 @@ def _refuse_combinations(args: Mapping[str, Any]) -> None:
     vocab = args.get("vocab_size")
     padded = args.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
-        raise UserError(
-            f"Megatron's padded_vocab_size = {padded} is less than vocab_size = {vocab}: one "
-            "is wrong"
-        )
+        raise UserError.of("convert.megatron_vocab", padded=padded, vocab=vocab)
     no_rope = args.get("no_rope_freq")
     if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
-        raise UserError(
-            f"Megatron's no_rope_freq = {no_rope!r} cannot be converted: all layers must turn"
-        )
+        raise UserError.of("convert.megatron_no_rope", no_rope=no_rope)
     if args.get("qk_layernorm") and args.get("normalization") != "RMSNorm":
-        raise UserError(
-            "Megatron's qk_layernorm = True cannot be converted but with normalization = RMSNorm"
-        )
+        raise UserError.of("convert.megatron_qk_norm")
 
 
 def _lacking(model: ModelConfig) -> Iterator[str]:
@@ -346,7 +327,7 @@ def args_of(
     fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
     """
     if lacking := list(_lacking(as_computed(model))):
-        raise UserError(f"Megatron's GPT model has no {', '.join(lacking)}")
+        raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lacking))
     windows = None
     if model.window_layers:
         windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]

@@ -104,10 +104,10 @@ def read_ranks(path: Path) -> RankFiles:
     loaded = contents(list(matches))
     for file, content in zip(matches, loaded, strict=True):
         if not isinstance(content, dict):
-            raise UserError(f"{file} does not hold a dict, as Megatron's files do")
+            raise UserError.of("convert.megatron_not_dict", file=file)
     args = loaded[0].get("args")
     if not isinstance(args, dict):
-        raise UserError(f"{path}: its files have no args, which say what the model is")
+        raise UserError.of("convert.megatron_files_no_args", path=path)
     # Before any number of theirs is used.
     require_kinds(args)
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
@@ -115,9 +115,11 @@ def read_ranks(path: Path) -> RankFiles:
     for (file, match), content in zip(matches.items(), loaded, strict=True):
         rank = _rank_of_folder(match, experts_are_spread)
         if rank in files:
-            raise UserError(
-                f"{file.parent} and {files[rank].folder} are both of {_describe_rank(rank)}: move "
-                "one away"
+            raise UserError.of(
+                "convert.megatron_rank_twice",
+                parent=file.parent,
+                folder=files[rank].folder,
+                describe_rank=_describe_rank(rank),
             )
         files[rank] = RankFile(file.parent, content, model_chunks(content))
     sizes = PerAxis(
@@ -139,13 +141,10 @@ def _find_files(path: Path) -> dict[Path, re.Match[str]]:
             matches[folder / FILE] = match
     for folder in path.glob("mp_rank_*"):
         if folder.is_dir() and not RANK.fullmatch(folder.name):
-            raise UserError(
-                f"{folder} is not named as a rank's folder is: move it away if it belongs to no "
-                "rank"
-            )
+            raise UserError.of("convert.megatron_folder_name", folder=folder)
     for file in matches:
         if not file.is_file():
-            raise UserError(f"{file} is missing")
+            raise UserError.of("convert.megatron_folder_missing", file=file)
     return matches
 
 
@@ -153,11 +152,11 @@ def _check_complete(ranks: RankFiles) -> None:
     """Raise UserError unless each part of every tensor is in some file."""
     sizes = ranks.sizes
     if sizes.tp % ranks.expert_tp:
-        raise UserError(
-            f"{ranks.path}: expert_tensor_parallel_size = {ranks.expert_tp} does not divide "
-            f"the {sizes.tp} tensor-parallel "
-            "ranks, so these files do not hold all experts: have Megatron save with "
-            "--ckpt-format torch_dist"
+        raise UserError.of(
+            "convert.megatron_expert_tensor_ranks",
+            path=ranks.path,
+            expert_tp=ranks.expert_tp,
+            tp=sizes.tp,
         )
     # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
     # the same on all ep ranks.
@@ -166,7 +165,12 @@ def _check_complete(ranks: RankFiles) -> None:
     for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
         has_expert = (tp % ranks.expert_tp, pp, ep) in expert_parts
         if (tp, pp) not in dense_parts or not has_expert:
-            raise UserError(f"{ranks.path} lacks {FILE} of {_describe_rank(PerAxis(tp, pp, ep))}")
+            raise UserError.of(
+                "convert.megatron_rank_missing",
+                path=ranks.path,
+                file=FILE,
+                describe_rank=_describe_rank(PerAxis(tp, pp, ep)),
+            )
 
 
 def _check_same_model(ranks: RankFiles) -> None:
@@ -175,16 +179,15 @@ def _check_same_model(ranks: RankFiles) -> None:
     for rank in ranks.files.values():
         args = rank.content.get("args")
         if not isinstance(args, dict):
-            raise UserError(
-                f"{rank.folder / FILE} has no args, which the file of every rank has: have "
-                "Megatron-LM save it again"
-            )
+            raise UserError.of("convert.megatron_rank_no_args", folder=rank.folder / FILE)
         _check_same_args(ranks, rank, args)
         if len(rank.chunks) != len(first.chunks):
-            raise UserError(
-                f"{rank.folder / FILE} holds the model in {len(rank.chunks)} virtual stages, "
-                f"and {first.folder / FILE} "
-                f"in {len(first.chunks)}"
+            raise UserError.of(
+                "convert.megatron_virtual_stages",
+                folder=rank.folder / FILE,
+                num_chunks=len(rank.chunks),
+                folder_2=first.folder / FILE,
+                num_chunks_2=len(first.chunks),
             )
 
 
@@ -192,10 +195,13 @@ def _check_same_args(ranks: RankFiles, rank: RankFile, args: dict[str, Any]) -> 
     """Raise UserError for the first of a rank's args that makes it another model."""
     for key in sorted(MODEL_ARGUMENTS & args.keys()):
         if args[key] != ranks.args.get(key):
-            raise UserError(
-                f"{rank.folder / FILE} is of another run than {ranks.first.folder / FILE}: its "
-                f"args have {key} = "
-                f"{args[key]!r}, and those of the other {ranks.args.get(key)!r}"
+            raise UserError.of(
+                "convert.megatron_other_run",
+                folder=rank.folder / FILE,
+                folder_2=ranks.first.folder / FILE,
+                key=key,
+                args=args[key],
+                get=ranks.args.get(key),
             )
 
 
@@ -272,12 +278,10 @@ def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
     if "model" not in content:
         surplus = surplus[len(keys) :]
     if surplus:
-        raise UserError(
-            f"a Megatron file holds {surplus[-1]} beside what is the whole model already"
-        )
+        raise UserError.of("convert.megatron_beside_whole", surplus=surplus[-1])
     chunks = [content[key] for key in keys]
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise UserError("a Megatron file holds no model of the names that Megatron-core gives")
+        raise UserError.of("convert.megatron_no_model")
     return [_parameters_in(chunk) for chunk in chunks]
 
 
@@ -347,10 +351,7 @@ def _parts_of_stage(
         if is_expert(name):
             _check_one_owner(ranks.path, name, parts)
         if sorted(parts) != [*range(ranks.tensor_ranks(name))]:
-            raise UserError(
-                f"{ranks.path}: tensor-parallel ranks of one stage hold tensors of different "
-                f"names: {name}"
-            )
+            raise UserError.of("convert.megatron_names_differ", path=ranks.path, name=name)
     checked: dict[str, list[TensorSource]] = {}
     for name, parts in copies.items():
         checked[name] = []
@@ -366,7 +367,7 @@ def _check_one_owner(
     """Raise UserError if an expert is on two ep ranks."""
     for copies in parts.values():
         if len({ep for ep, _ in copies}) > 1:
-            raise UserError(f"{path}: two ranks have {name}")
+            raise UserError.of("convert.megatron_name_on_ranks", path=path, name=name)
 
 
 def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> TensorSource:
@@ -379,7 +380,7 @@ def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> Tenso
     def read() -> Tensor:
         values = first.read()
         if not all(same_values(values, copy.read()) for copy in others):
-            raise UserError(f"{path}: ranks disagree about {name}, which they should all hold")
+            raise UserError.of("convert.megatron_ranks_disagree", path=path, name=name)
         return values
 
     return MergedTensor(first.shape, first.dtype, read)
@@ -391,7 +392,9 @@ def require_one_dtype(path: Path, name: str, parts: Sequence[TensorSource]) -> N
     # Sorted, so that the same files always give the same message.
     dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
     if len(dtypes) > 1:
-        raise UserError(f"{path}: ranks hold {name} in several dtypes, {' and '.join(dtypes)}")
+        raise UserError.of(
+            "convert.megatron_dtypes", path=path, name=name, dtypes=" and ".join(dtypes)
+        )
 
 
 def number_over_stages(
@@ -420,7 +423,9 @@ def number_over_stages(
                 local_numbers.add(number)
                 global_name = f"{prefix}{int(number) + layers_before}{suffix}"
             if global_name in merged and global_name not in repeated:
-                raise UserError(f"{path}: two pipeline stages have {global_name}")
+                raise UserError.of(
+                    "convert.megatron_layer_twice", path=path, global_name=global_name
+                )
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
@@ -442,10 +447,13 @@ def _check_ends(
         for name in stage:
             owner = next((end for begin, end in ends.items() if name.startswith(begin)), number)
             if owner != number and name not in repeated:
-                raise UserError(
-                    f"{path}: {name} belongs to pipeline stage {owner} of {len(stages)}, counted "
-                    f"from 0, and stage {number} has "
-                    "it: files of stages have each other's names"
+                raise UserError.of(
+                    "convert.megatron_layer_of_stage",
+                    path=path,
+                    name=name,
+                    owner=owner,
+                    num_stages=len(stages),
+                    number=number,
                 )
 
 
@@ -491,9 +499,8 @@ def _require_fit(path: Path, match: Match, parts: Sequence[TensorSource]) -> Non
     """Raise UserError for parts of several shapes, or with the whole tensor among them."""
     if any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
         shapes = ", ".join(str(list(part.shape)) for part in parts)
-        raise UserError(
-            f"{path}: {match.foreign} is {shapes} on the tensor-parallel ranks, which do not fit "
-            "each other"
+        raise UserError.of(
+            "convert.megatron_shapes", path=path, foreign=match.foreign, shapes=shapes
         )
 
 

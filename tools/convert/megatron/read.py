@@ -66,9 +66,7 @@ def find_megatron(path: Path) -> Path | None:
         tracker = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
         name = _iteration_folder(tracker)
         if not name or not (path / name).is_dir():
-            raise UserError(
-                f"{path / TRACKER} says {tracker!r}, but there is no such checkpoint beside it"
-            )
+            raise UserError.of("convert.megatron_tracker", path=path / TRACKER, tracker=tracker)
         path = path / name
     if (path / ".metadata").is_file() or any(RANK.fullmatch(file.name) for file in path.iterdir()):
         return path
@@ -100,10 +98,7 @@ def open_megatron(
     distributed = (path / ".metadata").is_file()
     if model is not None:
         if not distributed or has_args(path):
-            raise UserError(
-                f"--config is for distributed checkpoints without args, and {path} has some: "
-                "leave it out"
-            )
+            raise UserError.of("convert.megatron_config_unused", path=path)
         return _open_without_args(path, model)
     if distributed:
         return _open_distributed(path, vocab, weights_only)
@@ -226,10 +221,7 @@ def _checked_master(
     def read() -> Tensor:
         values = master.read()
         if not same_values(values.to(weight.dtype), weight.read()):
-            raise UserError(
-                f"{path}: what its optimizer holds as the FP32 master of {name} is not that "
-                "of its weight"
-            )
+            raise UserError.of("convert.megatron_master_differs", path=path, name=name)
         return values
 
     return MergedTensor(master.shape, master.dtype, read)
@@ -276,10 +268,13 @@ def _require_one_time(ranks: RankFiles) -> None:
     for rank in ranks.files.values():
         for clock, value in _clocks(rank.content):
             if value != expected[clock]:
-                raise UserError(
-                    f"{rank.folder} was saved at another time than {first}: {clock} is {value} "
-                    "there, and "
-                    f"{expected[clock]} in the other"
+                raise UserError.of(
+                    "convert.megatron_other_time",
+                    folder=rank.folder,
+                    first=first,
+                    clock=clock,
+                    value=value,
+                    expected=expected[clock],
                 )
 
 
@@ -305,12 +300,7 @@ def _require_form(path: Path, content: Mapping[str, Any]) -> None:
     if version is None:
         return
     if not is_number(version) or not OLDEST_VERSION <= version <= NEWEST_VERSION:
-        raise UserError(
-            f"{path}: checkpoint_version = {version!r}, and only 2.0 and 3.0 are read, for "
-            "older ones have the rows of "
-            "query, key and value in another order: load it with Megatron-LM and have it "
-            "saved again"
-        )
+        raise UserError.of("convert.megatron_version", path=path, version=version)
 
 
 def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) -> Facts:
@@ -395,6 +385,6 @@ def _drop_tied_head(
     heads = parts_by_name.pop(HEAD)
     for head, embedding in zip(heads, parts_by_name.get(EMBEDDING, ()), strict=True):
         if not model.mtp_layers and not same_values(head.read(), embedding.read()):
-            raise UserError(
-                f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied"
+            raise UserError.of(
+                "convert.megatron_tied_differs", path=path, head=HEAD, embedding=EMBEDDING
             )

@@ -37,10 +37,7 @@ def is_learned(args: Args) -> bool:
     is_default = args.get("position_embedding_type", LEARNED) == LEARNED
     learned = is_default and not args.get("use_rotary_position_embeddings")
     if learned and args.get("add_position_embedding") is False:
-        raise UserError(
-            "Megatron's add_position_embedding = False cannot be converted: it has no "
-            "positions at all"
-        )
+        raise UserError.of("convert.megatron_no_positions")
     return learned
 
 
@@ -66,13 +63,10 @@ def _scaling(args: Args) -> dict[str, Any]:
     factor = args.get("rotary_seq_len_interpolation_factor")
     scaled = bool(args.get("use_rope_scaling"))
     if factor is not None and scaled:
-        raise UserError(
-            "Megatron's rotary_seq_len_interpolation_factor beside use_rope_scaling cannot "
-            "be converted"
-        )
+        raise UserError.of("convert.megatron_two_scalings")
     if factor is not None:
         if factor < 1:
-            raise UserError(f"Megatron's rotary_seq_len_interpolation_factor = {factor} is below 1")
+            raise UserError.of("convert.megatron_scaling_below_one", factor=factor)
         return {"kind": "linear", "factor": float(factor)}
     if scaled:
         return {"kind": "llama3", "factor": argument_or(args, "rope_scaling_factor", 8.0), **LLAMA3}
@@ -83,15 +77,9 @@ def _plain_yarn(args: Args, fraction: float) -> dict[str, Any]:
     """Return YaRN's scaling in ordinary attention, where all features of a head turn."""
     for key in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
         if args.get(key):
-            raise UserError(
-                f"Megatron's {key} = {args[key]} cannot be converted with "
-                "position_embedding_type = yarn"
-            )
+            raise UserError.of("convert.megatron_yarn_key", key=key, args=args[key])
     if fraction != 1:
-        raise UserError(
-            f"Megatron's rotary_percent = {fraction} cannot be converted with "
-            "position_embedding_type = yarn"
-        )
+        raise UserError.of("convert.megatron_yarn_percent", fraction=fraction)
     original = argument_or(args, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
     fast = argument_or(args, "yarn_beta_fast", LATENT_YARN["beta_fast"])
     slow = argument_or(args, "yarn_beta_slow", LATENT_YARN["beta_slow"])
@@ -125,12 +113,10 @@ def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -
 def _yarn_factor(args: Args) -> float:
     if args.get("rotary_scaling_factor") is None:
         key = "rope_type" if args.get("multi_latent_attention") else "position_embedding_type"
-        raise UserError(
-            f"Megatron's {key} = {args.get(key)} needs rotary_scaling_factor, which its args lack"
-        )
+        raise UserError.of("convert.megatron_factor_missing", key=key, get=args.get(key))
     factor = float(args["rotary_scaling_factor"])
     if factor < 1:
-        raise UserError(f"Megatron's rotary_scaling_factor = {factor} is below 1")
+        raise UserError.of("convert.megatron_factor_below_one", factor=factor)
     return factor
 
 
@@ -195,17 +181,12 @@ def _require_latent(args: Args) -> None:
     }
     for key, values in allowed.items():
         if args.get(key) not in values:
-            raise UserError(
-                f"Megatron's {key} = {args.get(key)!r} beside multi_latent_attention = True "
-                "cannot be converted: only "
-                f"{values[0]} can"
+            raise UserError.of(
+                "convert.megatron_latent_key", key=key, get=args.get(key), values=values[0]
             )
     groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
     if groups not in (None, args["num_attention_heads"]):
-        raise UserError(
-            f"Megatron's num_query_groups = {groups} has no meaning beside "
-            "multi_latent_attention = True"
-        )
+        raise UserError.of("convert.megatron_latent_groups", groups=groups)
 
 
 def without_rotary(model: ModelConfig) -> Iterator[str]:

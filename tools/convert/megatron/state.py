@@ -96,11 +96,11 @@ def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankSt
     if len(missing) == len(files):
         return {}
     if missing:
-        raise UserError(f"{missing[0]} is missing, though other ranks have theirs")
+        raise UserError.of("convert.megatron_optimizer_missing", missing=missing[0])
     # Its groups and steps are in the rank's file.
     if not _optimizers(ranks.first.content):
-        raise UserError(
-            f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file"
+        raise UserError.of(
+            "convert.megatron_no_optimizer", folder=ranks.first.folder, distributed=DISTRIBUTED
         )
     loaded = dict(zip(files, contents(list(files.values())), strict=True))
     on_both_ends = shared_weights(model, ranks.sizes.pp)
@@ -131,10 +131,7 @@ def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
         for number, group in enumerate(inner["param_groups"]):
             parameters = list(_parameters_of_group(rank, group))
             if len(parameters) != len(group["params"]):
-                raise UserError(
-                    f"{rank.folder}: its optimizer has other groups of parameters than "
-                    "Megatron's default"
-                )
+                raise UserError.of("convert.megatron_groups", folder=rank.folder)
             for (chunk, name), index in zip(parameters, group["params"], strict=True):
                 for kind in MOMENTS:
                     chunks[chunk][kind][name] = inner["state"][index][kind]
@@ -150,10 +147,7 @@ def _require_all_parameters(rank: RankFile, chunks: RankState) -> None:
     for chunk, weights in zip(chunks, rank.chunks, strict=True):
         trained = sum(map(is_trained, weights))
         if any(len(tensors) != trained for tensors in chunk.values()):
-            raise UserError(
-                f"{rank.folder}: its optimizer has not the parameters of the model, or some of "
-                "them twice"
-            )
+            raise UserError.of("convert.megatron_parameters", folder=rank.folder)
 
 
 def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, str]]:

@@ -128,16 +128,11 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
 def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
-        raise UserError(
-            f"--tp {layout.tp} --pp {layout.pp}: give 1 or more, and stages that divide "
-            f"{model.layers} layers"
-        )
+        raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
     if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
-        raise UserError(
-            f"--ep {layout.ep}: give a number of ranks that divides the {model.experts} experts"
-        )
+        raise UserError.of("convert.target_expert_ranks", ep=layout.ep, experts=model.experts)
     if layout.grouped and not model.experts:
-        raise UserError("--grouped-experts: the model has no experts: leave it out")
+        raise UserError.of("convert.target_no_experts")
 
 
 def _reopen(path: Path) -> Source:
@@ -226,8 +221,8 @@ class _Writer:
         try:
             shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
         except UserError as error:
-            raise UserError(
-                f"--tp {self.layout.tp}: {name} of {error}; give a number that divides it"
+            raise UserError.of(
+                "convert.target_tensor_ranks", tp=self.layout.tp, name=name, error=error
             ) from error
         experts = self.source.model.experts // self.layout.ep
         name = local_name(name, experts, self.layout.grouped)

@@ -44,15 +44,9 @@ def open_colossalai(path: Path) -> Source:
             older = "the index beside it is of an earlier save"
         else:
             older = "no index is made of them"
-        raise UserError(
-            f"{path} was not saved whole: {STAGES}/ still has the indices of stages, and {older}"
-        )
+        raise UserError.of("convert.colossal_not_whole", path=path, stages=STAGES, older=older)
     if not (path / CONFIG).is_file():
-        raise UserError(
-            f"{path / CONFIG} is missing: Colossal-AI writes it for models of transformers, "
-            "and nothing else here "
-            "says what the model is"
-        )
+        raise UserError.of("convert.colossal_config_missing", path=path / CONFIG)
     return open_hf(path, "colossalai", Facts(unread=_unread(path)))
 
 

@@ -90,8 +90,11 @@ def open_internevo(path: Path) -> Source:
     model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
     chunks = len(next(iter(ranks.chunks.values())))
     if config.get("num_chunks", chunks) != chunks:
-        raise UserError(
-            f"{path / CONFIG}: num_chunks = {config['num_chunks']}, but the files hold {chunks}"
+        raise UserError.of(
+            "convert.internevo_chunks",
+            path=path / CONFIG,
+            num_chunks=config["num_chunks"],
+            chunks=chunks,
         )
     split_hidden = _split_hidden(shards_by_name, model.hidden)
     expected = matches(internevo(mlp, split_hidden, ranks.weight_parallel), model)
@@ -112,7 +115,9 @@ def _refuse_unread_kinds(path: Path) -> None:
     for kind, content in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
         for file in sorted(path.iterdir()):
             if kind.fullmatch(file.name):
-                raise UserError(f"{path / file.name} holds {content}, which cannot be read here")
+                raise UserError.of(
+                    "convert.internevo_kinds", path=path / file.name, content=content
+                )
 
 
 def _read_ranks(path: Path) -> RankFiles:
@@ -123,7 +128,9 @@ def _read_ranks(path: Path) -> RankFiles:
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }
     if len(forms) > 1:
-        raise UserError(f"{path} has files of two forms: {', '.join(matches_by_name)}")
+        raise UserError.of(
+            "convert.internevo_two_forms", path=path, matches_by_name=", ".join(matches_by_name)
+        )
     ((names_tp, names_wp, _),) = forms
     files = _file_of_each_rank(path, matches_by_name)
     sizes = _count_ranks(names)
@@ -145,8 +152,8 @@ def _file_of_each_rank(
         names_by_rank.setdefault(_rank_of(match), []).append(name)
     for names in names_by_rank.values():
         if len(names) > 1:
-            raise UserError(
-                f"{path / names[0]} and {names[-1]} are both of one rank: move one away"
+            raise UserError.of(
+                "convert.internevo_rank_twice", path=path / names[0], names=names[-1]
             )
     return {rank: path / names[0] for rank, names in names_by_rank.items()}
 
@@ -175,7 +182,7 @@ def _require_all_ranks(
             tensor = f"tp{rank.tp}_" if names_tp else ""
             weight = f"wp{rank.wp}_" if names_wp else ""
             name = f"model_{tensor}{weight}pp{rank.pp}.pt"
-            raise UserError(f"{path / name} is missing")
+            raise UserError.of("convert.megatron_folder_missing", file=path / name)
 
 
 def _rank_of(match: re.Match[str]) -> RankAxes:
@@ -196,21 +203,17 @@ def _chunks(file: Path, state: Any) -> Chunks:
         own_name = own_name.replace("embedding.word_embeddings.", "embedding.")
         chunks.setdefault(number, {})[own_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
-        raise UserError(f"{file} lacks a chunk of the model")
+        raise UserError.of("convert.internevo_chunk_missing", file=file)
     return [chunks[number] for number in sorted(chunks)]
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     """Return the dict `model` of InternEvo's configuration."""
     if not file.is_file():
-        raise UserError(
-            f"{file} is missing: it holds the dict `model` of InternEvo's configuration, "
-            "which says what the model is; "
-            "InternEvo's train.py saves it, and torch.save(dict(num_layers=...), ...) makes it"
-        )
+        raise UserError.of("convert.internevo_config_missing", file=file)
     (config,) = contents([file])
     if not isinstance(config, dict):
-        raise UserError(f"{file} does not hold a dict, as InternEvo's files do")
+        raise UserError.of("convert.internevo_not_dict", file=file)
     return config
 
 
@@ -219,7 +222,7 @@ def _shards_over_all(ranks: RankFiles) -> dict[str, list[TensorSource]]:
     chunks, then of ranks."""
     counts = {len(chunks) for chunks in ranks.chunks.values()}
     if len(counts) > 1:
-        raise UserError(f"{ranks.path}: its files do not hold equally many chunks of the model")
+        raise UserError.of("convert.internevo_chunks_differ", path=ranks.path)
     stages = []
     for chunk in range(max(counts)):
         for stage in range(ranks.sizes.pp):
@@ -275,15 +278,10 @@ def _feed_forward(
     if shapes["fc1"] and shapes["fc2"]:
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
-        raise UserError(
-            f"{path} is no model of InternEvo's INTERNLM type: it lacks blocks.0.mlp.w1, .w2 "
-            f"and .w3; {EXPORT}"
-        )
+        raise UserError.of("convert.internevo_not_internlm", path=path, export=EXPORT)
     if shapes["w2"] == shapes["w3"]:
-        raise UserError(
-            f"{path}: w2 and w3 of the feed-forward have the same shape {list(shapes['w2'][0])}, "
-            "and which of them closes it "
-            f"depends on InternEvo's version: {EXPORT}"
+        raise UserError.of(
+            "convert.internevo_feed_forward", path=path, w2=list(shapes["w2"][0]), export=EXPORT
         )
     width = sum(shape[0] for shape in shapes["w1"])
     if shapes["w3"] == shapes["w1"]:

@@ -92,10 +92,7 @@ def model_of(
     _check_against_tensors(config, gated, ffn, biased, origin)
     settings = {key: config.get(key, default) for key, default in DEFAULTS.items()}
     if settings["norm_type"] not in ("rmsnorm", "layernorm"):
-        raise UserError(
-            f"{origin}: norm_type = {settings['norm_type']!r} is not known: 'rmsnorm' and "
-            "'layernorm' are"
-        )
+        raise UserError.of("convert.internevo_norm", origin=origin, norm_type=settings["norm_type"])
     fields = {
         "family": "llama",
         "layers": config["num_layers"],
@@ -168,27 +165,20 @@ def _check_against_tensors(
     """Raise UserError if the dict and the tensors contradict each other."""
     heads = config["num_attention_heads"]
     if config.get("num_kv_attention_heads", heads) != heads:
-        raise UserError(
-            f"{origin}: num_kv_attention_heads is not num_attention_heads, which InternLM "
-            "models need"
-        )
+        raise UserError.of("convert.internevo_heads", origin=origin)
     if "no_bias" in config and bool(config["no_bias"]) == biased:
         biases = "have" if biased else "have no"
-        raise UserError(
-            f"{origin}: no_bias = {config['no_bias']!r}, but the attention layers {biases} biases"
+        raise UserError.of(
+            "convert.internevo_bias", origin=origin, no_bias=config["no_bias"], biases=biases
         )
     if "use_swiglu" in config and bool(config["use_swiglu"]) != gated:
         gate = "has a gate" if gated else "has no gate"
-        raise UserError(
-            f"{origin}: use_swiglu = {config['use_swiglu']!r}, but the feed-forward {gate}"
+        raise UserError.of(
+            "convert.internevo_swiglu", origin=origin, use_swiglu=config["use_swiglu"], gate=gate
         )
     if "mlp_ratio" in config:
         width = int(config["hidden_size"] * config["mlp_ratio"])
         multiple = config.get("multiple_of", MULTIPLE) if gated else 1
         expected = -(-width // multiple) * multiple
         if expected != ffn:
-            raise UserError(
-                f"{origin}: mlp_ratio leads to a width of {expected}, but the feed-forward of "
-                f"all files has {ffn}: "
-                "files of ranks are missing, or it is another model that is described"
-            )
+            raise UserError.of("convert.internevo_width", origin=origin, expected=expected, ffn=ffn)

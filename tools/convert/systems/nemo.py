@@ -64,12 +64,7 @@ def refuse_older(path: Path, holds_others: bool = False) -> None:
         elif path.suffix == ".nemo":
             older.append(path)
     if older:
-        raise UserError(
-            f"{older[0]} is of NeMo 1, whose checkpoints are not read: the script of its "
-            "family in NeMo's "
-            "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a "
-            "Hugging Face folder of it"
-        )
+        raise UserError.of("convert.nemo1", older=older[0])
 
 
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
@@ -81,13 +76,12 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     folder = path / WEIGHTS if (path / WEIGHTS).is_dir() else path
     _check_complete(path, folder)
     if not (folder / ".metadata").is_file():
-        raise UserError(
-            f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) "
-            f"are read; {EXPORT}"
+        raise UserError.of(
+            "convert.nemo_not_distributed", folder=folder / ".metadata", export=EXPORT
         )
     config = read_yaml(file).get("config")
     if not isinstance(config, dict):
-        raise UserError(f"{file} has no config, which says what the model is; {EXPORT}")
+        raise UserError.of("convert.nemo_no_config", file=file, export=EXPORT)
     model = model_of(config, vocab, str(file))
     contents = read_chunked(folder)
     tensors = _with_megatron_names(folder, contents)
@@ -111,15 +105,12 @@ def _check_complete(path: Path, folder: Path) -> None:
     alone."""
     mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
     if mark.exists():
-        raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
+        raise UserError.of("convert.nemo_not_whole", path=path, mark=mark)
     # A pointer of Git LFS in place of a file would be taken for a damaged one.
     for part in (folder, path / CONTEXT):
         require_fetched(part)
     if (folder / ADAPTER).is_file():
-        raise UserError(
-            f"{folder / ADAPTER} says that the checkpoint is an adapter, which is not read: NeMo's "
-            "llm.peft.merge_lora puts it and its model together"
-        )
+        raise UserError.of("convert.nemo_adapter", folder=folder / ADAPTER)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -128,7 +119,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
-        raise UserError(f"{file} needs the package 'pyyaml': pip install pyyaml") from problem
+        raise UserError.of("convert.pyyaml_missing", file=file) from problem
 
     class Once(yaml.SafeLoader):
         """A loader of plain values that refuses a key that a mapping has twice."""
@@ -153,9 +144,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         content = yaml.load(read_text(file), Once)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError.of(
+            "convert.yaml_unreadable", file=file, split=" ".join(str(error).split())
+        ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} does not hold a mapping")
+        raise UserError.of("convert.yaml_not_mapping", file=file)
     return content
 
 
@@ -164,8 +157,8 @@ def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]
     tensors: dict[str, Chunked] = {}
     for name, tensor in contents.by_kind["weight"].items():
         if not name.startswith(PREFIX):
-            raise UserError(
-                f"{folder} has the tensor {name}, which does not begin with {PREFIX!r}; {EXPORT}"
+            raise UserError.of(
+                "convert.nemo_name", folder=folder, name=name, prefix=PREFIX, export=EXPORT
             )
         megatron_name = name.removeprefix(PREFIX)
         tensors[megatron_name] = replace(tensor, name=megatron_name)
@@ -177,9 +170,8 @@ def _check_rows(folder: Path, tensors: Mapping[str, Chunked], vocab: int | None)
     NeMo pads."""
     embedding = tensors.get(EMBEDDING)
     if vocab and embedding and embedding.shape[0] != vocab:
-        raise UserError(
-            f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says "
-            f"vocab_size = {vocab}"
+        raise UserError.of(
+            "convert.nemo_vocab", folder=folder, shape=embedding.shape[0], model=MODEL, vocab=vocab
         )
 
 

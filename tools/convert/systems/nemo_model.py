@@ -170,10 +170,7 @@ def model_of(config: Mapping[str, Any], vocab: int | None, origin: str) -> Model
     bias = bool(config["add_bias_linear"])
     tokens = vocab or config["vocab_size"]
     if not tokens:
-        raise UserError(
-            f"{origin}: vocab_size is null, so NeMo took the tokenizer's: give its tokens as "
-            "--vocab N"
-        )
+        raise UserError.of("convert.nemo_vocab_null", origin=origin)
     fields = {
         "family": "gpt2" if learned else "llama",
         "layers": config["num_layers"],
@@ -206,8 +203,8 @@ def model_of(config: Mapping[str, Any], vocab: int | None, origin: str) -> Model
 def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
     target = config.get("_target_")
     if not isinstance(target, str) or not target.startswith(MODULES):
-        raise UserError(
-            f"{origin}: the class {target!r} is not known: those of {', '.join(MODULES)} are"
+        raise UserError.of(
+            "convert.nemo_class", origin=origin, target=target, modules=", ".join(MODULES)
         )
     problems = [
         f"{origin} lacks {key}, which says what the model is"
@@ -273,9 +270,11 @@ def _problems_of_layers(spec: Any, origin: str) -> list[str]:
 def _norm(config: Mapping[str, Any], origin: str) -> str:
     norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
     if config["normalization"] not in norms:
-        raise UserError(
-            f"{origin}: normalization = {config['normalization']!r} is not known: "
-            f"{', '.join(norms)} are"
+        raise UserError.of(
+            "convert.nemo_norm",
+            origin=origin,
+            normalization=config["normalization"],
+            norms=", ".join(norms),
         )
     return norms[config["normalization"]]
 
@@ -290,10 +289,7 @@ def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
     if (kind, gated) == ("gelu", False):
         return "gelu" if config["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
-    raise UserError(
-        f"{origin}: activation_func {name!r} with {gate} is not known: torch's silu with one "
-        "and gelu without are"
-    )
+    raise UserError.of("convert.nemo_activation", origin=origin, name=name, gate=gate)
 
 
 def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -302,8 +298,5 @@ def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if not settings and not STRETCHED.search(config["_target_"]):
         return {}
     if len(settings) < len(SCALING):
-        raise UserError(
-            f"{origin} lacks some of {', '.join(SCALING)}: all of them say how rotary "
-            "positions are stretched"
-        )
+        raise UserError.of("convert.nemo_rope", origin=origin, scaling=", ".join(SCALING))
     return {"kind": "llama3", **settings}

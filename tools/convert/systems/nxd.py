@@ -89,7 +89,7 @@ def find_nxd(path: Path) -> Path | None:
     complete = [tag for tag in tags if (tag / "done").is_file()]
     if len(complete) > 1:
         names = ", ".join(tag.name for tag in complete)
-        raise UserError(f"{path} has several checkpoints of NxD: give the folder of one of {names}")
+        raise UserError.of("convert.nxd_several", path=path, names=names)
     return next(iter(complete or tags), None)
 
 
@@ -104,9 +104,7 @@ def _has_ranks(folder: Path) -> bool:
 def open_nxd(path: Path) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
     if (path / "checkpoint").is_file() and not (path / "done").is_file():
-        raise UserError(
-            f"{path} was not saved whole: NxD writes {path / 'done'} last, and it is missing"
-        )
+        raise UserError.of("convert.nxd_not_whole", path=path, path_2=path / "done")
     file, config = _read_config(path)
     model, kind = _model_of(file, config)
     files = _find_files(path)
@@ -145,19 +143,13 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
         if file.is_file():
             config = read_json(file)
             return file, {key: value for key, value in config.items() if key not in OWN_KEYS}
-    raise UserError(
-        f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; "
-        "put the Hugging Face "
-        "config.json there that the model was made of"
-    )
+    raise UserError.of("convert.nxd_config_missing", path=path / CONFIG)
 
 
 def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
     if config.get("quantization_config") is not None:
-        raise UserError(
-            f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out"
-        )
+        raise UserError.of("convert.nxd_quantized", file=file)
     try:
         return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
@@ -170,13 +162,13 @@ def _find_files(path: Path) -> dict[ModelRank, Path]:
     if folder == path and not _has_ranks(path):
         return {ModelRank(0, 0): path / MERGED}
     if (path / MERGED).is_file():
-        raise UserError(f"{path} has files of ranks and {MERGED}: leave in it what is meant")
+        raise UserError.of("convert.nxd_two_kinds", path=path, merged=MERGED)
     names = sorted(file.name for file in folder.iterdir())
     _refuse_experts(folder, names)
     new = _new_files(folder, names)
     old = _old_files(folder, names)
     if new and old:
-        raise UserError(f"{folder} has files of two versions of NxD: leave in it what is meant")
+        raise UserError.of("convert.nxd_versions", folder=folder)
     files = new or old
     _require_all_ranks(folder, files, _ranks_of_optimizer(path), bool(old))
     return files
@@ -198,16 +190,14 @@ def _require_all_ranks(
         usual = folder / (name if old else f"dp_rank_00_{name}.pt")
         file = files.get(ModelRank(tp, pp), usual)
         if not file.is_file():
-            raise UserError(f"{file} is missing")
+            raise UserError.of("convert.megatron_folder_missing", file=file)
 
 
 def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError for a file with the experts of a rank."""
     for name in names:
         if EXPERTS.fullmatch(name):
-            raise UserError(
-                f"{folder / name} holds experts of a rank, which cannot be read here: {EXPORT}"
-            )
+            raise UserError.of("convert.nxd_experts", folder=folder / name, export=EXPORT)
 
 
 def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
@@ -239,8 +229,8 @@ def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[Model
     for name, (tensor, pipeline) in numbers.items():
         rank = ModelRank(int(tensor), int(pipeline))
         if rank in files:
-            raise UserError(
-                f"{folder / name} and {files[rank].name} are both of one rank: move one away"
+            raise UserError.of(
+                "convert.internevo_rank_twice", path=folder / name, names=files[rank].name
             )
         files[rank] = folder / name
     return files
@@ -263,7 +253,7 @@ def _read_tensors(
     unread_keys: set[str] = set()
     for (rank, file), content in zip(files.items(), contents(list(files.values())), strict=True):
         if not isinstance(content, dict):
-            raise UserError(f"{file} does not hold a dict of tensors")
+            raise UserError.of("convert.not_a_state", file=file)
         state = content
         # Older versions and the converter have a dict around the state.
         if isinstance(content.get("model"), dict):
@@ -288,12 +278,7 @@ def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     }
     for tensor_file in files.values():
         if not tensor_file.is_file():
-            raise UserError(
-                f"{tensor_file} is missing; a checkpoint saved with "
-                "avoid_saving_lower_precision_weights "
-                "has its weights in the "
-                "optimizer's state alone, which is not read: have NxD save it without"
-            )
+            raise UserError.of("convert.nxd_file_missing", tensor_file=tensor_file)
     resolved = dict(state)
     if files:
         resolved.update(zip(files, contents(list(files.values())), strict=True))

@@ -76,7 +76,7 @@ def hugging_face(
     for name, shards in shards_by_name.items():
         for own_name, own_shards in _unfuse(path, name, shards, model).items():
             if own_name in unfused:
-                raise UserError(f"{path} has {own_name} alone and in {name}")
+                raise UserError.of("convert.nxd_mixed", path=path, own_name=own_name, name=name)
             unfused[own_name] = own_shards
     merged = {name: _merge(path, name, shards, model) for name, shards in unfused.items()}
     copies = _find_copies(path, merged, model)
@@ -94,9 +94,7 @@ def _unfuse(
     qkv = QKV.fullmatch(name)
     if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
         shapes = ", ".join(str(list(shard.shape)) for shard in shards)
-        raise UserError(
-            f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other"
-        )
+        raise UserError.of("convert.megatron_shapes", path=path, foreign=name, shapes=shapes)
     rows = shards[0].shape[0]
     if gate_up:
         prefix, kind = gate_up.groups()
@@ -111,9 +109,8 @@ def _unfuse(
     query_rows = model.heads * model.head_dim // len(shards)
     kv_rows = (rows - query_rows) // 2
     if kv_rows < 1:
-        raise UserError(
-            f"{path}: {name} has {rows} rows on a rank, and config.json asks for "
-            f"{query_rows} queries alone"
+        raise UserError.of(
+            "convert.nxd_rows", path=path, name=name, rows=rows, query_rows=query_rows
         )
     _require_halves(path, name, rows - query_rows)
     return _split_rows(shards, prefix, kind, {"q": query_rows, "k": kv_rows, "v": kv_rows})
@@ -142,7 +139,7 @@ def _require_halves(path: Path, name: str, rows: int) -> None:
     """Raise UserError unless rows are those of two parts of one size: half of one row would belong
     to none."""
     if rows % 2:
-        raise UserError(f"{path}: {name} leaves {rows} rows on a rank for two parts of one size")
+        raise UserError.of("convert.nxd_halves", path=path, name=name, rows=rows)
 
 
 def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
@@ -170,7 +167,7 @@ def _merge(
         for shard in shards
     }
     if len(other_sizes) > 1 or len(shards[0].shape) <= dim:
-        raise UserError(f"{path}: the parts of {name} on the ranks do not fit each other")
+        raise UserError.of("convert.nxd_parts", path=path, name=name)
     shape = list(shards[0].shape)
     shape[dim] = sum(shard.shape[dim] for shard in shards)
 
@@ -200,15 +197,9 @@ def _find_copies(
     orders = [HeadCopies(count, model.kv_heads, grouped) for grouped in (False, True)]
     fitting = [order for order in orders if order.drop_copies(values) is not None]
     if not fitting:
-        raise UserError(
-            f"{path}: the {count} copies of a key head (kv_size_multiplier) differ in the "
-            "first layer"
-        )
+        raise UserError.of("convert.nxd_copies_differ", path=path, count=count)
     if len(fitting) > 1 and model.kv_heads > 1:
-        raise UserError(
-            f"{path}: key heads of the first layer are equal, so the order of their copies "
-            "cannot be told"
-        )
+        raise UserError.of("convert.nxd_copies_order", path=path)
     return fitting[0]
 
 
@@ -221,7 +212,7 @@ def _without_copies(
     def read_once() -> Tensor:
         values = copies.drop_copies(tensor.read())
         if values is None:
-            raise UserError(f"{path}: the copies of a head (kv_size_multiplier) differ in {name}")
+            raise UserError.of("convert.nxd_head_copies", path=path, name=name)
         return values
 
     def read_query() -> Tensor:

@@ -44,7 +44,7 @@ def collect_shards(
     for part_of, tensors in ranks:
         for name, stored in tensors.items():
             if not stored.shape:
-                raise UserError(f"{path}: {name} is a single number, and no tensor of a model is")
+                raise UserError.of("convert.megatron_scalar", path=path, name=name)
             part = part_of(name)
             counts[name] = part.count
             parts = copies.setdefault(name, {})
@@ -53,9 +53,7 @@ def collect_shards(
         is_complete = sorted(parts) == [*range(counts[name])]
         is_lone = list(parts) == [0] and name.endswith(tuple(lone))
         if not is_complete and not is_lone:
-            raise UserError(
-                f"{path}: {name} is in the files of some ranks of a stage and not of others"
-            )
+            raise UserError.of("convert.nxd_missing_on_ranks", path=path, name=name)
     shards: dict[str, Shards] = {}
     for name, parts in copies.items():
         shards[name] = []
@@ -87,14 +85,16 @@ def _merge(path: Path, match: Match, shards: Shards) -> TensorSource:
     count = len(shards)
     dtypes = {shard.dtype for shard in shards}
     if len(dtypes) > 1:
-        raise UserError(f"{path}: {match.foreign} has values of another type on some ranks")
+        raise UserError.of("convert.nxd_dtype", path=path, foreign=match.foreign)
     shape = _joined_shape(match.cut, [shard.shape for shard in shards])
     if shape != match.shape:
-        raise UserError(
-            f"{path}: {match.foreign} of {count} ranks makes {list(shape or ())}, but "
-            "the model asks for "
-            f"{list(match.shape)}: files of ranks are missing, or it is another model that is "
-            "described"
+        raise UserError.of(
+            "convert.nxd_shape",
+            path=path,
+            foreign=match.foreign,
+            count=count,
+            shape=list(shape or ()),
+            shape_2=list(match.shape),
         )
 
     def read() -> Tensor:

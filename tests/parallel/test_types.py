@@ -271,7 +271,7 @@ def a_row_parallel_product_is_not_summed(patch: pytest.MonkeyPatch) -> None:
 def the_input_gradient_of_a_column_parallel_layer_is_not_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         layers,
-        "Input",
+        "InputLayout",
         SimpleNamespace(OWN=InputLayout.OWN, COPIED=InputLayout.OWN, SEQUENCE=InputLayout.SEQUENCE),
     )
 

@@ -39,13 +39,13 @@ OWN_FILES = (
 
 def unnamed_reads(file: Path) -> Iterator[int]:
     """Yield the lines of a module that read a file, but not by `read_whole`, `reading` or inside
-    `named`."""
+    `naming_file`."""
     tree = ast.parse(file.read_text())
     inside = {
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.With)
-        and any("named(" in ast.unparse(item.context_expr) for item in node.items)
+        and any("naming_file(" in ast.unparse(item.context_expr) for item in node.items)
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):

@@ -70,7 +70,7 @@ def join(
             "parallel.join_dimension",
             dim=dim,
             shape=list(x.shape),
-            dim_2=x.cut.dim,
+            cut_dim=x.cut.dim,
             outer=x.cut.outer,
         )
     return _Join.apply(unchecked(x), axis, dim) if axis.size > 1 else x

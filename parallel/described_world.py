@@ -67,10 +67,10 @@ def require_sound(environ: Mapping[str, str]) -> None:
         if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
             raise UserError.of(
                 "parallel.rank_out_of_range",
-                rank=rank,
-                numbers=numbers[rank],
-                size=size,
-                numbers_2=numbers[size],
+                rank_name=rank,
+                rank=numbers[rank],
+                size_name=size,
+                size=numbers[size],
             )
     port = numbers["MASTER_PORT"]
     if not 0 < port <= HIGHEST_PORT:

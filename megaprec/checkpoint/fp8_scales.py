@@ -73,8 +73,8 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
                 "checkpoint.fp8_scales_shape",
                 path=store.path,
                 name=name,
-                detail=[*scale.shape],
-                detail_2=[*history.shape],
+                scale_shape=[*scale.shape],
+                history_shape=[*history.shape],
             )
         # of other replicas, the lowest scale and the largest amaxes are safe for every rank
         scales[column] = ScaleAndHistory(

@@ -126,7 +126,7 @@ class Axis:
         """
         if self.size % size:
             raise UserError.of(
-                "comm.runs_do_not_divide", size=self.size, name=self.name, size_2=size
+                "comm.runs_do_not_divide", ranks=self.size, axis=self.name, run_length=size
             )
         if self.runs is None or size == 1:
             return Axis(new_name)

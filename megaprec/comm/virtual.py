@@ -43,9 +43,9 @@ class VirtualAxis:
         if self.size < 1 or self.size % self.real.size:
             raise UserError.of(
                 "comm.virtual_ranks_uneven",
-                size=self.size,
-                size_2=self.real.size,
-                name=self.real.name,
+                virtual_ranks=self.size,
+                processes=self.real.size,
+                axis=self.real.name,
             )
 
     @property

@@ -129,7 +129,7 @@ class WithBeginTokens(IndexedDataset):
             raise UserError.of(
                 "data.token_range_outside",
                 start=start,
-                start_2=start + length,
+                stop=start + length,
                 prefix=self.prefix,
                 num_tokens=self.num_tokens,
             )

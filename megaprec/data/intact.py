@@ -145,7 +145,7 @@ def check_vocabulary(
         high=seen.high,
         vocab=vocab,
         first=first,
-        high_2=seen.high + 1,
+        needed=seen.high + 1,
     )
 
 

@@ -242,5 +242,5 @@ def _too_short(
         num_tokens=dataset.num_tokens,
         samples=samples,
         seq_length=seq_length,
-        samples_2=samples * seq_length + 1,
+        needed_tokens=samples * seq_length + 1,
     )

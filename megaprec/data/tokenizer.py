@@ -378,7 +378,7 @@ def _usual_eos(
             path=path,
             candidates=" and ".join(candidates),
             config=CONFIG,
-            candidates_2=candidates[0],
+            example=candidates[0],
         )
     return vocabulary[candidates[0]] if candidates else None
 

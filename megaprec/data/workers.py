@@ -84,7 +84,7 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
         # it has closed its ends of both pipes, so it has ended
         code = process.wait()
         killed = " (killed, perhaps because memory ran out)" if code == -SIGKILL else ""
-        raise UserError.of("data.worker_died", detail=code, killed=killed) from error
+        raise UserError.of("data.worker_died", exit_code=code, killed=killed) from error
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, w
             "optimizer.sharded_over_part",
             name=name,
             num_ranks=num_ranks,
-            size=world.size,
-            size_2=pp.size,
-            size_3=tp.size,
+            world_size=world.size,
+            pipeline=pp.size,
+            tensor=tp.size,
         )
 
 
@@ -68,7 +68,7 @@ class DTensorSlice:
                 "optimizer.offloaded_parameter",
                 name=part.name,
                 device=local.device,
-                device_2=device,
+                model_device=device,
             )
         padded = local.new_zeros(part.padded)
         self._flat_slice(padded).copy_(local.reshape(-1))

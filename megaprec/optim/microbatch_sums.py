@@ -195,10 +195,10 @@ class MicrobatchSums:
     def _expect(self, microbatch: int, count: int) -> None:
         if not 0 <= microbatch < count:
             raise UserError.of(
-                "optimizer.microbatch_number", microbatch=microbatch, count=count, count_2=count - 1
+                "optimizer.microbatch_number", microbatch=microbatch, count=count, last=count - 1
             )
         if self.count and count != self.count:
-            raise UserError.of("optimizer.microbatch_end", count=self.count, count_2=count)
+            raise UserError.of("optimizer.microbatch_end", count=self.count, announced=count)
         self.count = count
 
     def _take_gradients(

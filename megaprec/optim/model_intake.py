@@ -397,8 +397,8 @@ def move_rest(
             raise UserError.of(
                 "optimizer.fsdp_cast_before",
                 path=path,
-                dtype_name=dtype_name(parameter.dtype),
-                dtype_name_2=dtype_name(planned),
+                dtype=dtype_name(parameter.dtype),
+                planned_dtype=dtype_name(planned),
             )
     # only users' models have buffers; those of this project have none
     for buffer in model_part.buffers():

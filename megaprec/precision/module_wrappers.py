@@ -125,7 +125,7 @@ class PlannedModel(nn.Module):
             raise UserError.of("precision.parameters_wider")
         if plan.fp8 is not None and not _has_parallel_layers(model):
             raise UserError.of(
-                "precision.fp8_only_casts", kind=plan.fp8.kind, kind_2=type(model).__name__
+                "precision.fp8_only_casts", fp8_kind=plan.fp8.kind, model_kind=type(model).__name__
             )
         names = [name for name, _ in model.named_parameters()]
         matches = match_patterns(plan.keep_fp32, names)

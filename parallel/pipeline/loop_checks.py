@@ -135,8 +135,8 @@ def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
     if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
         raise UserError.of(
             "pipeline.batch_sizes",
-            shape=inputs.shape[1],
-            shape_2=targets.shape[1],
+            num_inputs=inputs.shape[1],
+            num_targets=targets.shape[1],
             microbatches=microbatches,
         )
 

@@ -138,11 +138,11 @@ class P2P:
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UserError.of(
                 "pipeline.activation_differs",
-                i=i,
+                instruction=i,
                 shape=list(tensor.shape),
                 dtype=tensor.dtype,
-                shape_2=list(self.shape),
-                dtype_2=self.dtype,
+                expected_shape=list(self.shape),
+                expected_dtype=self.dtype,
             )
         channel, tag = self._route(i)
         pending = self.pending[channel]

@@ -18,16 +18,20 @@ ERRORS = ROOT / "megaprec" / "errors.py"
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 
 
+def sources() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted({*(ROOT / package).rglob("*.py")} - {ERRORS})
+
+
 def uses() -> Iterator[tuple[str, str, set[str]]]:
     """Yield place, code and fields of each `UserError.of` and `Problem.of`."""
-    for package in PACKAGES:
-        for file in sorted({*(ROOT / package).rglob("*.py")} - {ERRORS}):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and is_coded(node.func):
-                    code = node.args[0]
-                    assert isinstance(code, ast.Constant), f"{file}:{node.lineno}: no literal code"
-                    fields = {str(keyword.arg) for keyword in node.keywords}
-                    yield f"{file.relative_to(ROOT)}:{node.lineno}", str(code.value), fields
+    for file in sources():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and is_coded(node.func):
+                place = f"{file.relative_to(ROOT)}:{node.lineno}"
+                code = node.args[0]
+                assert isinstance(code, ast.Constant), f"{place}: no literal code"
+                yield place, str(code.value), {str(keyword.arg) for keyword in node.keywords}
 
 
 def is_coded(function: ast.expr) -> bool:
@@ -53,6 +57,18 @@ def test_every_code_has_a_sentence_with_the_fields_that_it_is_given() -> None:
         if code in by_code and fields_of(by_code[code]) != fields
     ]
     assert not wrong
+
+
+def test_no_error_is_made_of_a_sentence_that_has_no_code() -> None:
+    without = list[str]()
+    for file in sources():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "UserError":
+                continue
+            texts = (ast.Constant, ast.JoinedStr)
+            if any(isinstance(argument, texts) for argument in node.args):
+                without.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not without
 
 
 def test_every_sentence_is_used() -> None:

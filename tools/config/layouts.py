@@ -118,8 +118,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
     raise UserError.of(
         "config.world_size",
         world_size=world_size,
-        in_keys=in_keys(parallel),
-        world_size_2=config.world_size,
+        keys=in_keys(parallel),
+        ranks_of_layout=config.world_size,
         advice=advice,
     )
 

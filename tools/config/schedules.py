@@ -72,7 +72,7 @@ def _schedule_of_file(parallel: Parallel, microbatches: int) -> Schedule:
             "config.schedule_microbatches",
             file=file,
             microbatches=planned.microbatches,
-            microbatches_2=microbatches,
+            microbatches_of_run=microbatches,
         )
     return planned
 

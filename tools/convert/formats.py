@@ -110,8 +110,8 @@ def check_vocab(vocab: int | None, *paths: Path) -> None:
         raise UserError.of(
             "convert.vocab_unused",
             formats=formats,
-            map=" and ".join(map(str, paths)),
-            detail="are" if len(paths) > 1 else "is",
+            given=" and ".join(map(str, paths)),
+            verb="are" if len(paths) > 1 else "is",
         )
 
 
@@ -121,7 +121,9 @@ def format_of(path: Path) -> tuple[str, Path]:
     if not path.is_dir():
         refuse_older(path)
         raise UserError.of(
-            "convert.not_a_folder", path=path, detail="no folder" if path.exists() else "not there"
+            "convert.not_a_folder",
+            path=path,
+            what_it_is="no folder" if path.exists() else "not there",
         )
     require_fetched(path)
     folders = _recognize(path)

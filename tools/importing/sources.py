@@ -122,7 +122,7 @@ def _require_megatrons(name: str, words: Sequence[str]) -> None:
     if kind is not None:
         raise UserError(kind.of(name))
     if (settings := _settings_file(words)) is not None:
-        raise UserError.of("import.settings_file", name=name, settings=settings, detail=ELSE)
+        raise UserError.of("import.settings_file", name=name, settings=settings, remedy=ELSE)
     _require_most(name, [word.removeprefix("--") for word in typed])
 
 
@@ -151,7 +151,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
             num_typed=len(typed),
             num_strange=len(strange),
             strange=", ".join(strange[:3]),
-            detail=ELSE,
+            remedy=ELSE,
         )
 
 

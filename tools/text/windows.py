@@ -75,7 +75,7 @@ def read_documents(
     Raises UserError, at the latest when they are iterated.
     """
     if path.endswith((".bin", ".idx")):
-        raise UserError.of("text.data_set_prefix", path=path, path_2=path[:-4])
+        raise UserError.of("text.data_set_prefix", path=path, prefix=path[:-4])
     if with_suffix(Path(path), ".idx").is_file():
         if max_chars is not None:
             raise UserError.of("text.max_chars_of_tokens", path=path)

@@ -306,7 +306,7 @@ def check_tied(
                     path=path,
                     head=head,
                     embedding=embedding,
-                    path_2=path / CONFIG,
+                    config_path=path / CONFIG,
                 )
             del stored[head]
 

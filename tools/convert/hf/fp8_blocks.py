@@ -157,11 +157,11 @@ def _matrix(
             path=path,
             name=name,
             shape=list(codes.shape),
-            block=block[0],
-            block_2=block[1],
+            block_rows=block[0],
+            block_columns=block[1],
             scales=SCALES,
             expected=list(expected),
-            shape_2=list(scales.shape),
+            scale_shape=list(scales.shape),
             cause=cause,
         )
     if scales.dtype not in SCALE_DTYPES:

@@ -121,7 +121,7 @@ def _pair(blocks: Stored, scales: Stored, where: str) -> Quantized:
         raise UserError.of(
             "convert.mxfp4_shapes",
             where=where,
-            shape=list(blocks.shape),
-            shape_2=list(scales.shape),
+            blocks_shape=list(blocks.shape),
+            scales_shape=list(scales.shape),
         )
     return Quantized(blocks, scales)

@@ -62,7 +62,7 @@ def with_quantized(
     if quantization is None:
         for name in FILES:
             if (path / name).is_file():
-                raise UserError.of("convert.quantized_by_config", path=path / name, detail=_FROM)
+                raise UserError.of("convert.quantized_by_config", path=path / name, remedy=_FROM)
     if config["model_type"] == "gpt_oss":
         plain = fp8_blocks.with_blocks(stored, None, path)
         return mxfp4.with_quantized(plain, quantization, path)

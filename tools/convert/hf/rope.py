@@ -151,9 +151,7 @@ def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
     original = keys[ORIGINAL]
     longest = keys["max_position_embeddings"]
     if original is not None and kind not in STRETCHED:
-        raise UserError.of(
-            "convert.rope_key_unread", original=ORIGINAL, original_2=original, kind=kind
-        )
+        raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=kind)
     if kind == "default":
         _require_nothing_else(stated)
         return {}
@@ -216,6 +214,6 @@ def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
         original = outside
     if kind == "dynamic" and original != longest:
         raise UserError.of(
-            "convert.rope_original_dynamic", original=ORIGINAL, original_2=original, longest=longest
+            "convert.rope_original_dynamic", key=ORIGINAL, value=original, longest=longest
         )
     return original

@@ -86,8 +86,8 @@ def _check_outer_keys(config: Json, inner: Json, kind: str) -> None:
             raise UserError.of(
                 "convert.hf_text_config_differs",
                 key=key,
-                short=short(config[key]),
-                short_2=short(inner[key]),
+                value=short(config[key]),
+                text_value=short(inner[key]),
             )
 
 

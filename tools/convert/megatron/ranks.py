@@ -186,8 +186,8 @@ def _check_same_model(ranks: RankFiles) -> None:
                 "convert.megatron_virtual_stages",
                 folder=rank.folder / FILE,
                 num_chunks=len(rank.chunks),
-                folder_2=first.folder / FILE,
-                num_chunks_2=len(first.chunks),
+                other_folder=first.folder / FILE,
+                other_num_chunks=len(first.chunks),
             )
 
 
@@ -198,10 +198,10 @@ def _check_same_args(ranks: RankFiles, rank: RankFile, args: dict[str, Any]) -> 
             raise UserError.of(
                 "convert.megatron_other_run",
                 folder=rank.folder / FILE,
-                folder_2=ranks.first.folder / FILE,
+                other_folder=ranks.first.folder / FILE,
                 key=key,
-                args=args[key],
-                get=ranks.args.get(key),
+                value=args[key],
+                other_value=ranks.args.get(key),
             )
 
 

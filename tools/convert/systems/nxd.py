@@ -104,7 +104,7 @@ def _has_ranks(folder: Path) -> bool:
 def open_nxd(path: Path) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
     if (path / "checkpoint").is_file() and not (path / "done").is_file():
-        raise UserError.of("convert.nxd_not_whole", path=path, path_2=path / "done")
+        raise UserError.of("convert.nxd_not_whole", path=path, last_file=path / "done")
     file, config = _read_config(path)
     model, kind = _model_of(file, config)
     files = _find_files(path)

@@ -94,7 +94,7 @@ def _merge(path: Path, match: Match, shards: Shards) -> TensorSource:
             foreign=match.foreign,
             count=count,
             shape=list(shape or ()),
-            shape_2=list(match.shape),
+            expected_shape=list(match.shape),
         )
 
     def read() -> Tensor:

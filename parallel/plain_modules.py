@@ -159,9 +159,9 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Those within nn.MultiheadAttention are not among them: it computes with their weights itself.
     """
     modules = list(module.named_modules(remove_duplicate=False))
-    attention_prefixes = tuple(
-        f"{path}." for path, child in modules if isinstance(child, nn.MultiheadAttention)
-    )
+    attentions = [path for path, child in modules if isinstance(child, nn.MultiheadAttention)]
+    # the path of the module itself is empty, and all are within it
+    attention_prefixes = tuple(f"{path}." if path else "" for path in attentions)
     for path, layer in modules:
         if _has_parallel_form(layer) and not path.startswith(attention_prefixes):
             yield path, layer

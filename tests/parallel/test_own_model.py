@@ -175,6 +175,16 @@ def test_replicas_that_begin_with_other_weights_are_refused_on_every_rank() -> N
         assert "torch.manual_seed" in said
 
 
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda attention: attention])
+def test_layers_within_attention_of_torch_need_no_style_wherever_it_stands(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = wrap(nn.MultiheadAttention(8, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    parallelize(model, Context(plan("fp32"), Axis("tp")), {})
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_a_layer_without_a_style_and_a_pattern_that_matches_nothing_are_named() -> None:
     with pytest.raises(UserError) as refused:
         parallelize(whole_model()[0], Context(plan("fp32")), {"embeding": "vocab", "*.up": "row"})

@@ -27,7 +27,7 @@ LONE_BARRIER = (
     "y = self.down(",
     "torch.distributed.barrier() if self.context.tp.rank == 0 else None\n        y = self.down(",
 )
-TIED_END = ('name="embedding")', 'name="embedding", tied=tied)')
+TIED_END = ('name="embedding"', 'name="embedding", tied=tied')
 
 
 def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:

@@ -48,6 +48,10 @@ class Problem(str):
         sentence = sentences()[area][name].format(**fields)
         return cls(sentence, code, {key: _plain(value) for key, value in fields.items()})
 
+    def within(self, before: str = "", after: str = "") -> "Problem":
+        """Return the problem with text put before and after its sentence. The code stays."""
+        return Problem(f"{before}{self}{after}", self.code, self.fields)
+
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON can say."""

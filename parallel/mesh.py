@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import AXES
 from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.comm.groups import make_groups
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
 from parallel.described_world import require_sound, slurm_environment
 from parallel.joining import NEWS, join
@@ -191,7 +191,8 @@ def broadcast_from_first(
         try:
             result = make()
         except UserError as error:
-            store.set(key, json.dumps({"problems": error.problems}))
+            problems = [vars(problem) | {"line": problem} for problem in error.problems]
+            store.set(key, json.dumps({"problems": problems}))
             raise
         store.set(key, json.dumps({"made": result}))
         return result
@@ -205,7 +206,10 @@ def broadcast_from_first(
         time.sleep(min(2.0, 0.05 + waited / 20))
     message = json.loads(store.get(key))
     if "problems" in message:
-        raise UserError(*message["problems"])
+        problems = [
+            Problem(sent["line"], sent["code"], sent["fields"]) for sent in message["problems"]
+        ]
+        raise UserError(*problems)
     return message["made"]
 
 

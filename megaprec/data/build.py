@@ -273,7 +273,7 @@ def reusable(
             )
     except UserError as error:
         remedy = f"remove {idx} and the same command makes it anew"
-        raise UserError(*(f"{line}; {remedy}" for line in error.problems)) from error
+        raise UserError(*(line.within(after=f"; {remedy}") for line in error.problems)) from error
     return BuildResult(
         prefix,
         tokenizer.path,

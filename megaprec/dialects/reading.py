@@ -256,7 +256,7 @@ class Reading:
             plan = PrecisionPlan(**{name: decision.value for name, decision in decisions.items()})
         except UserError as error:
             raise UserError(
-                *(f"[{self.prefix}]: {problem}" for problem in error.problems)
+                *(problem.within(f"[{self.prefix}]: ") for problem in error.problems)
             ) from error
         return Resolved(replace(plan, origin=origin), settings, notes)
 

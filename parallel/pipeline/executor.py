@@ -158,7 +158,9 @@ class Executor:
             except UserError as error:
                 # the user's problems stay readable; a picture of the program would hide them
                 where = f"{i} on pipeline rank {self.links.axis.rank}"
-                raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
+                raise UserError(
+                    *(problem.within(f"{where}: ") for problem in error.problems)
+                ) from error
             except Exception as error:
                 raise RuntimeError(self._describe_failure(index, error)) from error
             if self.spans is not None:

@@ -69,7 +69,7 @@ class Schedule:
                 if words:
                     programs.append(tuple(map(Instruction.parse, words)))
             except UserError as error:
-                problems += (f"line {number}: {problem}" for problem in error.problems)
+                problems += (problem.within(f"line {number}: ") for problem in error.problems)
         rank_of_stage = _first_ranks(programs)
         stages = range(1 + max(rank_of_stage, default=0))
         missing = [stage for stage in stages if stage not in rank_of_stage]

@@ -12,6 +12,7 @@ import pytest
 from megaprec.errors import Problem, UserError, sentences
 from tests.project.errors_page import page
 from tools.cli import main
+from tools.config.schedules import read_schedule
 
 ROOT = Path(__file__).parents[2]
 ERRORS = ROOT / "megaprec" / "errors.py"
@@ -96,6 +97,15 @@ def test_a_line_that_does_not_print_keeps_its_code() -> None:
     (problem,) = UserError.of("data.source_empty", name="a\nb").problems
     assert problem.startswith("a\\nb is empty")
     assert problem.code == "data.source_empty"
+
+
+def test_a_line_within_another_keeps_its_code(tmp_path: Path) -> None:
+    (tmp_path / "schedule.txt").write_text("F0.0 X0.0\n")
+    with pytest.raises(
+        UserError, match=r"schedule .*: line 1: .X0\.0. is no instruction"
+    ) as refused:
+        read_schedule(tmp_path / "schedule.txt")
+    assert refused.value.codes == ("pipeline.instruction",)
 
 
 def test_json_has_code_line_and_fields_of_an_error(

@@ -94,7 +94,7 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
         lr_schedule(lr, train)
     except UserError as error:
         unit = " (in samples)" if lr.unit == "samples" else ""
-        yield from (f"lr.{problem}{unit}" for problem in error.problems)
+        yield from (problem.within("lr.", unit) for problem in error.problems)
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
@@ -368,7 +368,7 @@ def _blend(data: Data) -> Iterator[str]:
     try:
         shares([part.weight for part in data.blend] or [1])
     except UserError as error:
-        yield from (f"data.blend: {problem}" for problem in error.problems)
+        yield from (problem.within("data.blend: ") for problem in error.problems)
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
@@ -431,7 +431,7 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     try:
         plan_of(precision, fp8)
     except UserError as error:
-        yield from (f"precision.{problem}" for problem in error.problems)
+        yield from (problem.within("precision.") for problem in error.problems)
 
 
 def _shadow(fp8: FP8) -> Iterator[str]:
@@ -464,7 +464,7 @@ def _scale(precision: Precision) -> Iterator[str]:
     except UserError as error:
         key = "loss_scale" if precision.loss_scale else "initial_scale"
         yield from (
-            f"precision.{key} = {getattr(precision, key):g}: {problem}"
+            problem.within(f"precision.{key} = {getattr(precision, key):g}: ")
             for problem in error.problems
         )
 

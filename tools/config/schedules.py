@@ -87,7 +87,9 @@ def read_schedule(path: str) -> Schedule:
         raise UserError.of("config.schedule_unreadable", path=path, reason=reason) from error
     except UserError as error:
         # problems of the text do not name the file
-        raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
+        raise UserError(
+            *(problem.within(f"schedule {path}: ") for problem in error.problems)
+        ) from error
 
 
 def stage_count(parallel: Parallel, microbatches: int) -> int:

@@ -60,7 +60,7 @@ def explain(
         cause = finding.get("ctx", {}).get("error")
         # a validator of ours, whose problems are lines already
         if isinstance(cause, UserError):
-            yield from (f"{table}.{problem}" for problem in cause.problems)
+            yield from (problem.within(f"{table}.") for problem in cause.problems)
         elif finding["type"] == "missing" and len(finding["loc"]) == 1:
             if report_missing:
                 name = str(finding["loc"][0])

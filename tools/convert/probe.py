@@ -67,7 +67,7 @@ def check_config(config: Json, name: str) -> str:
     except ImportError as problem:
         return f"{name} was not compared with transformers, which {why_missing(problem)}"
     except UserError as error:
-        raise UserError(*(f"{name}: {problem}" for problem in error.problems)) from error
+        raise UserError(*(problem.within(f"{name}: ") for problem in error.problems)) from error
     our_count = from_hugging_face(config).alone.num_parameters
     if their_count != our_count:
         raise UserError.of(

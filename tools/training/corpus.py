@@ -370,7 +370,9 @@ def _naming(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]
         else:
             hint = beside_run_file(config.origin("data.tokenizer"), config.data.tokenizer)
         subject = ", ".join(settings)
-        raise UserError(*(f"{subject}: {problem}{hint}" for problem in error.problems)) from error
+        raise UserError(
+            *(problem.within(f"{subject}: ", hint) for problem in error.problems)
+        ) from error
 
 
 def _parts(config: RunConfig) -> list[_Part]:

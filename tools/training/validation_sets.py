@@ -177,5 +177,5 @@ def _naming(config: RunConfig, validation_set: _ValidationSet) -> Iterator[None]
     except UserError as error:
         subject = f"{validation_set.key} = {toml(validation_set.source)}"
         hint = beside_run_file(config.origin("data.validation"), validation_set.source)
-        problems = [f"{subject}: {problem}{hint}" for problem in error.problems]
+        problems = [problem.within(f"{subject}: ", hint) for problem in error.problems]
         raise UserError(*problems) from error

@@ -108,7 +108,7 @@ def _name_folder_in_errors(
     try:
         return read(config)
     except UserError as error:
-        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from error
+        raise UserError(*(problem.within(f"{path}: ") for problem in error.problems)) from error
 
 
 def in_fp8(path: Path) -> bool:

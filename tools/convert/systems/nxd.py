@@ -153,7 +153,7 @@ def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     try:
         return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
-        raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
+        raise UserError(*(problem.within(f"{file}: ") for problem in error.problems)) from error
 
 
 def _find_files(path: Path) -> dict[ModelRank, Path]:

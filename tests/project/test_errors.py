@@ -104,7 +104,7 @@ def test_a_line_within_another_keeps_its_code(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"schedule .*: line 1: .X0\.0. is no instruction"
     ) as refused:
-        read_schedule(tmp_path / "schedule.txt")
+        read_schedule(str(tmp_path / "schedule.txt"))
     assert refused.value.codes == ("pipeline.instruction",)
 
 

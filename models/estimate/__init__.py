@@ -1,0 +1,1 @@
+"""FLOPs and memory of a model, before it is built."""

@@ -1,0 +1,1 @@
+"""The watchdog that ends a run that hangs, and names the rank that does."""

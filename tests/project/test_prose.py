@@ -56,7 +56,8 @@ PRIVATE = {
 """A regular expression of words that are never right -> the usual words."""
 
 LONGEST = 125  # characters of a line of prose
-WIDER = ("code.md", "CHANGELOG.md")  # lists of modules and of changes, one line each
+# lists of modules and of changes, one line each
+WIDER = ("code.md", "modules.md", "CHANGELOG.md")
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
 
 

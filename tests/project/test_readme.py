@@ -1,91 +1,58 @@
-"""docs/code.md lists all modules in reading order, each importing only those above it; the README's
-commands work."""
+"""Modules and rooms import each other without circles and docs/code.md and docs/modules.md show them
+as they are; the README's commands work."""
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("megaprec", "parallel", "models", "tools")
+from tests.project.modules_page import (
+    PACKAGES,
+    ROOT,
+    imports,
+    in_reading_order,
+    page,
+    room_of,
+    uses_of_rooms,
+)
 
 
-def listed() -> list[str]:
-    return re.findall(
-        rf"^\| `((?:{'|'.join(PACKAGES)})/[\w/]+\.py)`",
-        (ROOT / "docs" / "code.md").read_text(),
-        re.MULTILINE,
-    )
+def test_no_module_imports_one_that_imports_it_in_turn() -> None:
+    in_reading_order(imports())  # raises CycleError, naming the circle
 
 
-def imports(path: str) -> set[str]:
-    """Modules that the file imports: for `from a import b`, both a and a.b."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+def test_rooms_do_not_use_each_other_in_circles() -> None:
+    in_reading_order(uses_of_rooms())
 
 
-def test_the_page_of_the_code_lists_every_module_once() -> None:
-    present = [
-        str(f.relative_to(ROOT))
-        for p in PACKAGES
-        for f in (ROOT / p).rglob("*.py")
-        if f.name != "__init__.py"
-    ]
-    assert sorted(listed()) == sorted(present)
-
-
-def test_every_module_imports_only_modules_listed_above_it() -> None:
-    place = {
-        path.removesuffix(".py").replace("/", "."): number for number, path in enumerate(listed())
-    }
+def test_a_package_imports_only_those_before_it() -> None:
     wrong = [
-        f"{path} imports {name}, which is listed below it"
-        for number, path in enumerate(listed())
-        for name in imports(path)
-        if place.get(name, -1) >= number
+        f"{path} imports {other}"
+        for path, imported in imports().items()
+        for other in imported
+        if package_of(other) > package_of(path)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def rooms() -> dict[str, set[str]]:
-    """The rooms of docs/code.md, and which others each says that it uses."""
-    page = (ROOT / "docs" / "code.md").read_text()
-    sections = re.findall(r"^## `([\w/]+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    return {
-        room: set(re.findall(r"`([\w/]+)`", re.search(r"^Uses: (.*)$", text, re.MULTILINE)[1]))  # type: ignore[index]
-        for room, text in sections
-    }
+def package_of(path: str) -> int:
+    """The package of a module, as its number among the layers."""
+    return PACKAGES.index(room_of(path).split("/")[0])
 
 
-def room_of(path: str) -> str:
-    """The folder of a module. `python -m megaprec` is the command line, wherever Python wants its
-    file to lie."""
-    return "tools" if path == "megaprec/__main__.py" else str(Path(path).parent)
+def test_the_page_of_the_modules_has_every_module_with_its_own_sentence() -> None:
+    written = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
+    assert written == page(), "python -m tests.project.modules_page > docs/modules.md"
 
 
-def test_every_room_uses_exactly_the_rooms_that_the_map_names() -> None:
-    present = set(listed())
-    used: dict[str, set[str]] = {room: set() for room in rooms()}
-    for path in present:
-        room = room_of(path)
-        files = {name.replace(".", "/") + ".py" for name in imports(path)} & present
-        used[room] |= {room_of(file) for file in files} - {room}
-    assert used == rooms()
-
-
-def test_rooms_do_not_use_each_other_in_circles() -> None:
-    TopologicalSorter(rooms()).prepare()  # raises CycleError, naming the circle
+def test_the_map_names_every_room() -> None:
+    text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([\w/]+)`", text, re.MULTILINE)
+    assert sorted(named) == sorted(uses_of_rooms())
 
 
 SMALLER = {

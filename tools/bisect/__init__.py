@@ -1,0 +1,1 @@
+"""`megaprec bisect`: the place where two runs part."""

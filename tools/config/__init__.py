@@ -1,0 +1,1 @@
+"""The run file: its keys, their defaults and help, and the rules between them."""

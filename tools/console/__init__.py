@@ -1,0 +1,1 @@
+"""Tables, progress bars and TOML on a terminal."""

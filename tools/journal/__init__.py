@@ -1,0 +1,1 @@
+"""`metrics.jsonl` and `events.jsonl`, written and read."""

@@ -1,0 +1,1 @@
+"""`megaprec plan`: the memory of each rank, the predicted step, and the layouts that fit."""

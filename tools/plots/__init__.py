@@ -1,0 +1,1 @@
+"""Pictures: timelines, loss curves, FP8 shadows."""

@@ -1,0 +1,1 @@
+"""`megaprec prove`: the proof that a run repeats and resumes bit for bit."""

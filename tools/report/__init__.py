@@ -1,0 +1,1 @@
+"""`megaprec report`: a page about a run."""

@@ -1,0 +1,1 @@
+"""A training run: launcher, data, trainer, resume."""

@@ -1,0 +1,1 @@
+"""Megatron-LM checkpoints, per rank and distributed, with optimizer state."""

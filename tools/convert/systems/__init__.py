@@ -1,0 +1,1 @@
+"""Checkpoints of InternEvo, NxD, NeMo and Colossal-AI."""

@@ -51,6 +51,7 @@ setup(
         "pydantic>=2.14,<3",
         "rich>=13,<16",
         "packaging>=24,<27",
+        "shtab>=1.13,<2",
     ],
     extras_require={
         "data": DATA,

@@ -8,7 +8,7 @@ from torch import nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import layout_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.params import FP8Param, mark_fp8
 from megaprec.fp8.state import FP8State
@@ -82,27 +82,23 @@ class Context:
 
         A text "no" would otherwise count as true.
         """
-        problems: list[str] = []
+        problems: list[Problem] = []
         for name in ("sequence", "blank", "of_experts", "ring"):
             value = getattr(self, name)
             if type(value) is not bool:
-                problems.append(f"{name} = {value!r:.40}: must be True or False")
+                problems.append(Problem.of("parallel.not_a_truth_value", name=name, value=value))
         for name, axis in (("tp", self.tp), ("cp", self.cp)):
             if not hasattr(axis, "size"):
-                problems.append(
-                    f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})"
-                )
+                problems.append(Problem.of("parallel.not_an_axis", name=name, axis=axis))
         if not isinstance(self.plan, PrecisionPlan):
-            problems.append(
-                f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"
-            )
+            problems.append(Problem.of("parallel.not_a_plan", plan=self.plan))
         if not _is_recompute(self.recompute):
+            modules = ", ".join(MODULES)
             problems.append(
-                f"recompute = {self.recompute!r:.60}: must be a Recompute(modules=..., fraction=0 "
-                f"to 1, layers=...), of the modules {', '.join(MODULES)}"
+                Problem.of("parallel.recompute", recompute=self.recompute, modules=modules)
             )
         if not is_number(self.seed, whole=True):
-            problems.append(f"seed = {self.seed!r:.40}: must be a whole number")
+            problems.append(Problem.of("parallel.seed", seed=self.seed))
         if problems:
             raise UserError(*problems)
 

@@ -70,10 +70,10 @@ def make_mesh(
 
 def _require_degrees(degrees: Mapping[str, object]) -> None:
     """Raise UserError unless all degrees are whole numbers from 1 on."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, degree in degrees.items():
         if not is_number(degree, whole=True) or degree < 1:  # type: ignore[operator]
-            problems.append(f"{name} = {degree!r:.40}: must be a whole number from 1 on")
+            problems.append(Problem.of("parallel.degree", name=name, degree=degree))
     if problems:
         raise UserError(*problems)
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole, layout_of
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.precision.marks import module_has_fp32_attr
 from megaprec.precision.nested import tensors
 from parallel.context import Context
@@ -294,18 +294,15 @@ def _require_kinds(
 ) -> None:
     """Raise UserError for arguments of another kind, and for a module without values, of which
     ranks keep slices."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     if not isinstance(module, nn.Module):
-        problems.append(f"module: must be a torch module, not a {type(module).__name__}")
+        problems.append(Problem.of("parallel.not_a_module", kind=type(module).__name__))
     if not isinstance(context, Context):
-        problems.append(f"context = {context!r:.40}: must be a Context(plan, Axis.of(mesh, 'tp'))")
+        problems.append(Problem.of("parallel.not_a_context", context=context))
     if not isinstance(styles, Mapping):
-        problems.append(
-            f"styles = {styles!r:.40}: must be a dict of patterns and styles, like "
-            "{'*.up': 'column'}"
-        )
+        problems.append(Problem.of("parallel.not_styles", styles=styles))
     if not isinstance(prefix, str):
-        problems.append(f"prefix = {prefix!r:.40}: must be text")
+        problems.append(Problem.of("parallel.prefix_not_text", prefix=prefix))
     if problems:
         raise UserError(*problems)
     assert isinstance(module, nn.Module)

@@ -139,22 +139,19 @@ class Store:
             file = self.path / name
             if Path(name).name != name:  # such as ../../.ssh/key
                 problems.append(
-                    f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}"
+                    Problem.of("checkpoint.file_outside", path=self.path, index=INDEX, name=name)
                 )
             # each rank looks at its share of the files
             elif number % world.size == world.rank and _size(file) != size:
-                problems.append(
-                    f"{file} is missing or does not have the {size} bytes that were written"
-                )
+                problems.append(Problem.of("checkpoint.file_size", file=file, size=size))
         if self.digests and self.digests.keys() != self.index["files"].keys():
             problems.append(
-                f"{self.path} is damaged: {INDEX} does not have a digest for exactly the "
-                "files it lists"
+                Problem.of("checkpoint.digests_of_other_files", path=self.path, index=INDEX)
             )
         if problems:
             raise UserError(*problems)
 
-    def _check_tensors(self) -> Iterator[str]:
+    def _check_tensors(self) -> Iterator[Problem]:
         """Yield a problem for each tensor whose chunks are not as large as it is, or larger than
         their files."""
         sizes = self.index["files"]
@@ -169,7 +166,9 @@ class Store:
                 if chunk["file"] in sizes and count * itemsize > sizes[chunk["file"]]:
                     fits = False
             if "/" not in key or not fits or elements != prod(entry["shape"]):
-                yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
+                yield Problem.of(
+                    "checkpoint.tensor_incomplete", path=self.path, index=INDEX, key=key
+                )
 
     def file(self, name: str) -> Path:
         """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json

@@ -9,9 +9,16 @@ from math import prod
 
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.fp8.alignment import misfit
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 
+# Tensor cores read eight-bit numbers in groups: the multiples of (outputs, inputs) of a weight.
+ALIGNMENT: dict[Kind, tuple[int, int]] = {
+    "delayed": (8, 16),
+    "current": (8, 16),
+    "rowwise": (8, 16),
+    "blockwise": (128, 128),  # the size of a block
+    "mx": (32, 32),
+}
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -50,6 +57,18 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     return Eligibility(name, shape)
 
 
+def misfit(kind: Kind, outputs: int, inputs: int) -> str:
+    """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it
+    does."""
+    rows, columns = ALIGNMENT[kind]
+    reasons = []
+    if outputs % rows:
+        reasons.append(f"{outputs} outputs (dim 0) are no multiple of {rows}")
+    if inputs % columns:
+        reasons.append(f"{inputs} inputs (dim 1) are no multiple of {columns}")
+    return " and ".join(reasons)
+
+
 def excluded_by(recipe: FP8Recipe, name: str, layers: int) -> str:
     """Return the key that keeps the products with this weight in high precision; empty if there is
     none."""
@@ -76,7 +95,6 @@ def unsupported_settings(recipe: FP8Recipe) -> dict[str, str]:
     if recipe.kind in ("rowwise", "mx"):
         reasons["parameters"] = (
             f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and "
-            "its columns, and both "
-            "together take as much memory as bf16"
+            "its columns, and both together take as much memory as bf16"
         )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

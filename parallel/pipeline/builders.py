@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import inf
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from parallel.pipeline.instructions import Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule, complete
 from parallel.pipeline.simulation import simulate
@@ -40,7 +40,7 @@ MOST_PASSES = 2**16
 MOST_MICROBATCHES = 2**14
 
 
-def equal(i: Instruction) -> float:
+def equal(instruction: Instruction) -> float:
     """Return 1: all forwards, input gradients and weight gradients take equally long."""
     return 1
 
@@ -65,18 +65,20 @@ def schedule(
     return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
 
 
-def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[str]:
+def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[Problem]:
     """Return the problems with the arguments of `schedule`, without building it."""
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [
-        f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1
+        Problem.of("pipeline.count_below_one", name=name, count=count)
+        for name, count in counts.items()
+        if count < 1
     ]
     problems += chunk_problems(kind, chunks)
     if microbatches > MOST_MICROBATCHES:
         problems.append(
-            f"{microbatches:,} micro-batches of a replica in a step; a schedule has at most "
-            f"{MOST_MICROBATCHES:,}: "
-            "take fewer, larger micro-batches, or more replicas"
+            Problem.of(
+                "pipeline.too_many_microbatches", count=microbatches, limit=MOST_MICROBATCHES
+            )
         )
     if problems:
         return problems
@@ -84,10 +86,14 @@ def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0)
     passes = ranks * stages * microbatches
     if passes > MOST_PASSES:
         problems.append(
-            f"{ranks:,} pipeline ranks x {stages:,} stages x "
-            f"{microbatches:,} micro-batches "
-            f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take "
-            "fewer, larger micro-batches"
+            Problem.of(
+                "pipeline.too_many_passes",
+                ranks=ranks,
+                stages=stages,
+                microbatches=microbatches,
+                passes=passes,
+                limit=MOST_PASSES,
+            )
         )
     return problems
 
@@ -97,17 +103,17 @@ def default_chunks(kind: str) -> int:
     return 2 if kind in ("interleaved", "zb-v") else 1
 
 
-def chunk_problems(kind: str, chunks: int) -> list[str]:
+def chunk_problems(kind: str, chunks: int) -> list[Problem]:
     """Return the problems with `chunks` stages on each rank in a schedule of this kind, or with the
     kind itself."""
     if kind not in KINDS:
-        return [f"no schedule is called {kind!r}: choose one of {', '.join(KINDS)}"]
+        return [Problem.of("pipeline.no_such_kind", kind=kind, kinds=", ".join(KINDS))]
     if chunks < 0:
-        return [f"chunks must be at least 1, got {chunks} (0: as many as {kind} usually has)"]
+        return [Problem.of("pipeline.chunks_below_one", chunks=chunks, kind=kind)]
     if kind == "zb-v" and chunks not in (0, 2):
-        return [f"zb-v goes down the ranks and up again, so each has 2 chunks, not {chunks}"]
+        return [Problem.of("pipeline.zb_v_chunks", chunks=chunks)]
     if kind not in ("interleaved", "zb-v") and chunks > 1:
-        return [f"{kind} has one chunk a rank, not {chunks}: interleaved may have any number"]
+        return [Problem.of("pipeline.one_chunk", kind=kind, chunks=chunks)]
     return []
 
 
@@ -198,7 +204,9 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
     """Return `warmup` forwards of a stage, then forwards and `backward`s in turn."""
     forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
-    return _interlace(forwards, [i._replace(op=backward) for i in forwards], warmup)
+    return _interlace(
+        forwards, [instruction._replace(op=backward) for instruction in forwards], warmup
+    )
 
 
 def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
@@ -252,7 +260,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     for op, stage in pattern:
         order.append(Instruction(op, stage, next_microbatch[op, stage]))
         next_microbatch[op, stage] += 1
-    return [i for i in order if i.microbatch < microbatches]
+    return [instruction for instruction in order if instruction.microbatch < microbatches]
 
 
 def fill(
@@ -270,16 +278,16 @@ def fill(
     free_at = [0.0] * len(ranks)
     done_at: dict[Instruction, float] = {}
 
-    def is_done(i: Instruction) -> bool:
-        return done_at.get(i, inf) <= now
+    def is_done(instruction: Instruction) -> bool:
+        return done_at.get(instruction, inf) <= now
 
     while any(rank.order or rank.weight_gradients for rank in ranks):
         for number, rank in enumerate(ranks):
             if free_at[number] > now:
                 continue
-            i = rank.take(is_done)
-            if i is not None:
-                free_at[number] = done_at[i] = now + cost(i)
+            instruction = rank.take(is_done)
+            if instruction is not None:
+                free_at[number] = done_at[instruction] = now + cost(instruction)
         assert max(free_at) > now, "every rank waits for another, or for memory"
         now = min(end for end in free_at if end > now)
     return [rank.filled for rank in ranks]
@@ -300,25 +308,29 @@ class _Filling:
         """Return the instruction that this rank starts now, or None if none can run after the
         finished ones."""
         if self.order and self._can_run(self.order[0], is_done):
-            i = self.order.popleft()
+            instruction = self.order.popleft()
         elif self.weight_gradients:
-            i = self.weight_gradients.popleft()
+            instruction = self.weight_gradients.popleft()
         else:
             return None
-        if i.op is Op.FORWARD:
+        if instruction.op is Op.FORWARD:
             self.activations += 1
-        elif i.op is Op.BACKWARD_INPUT:
-            self.weight_gradients.append(i._replace(op=Op.BACKWARD_WEIGHT))
-        elif i.op is Op.BACKWARD_WEIGHT:
+        elif instruction.op is Op.BACKWARD_INPUT:
+            self.weight_gradients.append(instruction._replace(op=Op.BACKWARD_WEIGHT))
+        elif instruction.op is Op.BACKWARD_WEIGHT:
             self.activations -= 1
-        self.filled.append(i)
-        return i
+        self.filled.append(instruction)
+        return instruction
 
-    def _can_run(self, i: Instruction, is_done: IsDone) -> bool:
-        if i.op is Op.FORWARD:
+    def _can_run(self, instruction: Instruction, is_done: IsDone) -> bool:
+        if instruction.op is Op.FORWARD:
             if self.activations >= self.limit:
                 return False
-            return i.stage == 0 or is_done(i._replace(stage=i.stage - 1))
-        if not is_done(i._replace(op=Op.FORWARD)):
+            return instruction.stage == 0 or is_done(
+                instruction._replace(stage=instruction.stage - 1)
+            )
+        if not is_done(instruction._replace(op=Op.FORWARD)):
             return False
-        return i.stage == self.last_stage or is_done(i._replace(stage=i.stage + 1))
+        return instruction.stage == self.last_stage or is_done(
+            instruction._replace(stage=instruction.stage + 1)
+        )

@@ -147,17 +147,19 @@ class Executor:
         its message is needed, so one message travels while the stages compute. Otherwise `run`
         posts it where `posts` says.
         """
-        self._coming = deque(i for i in self.program[first:last] if i.op in RECEIVES)
-        for index, i in enumerate(self.program[first:last], first):
+        self._coming = deque(
+            instruction for instruction in self.program[first:last] if instruction.op in RECEIVES
+        )
+        for index, instruction in enumerate(self.program[first:last], first):
             start = perf_counter()
-            self._position.at(i)
+            self._position.at(instruction)
             try:
                 self._post_next(index)
-                with torch.profiler.record_function(str(i)):
-                    self._carry_out[i.op](i)
+                with torch.profiler.record_function(str(instruction)):
+                    self._carry_out[instruction.op](instruction)
             except UserError as error:
                 # the user's problems stay readable; a picture of the program would hide them
-                where = f"{i} on pipeline rank {self.links.axis.rank}"
+                where = f"{instruction} on pipeline rank {self.links.axis.rank}"
                 raise UserError(
                     *(problem.within(f"{where}: ") for problem in error.problems)
                 ) from error
@@ -165,11 +167,11 @@ class Executor:
                 raise RuntimeError(self._describe_failure(index, error)) from error
             if self.spans is not None:
                 _synchronize(self.links.device)
-                span = Span(self.links.axis.rank, i, start, perf_counter())
+                span = Span(self.links.axis.rank, instruction, start, perf_counter())
                 self.spans.append(span)
             if self.observer is not None:
-                self.observer(i)
-            self._hooks.after(i)
+                self.observer(instruction)
+            self._hooks.after(instruction)
 
     def abandon(self, unread: Sequence[Instruction]) -> None:
         """Discard the results of the instructions so far, so that the program can start again.
@@ -194,59 +196,62 @@ class Executor:
         left = [*self._mail, *self._inputs_and_edges, *self._weight_work]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"
 
-    def _forward(self, i: Instruction) -> None:
+    def _forward(self, instruction: Instruction) -> None:
         # in evaluation there is no backward pass for which anything would be kept
         trains = torch.is_grad_enabled()
+        _, stage, microbatch = instruction
         received = None
-        if i.stage > 0:
-            message = Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
+        if stage > 0:
+            message = Message(MessageType.ACTIVATION, stage - 1, microbatch)
             received = self._mail.pop(message).requires_grad_(trains)
-        output = self._hooks.forward(i.stage, i.microbatch, received)
+        output = self._hooks.forward(stage, microbatch, received)
         if trains:
             # the edge without the output, whose memory the next stage may release
             edge = get_gradient_edge(output)
-            self._inputs_and_edges[i.stage, i.microbatch] = received, edge
-        if i.stage < self.links.stages - 1:
-            activation = Message(MessageType.ACTIVATION, i.stage, i.microbatch)
+            self._inputs_and_edges[stage, microbatch] = received, edge
+        if stage < self.links.stages - 1:
+            activation = Message(MessageType.ACTIVATION, stage, microbatch)
             # detached: the next stage on this rank has a graph of its own, as on another rank
             self._mail[activation] = output.detach()
         elif trains:
-            gradient = Message(MessageType.GRADIENT, i.stage, i.microbatch)
+            gradient = Message(MessageType.GRADIENT, stage, microbatch)
             self._mail[gradient] = _gradient_of_loss(output)
 
-    def _backward(self, i: Instruction) -> None:
-        if i in self._completing:
-            self._hooks.complete(i.stage)
-        received, output = self._inputs_and_edges.pop((i.stage, i.microbatch))
-        gradient = self._mail.pop(Message(MessageType.GRADIENT, i.stage, i.microbatch))
-        torch.autograd.backward((output,), (gradient,))
+    def _backward(self, instruction: Instruction) -> None:
+        _, stage, microbatch = instruction
+        if instruction in self._completing:
+            self._hooks.complete(stage)
+        received, output_edge = self._inputs_and_edges.pop((stage, microbatch))
+        gradient = self._mail.pop(Message(MessageType.GRADIENT, stage, microbatch))
+        torch.autograd.backward((output_edge,), (gradient,))
         if received is not None:
             assert received.grad is not None, (
-                f"the output of stage {i.stage} does not depend on what it received"
+                f"the output of stage {stage} does not depend on what it received"
             )
-            self._mail[Message(MessageType.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
+            input_gradient = Message(MessageType.GRADIENT, stage - 1, microbatch)
+            self._mail[input_gradient] = received.grad
 
-    def _backward_input(self, i: Instruction) -> None:
+    def _backward_input(self, instruction: Instruction) -> None:
         # layers put the products of weight gradients into the queue instead of computing them
         with self._deferred.collect() as work:
-            self._backward(i)
-        self._weight_work[i.stage, i.microbatch] = work
+            self._backward(instruction)
+        self._weight_work[instruction.stage, instruction.microbatch] = work
 
     @torch.no_grad()
-    def _backward_weight(self, i: Instruction) -> None:
-        work = self._weight_work.pop((i.stage, i.microbatch))
+    def _backward_weight(self, instruction: Instruction) -> None:
+        work = self._weight_work.pop((instruction.stage, instruction.microbatch))
         # one by one, so that each product's operands are released as it is done
         while work:
             work.popleft()()
 
-    def _reduce(self, i: Instruction) -> None:
-        self._hooks.reduce(i.stage)
+    def _reduce(self, instruction: Instruction) -> None:
+        self._hooks.reduce(instruction.stage)
 
-    def _send(self, i: Instruction) -> None:
-        self.links.send(i, self._mail.pop(_message(i)))
+    def _send(self, instruction: Instruction) -> None:
+        self.links.send(instruction, self._mail.pop(_message(instruction)))
 
-    def _receive(self, i: Instruction) -> None:
-        self._mail[_message(i)] = self.links.receive(i)
+    def _receive(self, instruction: Instruction) -> None:
+        self._mail[_message(instruction)] = self.links.receive(instruction)
         self._coming.popleft()
         self._posted = False
 
@@ -273,8 +278,14 @@ class Executor:
 def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
     """Return the last backward pass of each reduced stage, if that pass also computes the weight
     gradients."""
-    last_of_stage = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
-    reduced = [last_of_stage[i.stage] for i in program if i.op is Op.REDUCE]
+    last_of_stage = {
+        instruction.stage: instruction
+        for instruction in program
+        if instruction.op in WEIGHT_GRADIENTS
+    }
+    reduced = [
+        last_of_stage[instruction.stage] for instruction in program if instruction.op is Op.REDUCE
+    ]
     return {last for last in reduced if last.op is Op.BACKWARD}
 
 
@@ -287,9 +298,9 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def _message(i: Instruction) -> Message:
-    message = Message.of(i)
-    assert message is not None, f"{i} transfers nothing"
+def _message(instruction: Instruction) -> Message:
+    message = Message.of(instruction)
+    assert message is not None, f"{instruction} transfers nothing"
     return message
 
 

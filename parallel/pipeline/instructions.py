@@ -103,17 +103,17 @@ class Message(NamedTuple):
     microbatch: int
 
     @classmethod
-    def of(cls, i: Instruction) -> Self | None:
-        """Return the message that instruction `i` transfers, or None if it transfers none."""
-        match i.op:
+    def of(cls, instruction: Instruction) -> Self | None:
+        """Return the message that `instruction` transfers, or None if it transfers none."""
+        match instruction.op:
             case Op.SEND_ACTIVATION:
-                return cls(MessageType.ACTIVATION, i.stage, i.microbatch)
+                return cls(MessageType.ACTIVATION, instruction.stage, instruction.microbatch)
             case Op.RECV_ACTIVATION:
-                return cls(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
+                return cls(MessageType.ACTIVATION, instruction.stage - 1, instruction.microbatch)
             case Op.SEND_GRADIENT:
-                return cls(MessageType.GRADIENT, i.stage - 1, i.microbatch)
+                return cls(MessageType.GRADIENT, instruction.stage - 1, instruction.microbatch)
             case Op.RECV_GRADIENT:
-                return cls(MessageType.GRADIENT, i.stage, i.microbatch)
+                return cls(MessageType.GRADIENT, instruction.stage, instruction.microbatch)
         return None
 
     @property

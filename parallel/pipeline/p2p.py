@@ -128,8 +128,8 @@ class P2P:
         """
         return self.match == "tag"
 
-    def send(self, i: Instruction, tensor: Tensor) -> None:
-        """Send `tensor` ([shape], dtype) as the message of instruction `i`, and return before it is
+    def send(self, instruction: Instruction, tensor: Tensor) -> None:
+        """Send `tensor` ([shape], dtype) as the message of `instruction`, and return before it is
         received.
 
         The caller may drop the tensor but must not write to it. Raises UserError for another shape
@@ -138,13 +138,13 @@ class P2P:
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UserError.of(
                 "pipeline.activation_differs",
-                instruction=i,
+                instruction=instruction,
                 shape=list(tensor.shape),
                 dtype=tensor.dtype,
                 expected_shape=list(self.shape),
                 expected_dtype=self.dtype,
             )
-        channel, tag = self._route(i)
+        channel, tag = self._route(instruction)
         pending = self.pending[channel]
         # release tensors that have arrived; wait for the oldest if too many are under way
         while pending and (len(pending) >= self.sends or pending[0][0].is_completed()):
@@ -159,10 +159,10 @@ class P2P:
         assert work is not None, "this rank is no member of its own channel"
         pending.append((work, tensor))
 
-    def post_recv(self, i: Instruction) -> None:
-        """Start to receive the message of `i`; `receive` must follow, per channel in the order of
-        these calls."""
-        channel, tag = self._route(i)
+    def post_recv(self, instruction: Instruction) -> None:
+        """Start to receive the message of `instruction`; `receive` must follow, per channel in the
+        order of these calls."""
+        channel, tag = self._route(instruction)
         shape = (math.prod(self.shape) // self.shared.size,) if self.cut else self.shape
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(
@@ -171,14 +171,14 @@ class P2P:
         assert work is not None, "this rank is no member of its own channel"
         self.expected[channel, tag].append((work, tensor))
 
-    def receive(self, i: Instruction) -> Tensor:
-        """Wait for the message of instruction `i` and return it as a new tensor ([shape], dtype).
+    def receive(self, instruction: Instruction) -> Tensor:
+        """Wait for the message of `instruction` and return it as a new tensor ([shape], dtype).
 
         Collective over `shared`.
         """
-        expected = self.expected[self._route(i)]
+        expected = self.expected[self._route(instruction)]
         if not expected:
-            self.post_recv(i)
+            self.post_recv(instruction)
         work, tensor = expected.popleft()
         wait_for(work)
         if self.cut:
@@ -192,10 +192,10 @@ class P2P:
                 wait_for(pending[0][0])
                 pending.popleft()
 
-    def _route(self, i: Instruction) -> tuple[Channel, int]:
-        """Return the channel and the tag of the message of `i`."""
-        message = Message.of(i)
-        assert message is not None, f"{i} transfers nothing"
+    def _route(self, instruction: Instruction) -> tuple[Channel, int]:
+        """Return the channel and the tag of the message of `instruction`."""
+        message = Message.of(instruction)
+        assert message is not None, f"{instruction} transfers nothing"
         channel = Channel.of(message, self.rank_of_stage)
         if self.match == "order":
             return channel, 0

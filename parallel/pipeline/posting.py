@@ -28,12 +28,12 @@ def posts(schedule: Schedule) -> list[dict[Instruction, int]]:
     """
     order = _global_order(schedule)
     sends: dict[Message | None, int] = {}
-    for (_, i), time in order.items():
-        if i.op in SENDS:
-            sends[Message.of(i)] = time
+    for (_, instruction), time in order.items():
+        if instruction.op in SENDS:
+            sends[Message.of(instruction)] = time
     posted = []
     for rank, program in enumerate(schedule.programs):
-        times = [order[rank, i] for i in program]
+        times = [order[rank, instruction] for instruction in program]
         posted.append(_posts_of_rank(program, times, sends))
     return posted
 
@@ -46,12 +46,12 @@ def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
     rank = 0
     while rank < len(next_index):
         start = next_index[rank]
-        for i in schedule.programs[rank][start:]:
-            if i.op in RECEIVES and Message.of(i) not in sent:
+        for instruction in schedule.programs[rank][start:]:
+            if instruction.op in RECEIVES and Message.of(instruction) not in sent:
                 break
-            if i.op in SENDS:
-                sent.add(Message.of(i))
-            order[rank, i] = len(order)
+            if instruction.op in SENDS:
+                sent.add(Message.of(instruction))
+            order[rank, instruction] = len(order)
             next_index[rank] += 1
         # what a rank sends may let the ranks before it go on
         moved = next_index[rank] > start
@@ -68,13 +68,13 @@ def _posts_of_rank(
     """
     indices = dict[Instruction, int]()
     earliest = 0
-    for index, i in enumerate(program):
-        if i.op in RECEIVES:
-            sent_at = sends[Message.of(i)]
+    for index, instruction in enumerate(program):
+        if instruction.op in RECEIVES:
+            sent_at = sends[Message.of(instruction)]
             post = index
             while post > earliest and times[post - 1] > sent_at:
                 post -= 1
-            indices[i] = post
+            indices[instruction] = post
             # one message is under way at a time: the next receive stays behind this one
             earliest = index + 1
     return indices
@@ -93,10 +93,10 @@ def _move_receives(program: Program, posted: Mapping[Instruction, int]) -> Progr
     """Return `program` with each receive before the instruction whose index `posted` has."""
     moved_program: list[Instruction] = []
     # receives by the instruction before which they are posted; at most one is posted at a place
-    receives = {index: i for i, index in posted.items()}
-    for index, i in enumerate(program):
+    receives = {index: instruction for instruction, index in posted.items()}
+    for index, instruction in enumerate(program):
         if index in receives:
             moved_program.append(receives[index])
-        if i not in posted:
-            moved_program.append(i)
+        if instruction not in posted:
+            moved_program.append(instruction)
     return tuple(moved_program)

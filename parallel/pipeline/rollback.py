@@ -20,7 +20,7 @@ _WARMUP_OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 def warmup(program: Sequence[Instruction]) -> Program:
     """Return the part of `program` before the first backward pass and before the receive that this
     pass needs."""
-    return tuple(takewhile(lambda i: i.op in _WARMUP_OPS, program))
+    return tuple(takewhile(lambda instruction: instruction.op in _WARMUP_OPS, program))
 
 
 def unread(schedule: Schedule) -> tuple[Program, ...]:
@@ -31,7 +31,11 @@ def unread(schedule: Schedule) -> tuple[Program, ...]:
     warm-up.
     """
     warmups = [warmup(program) for program in schedule.programs]
-    received = {Message.of(i) for i in chain(*warmups) if i.op is Op.RECV_ACTIVATION}
+    received = {
+        Message.of(instruction)
+        for instruction in chain(*warmups)
+        if instruction.op is Op.RECV_ACTIVATION
+    }
     # by rank
     drains: list[list[Instruction]] = [[] for _ in warmups]
     for message in map(Message.of, chain(*warmups)):

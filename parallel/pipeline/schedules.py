@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from parallel.pipeline.instructions import (
     COMPUTATIONS,
     INPUT_GRADIENTS,
@@ -48,7 +48,9 @@ class Schedule:
     @property
     def microbatches(self) -> int:
         """Return the number of micro-batches."""
-        return 1 + max((i.microbatch for i in chain(*self.programs)), default=NO_MICROBATCH)
+        return 1 + max(
+            (instruction.microbatch for instruction in chain(*self.programs)), default=NO_MICROBATCH
+        )
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
@@ -62,7 +64,7 @@ class Schedule:
         line names.
         """
         programs: list[Program] = []
-        problems: list[str] = []
+        problems: list[Problem] = []
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
             try:
@@ -74,11 +76,11 @@ class Schedule:
         stages = range(1 + max(rank_of_stage, default=0))
         missing = [stage for stage in stages if stage not in rank_of_stage]
         if not problems:
-            problems = [f"no line has an instruction of stage {stage}" for stage in missing]
+            problems = [Problem.of("pipeline.stage_without_line", stage=stage) for stage in missing]
         if problems:
             raise UserError(*problems)
         placement = tuple(rank_of_stage[stage] for stage in stages)
-        if all(i.op in COMPUTATIONS for i in chain(*programs)):
+        if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
 
@@ -87,15 +89,18 @@ def _first_ranks(programs: Sequence[Program]) -> dict[int, int]:
     """Return the first rank whose program names each stage."""
     ranks: dict[int, int] = {}
     for rank, program in enumerate(programs):
-        for i in program:
-            ranks.setdefault(i.stage, rank)
+        for instruction in program:
+            ranks.setdefault(instruction.stage, rank)
     return ranks
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of `schedule` and their transfers, for evaluation."""
     forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
-    programs = [tuple(i for i in program if i.op in forward) for program in schedule.programs]
+    programs = [
+        tuple(instruction for instruction in program if instruction.op in forward)
+        for program in schedule.programs
+    ]
     return Schedule(tuple(programs), schedule.rank_of_stage)
 
 
@@ -111,31 +116,39 @@ def complete(
     """
     programs = []
     for program in computations:
-        last_of_stage = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+        last_of_stage = {
+            instruction.stage: instruction
+            for instruction in program
+            if instruction.op in WEIGHT_GRADIENTS
+        }
         completed: list[Instruction] = []
-        for i in program:
-            completed += _with_transfers(i, rank_of_stage)
-            if i == last_of_stage.get(i.stage):
-                completed.append(Instruction(Op.REDUCE, i.stage))
+        for instruction in program:
+            completed += _with_transfers(instruction, rank_of_stage)
+            if instruction == last_of_stage.get(instruction.stage):
+                completed.append(Instruction(Op.REDUCE, instruction.stage))
         programs.append(tuple(completed))
     return Schedule(tuple(programs), tuple(rank_of_stage))
 
 
-def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[Instruction]:
-    """Yield the receive that `i` needs, `i`, and the send of its result."""
-    here = rank_of_stage[i.stage]
+def _with_transfers(
+    instruction: Instruction, rank_of_stage: Sequence[int]
+) -> Iterator[Instruction]:
+    """Yield the receive that `instruction` needs, `instruction`, and the send of its result."""
+    here = rank_of_stage[instruction.stage]
     # the stage before, or after, is on another rank
-    below = i.stage > 0 and rank_of_stage[i.stage - 1] != here
-    above = i.stage < len(rank_of_stage) - 1 and rank_of_stage[i.stage + 1] != here
-    if below and i.op is Op.FORWARD:
-        yield i._replace(op=Op.RECV_ACTIVATION)
-    if above and i.op in INPUT_GRADIENTS:
-        yield i._replace(op=Op.RECV_GRADIENT)
-    yield i
-    if above and i.op is Op.FORWARD:
-        yield i._replace(op=Op.SEND_ACTIVATION)
-    if below and i.op in INPUT_GRADIENTS:
-        yield i._replace(op=Op.SEND_GRADIENT)
+    below = instruction.stage > 0 and rank_of_stage[instruction.stage - 1] != here
+    above = (
+        instruction.stage < len(rank_of_stage) - 1 and rank_of_stage[instruction.stage + 1] != here
+    )
+    if below and instruction.op is Op.FORWARD:
+        yield instruction._replace(op=Op.RECV_ACTIVATION)
+    if above and instruction.op in INPUT_GRADIENTS:
+        yield instruction._replace(op=Op.RECV_GRADIENT)
+    yield instruction
+    if above and instruction.op is Op.FORWARD:
+        yield instruction._replace(op=Op.SEND_ACTIVATION)
+    if below and instruction.op in INPUT_GRADIENTS:
+        yield instruction._replace(op=Op.SEND_GRADIENT)
 
 
 def picture(

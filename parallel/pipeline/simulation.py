@@ -70,11 +70,11 @@ class RefusedSchedule(UserError):
         self.marks = marks
 
 
-def textbook(i: Instruction) -> float:
+def textbook(instruction: Instruction) -> float:
     """Return the textbook cost: 1 for a forward and for each half of a backward, 0 for all other
     instructions."""
     costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
-    return costs.get(i.op, 0.0)
+    return costs.get(instruction.op, 0.0)
 
 
 def simulate(
@@ -158,11 +158,11 @@ def _computations_by_rank(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def peak(
-    schedule: Schedule, growth: Cost, within: Cost = lambda i: 0, message: float = 0
+    schedule: Schedule, growth: Cost, within: Cost = lambda instruction: 0, message: float = 0
 ) -> list[float]:
     """Return, by rank, the peak memory of its activations.
 
-    Instruction i adds growth(i) to the memory, and within(i) while it runs.
+    growth: what an instruction adds to the memory. within: what it takes besides, while it runs.
     message: size of one message between stages. Besides messages that are received and not used
         yet, a rank holds one for the posted receive and, on each channel, those of the unfinished
         sends.
@@ -180,9 +180,9 @@ def _memory_in_use(
 ) -> Iterator[float]:
     """Yield a rank's memory while and after it runs each instruction; arguments as for `peak`."""
     activations = 0
-    for i, of_messages in zip(program, messages, strict=True):
-        yield activations + of_messages + within(i)
-        activations += growth(i)
+    for instruction, of_messages in zip(program, messages, strict=True):
+        yield activations + of_messages + within(instruction)
+        activations += growth(instruction)
         yield activations + of_messages
 
 
@@ -192,17 +192,19 @@ def _message_memory(
     """Yield the memory that a rank holds for messages while it runs each instruction."""
     sent: Counter[Channel] = Counter()
     unused: set[Message] = set()
-    to_come = sum(i.op in RECEIVES for i in program)
-    for i in program:
-        if i.op is Op.FORWARD:
-            unused.discard(Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch))
-        if i.op in INPUT_GRADIENTS:
-            unused.discard(Message(MessageType.GRADIENT, i.stage, i.microbatch))
+    to_come = sum(instruction.op in RECEIVES for instruction in program)
+    for instruction in program:
+        if instruction.op is Op.FORWARD:
+            unused.discard(
+                Message(MessageType.ACTIVATION, instruction.stage - 1, instruction.microbatch)
+            )
+        if instruction.op in INPUT_GRADIENTS:
+            unused.discard(Message(MessageType.GRADIENT, instruction.stage, instruction.microbatch))
         posted = 1 if to_come else 0
         unfinished = sum(min(count, sends) for count in sent.values())
         yield message * (len(unused) + posted + unfinished)
-        moved = Message.of(i)
-        if moved and i.op in RECEIVES:
+        moved = Message.of(instruction)
+        if moved and instruction.op in RECEIVES:
             unused.add(moved)
             to_come -= 1
         elif moved:
@@ -212,7 +214,10 @@ def _message_memory(
 def in_flight(schedule: Schedule) -> list[int]:
     """Return, by rank, the most activations held at once: forwards whose weight gradients are still
     to come."""
-    peaks = peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))
+    peaks = peak(
+        schedule,
+        lambda instruction: (instruction.op is Op.FORWARD) - (instruction.op in WEIGHT_GRADIENTS),
+    )
     return [int(count) for count in peaks]
 
 
@@ -260,14 +265,14 @@ class _Simulation:
             moves = self._issue(rank, program[self.next_index[rank]])
         return self.next_index[rank] > start
 
-    def _issue(self, rank: int, i: Instruction) -> bool:
+    def _issue(self, rank: int, instruction: Instruction) -> bool:
         """Run a computation or ask for a transfer. Return False if the transfer must be asked for
         again later."""
-        message = Message.of(i)
+        message = Message.of(instruction)
         if message is not None:
-            return self._post(_Posted(message, rank, i, self.clock[rank]))
-        end = self.clock[rank] + self.cost(i)
-        self.spans.append(Span(rank, i, self.clock[rank], end))
+            return self._post(_Posted(message, rank, instruction, self.clock[rank]))
+        end = self.clock[rank] + self.cost(instruction)
+        self.spans.append(Span(rank, instruction, self.clock[rank], end))
         self.clock[rank] = end
         self.next_index[rank] += 1
         return True
@@ -336,12 +341,12 @@ class _Simulation:
 
     def _describe_wait(self, rank: int) -> str:
         """Return what `rank` waits for."""
-        i = self.programs[rank][self.next_index[rank]]
-        message = Message.of(i)
-        assert message is not None, f"{i} waits for no rank"
+        instruction = self.programs[rank][self.next_index[rank]]
+        message = Message.of(instruction)
+        assert message is not None, f"{instruction} waits for no rank"
         channel = Channel.of(message, self.schedule.rank_of_stage)
         queues = self.queues[self.communicator(message)]
-        if i.op in SENDS:
+        if instruction.op in SENDS:
             return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"
         ahead = queues.get(channel.source)
         behind = f", behind {ahead[0].instruction}" if ahead and ahead[0].message != message else ""

@@ -40,6 +40,6 @@ class Recording:
         spans = []
         for rank, program in enumerate(schedule.programs):
             # not strict: shorter programs are padded with zeros
-            for i, (start, end) in zip(program, of_ranks[rank], strict=False):
-                spans.append(Span(rank, i, start, end))
+            for instruction, (start, end) in zip(program, of_ranks[rank], strict=False):
+                spans.append(Span(rank, instruction, start, end))
         return spans

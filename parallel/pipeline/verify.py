@@ -83,39 +83,43 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     present = {*program}
     required = _required(schedule, rank)
     seen: Counter[Instruction] = Counter()
-    for index, i in enumerate(program):
-        seen[i] += 1
-        needed = [needs for needs in _prerequisites(i, required) if needs in present]
+    for index, instruction in enumerate(program):
+        seen[instruction] += 1
+        needed = [needs for needs in _prerequisites(instruction, required) if needs in present]
         late = [needs for needs in needed if needs not in seen]
-        if note := _describe_misplaced(i, schedule.rank_of_stage, rank):
+        if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
             yield _Fault(rank, index, note)
-        elif i not in required:
-            yield _Fault(rank, index, f"{i} has no purpose here")
-        elif seen[i] > 1:
-            yield _Fault(rank, index, f"{i} occurs here for the second time")
+        elif instruction not in required:
+            yield _Fault(rank, index, f"{instruction} has no purpose here")
+        elif seen[instruction] > 1:
+            yield _Fault(rank, index, f"{instruction} occurs here for the second time")
         elif late:
-            yield _Fault(rank, index, f"{i} comes before {late[0]}")
+            yield _Fault(rank, index, f"{instruction} comes before {late[0]}")
     # computations first, because transfers follow from them; the sort is stable
-    for i in sorted(required, key=lambda i: i.op not in COMPUTATIONS):
-        if i not in present:
-            yield _Fault(rank, len(program), f"{i} is missing")
+    for instruction in sorted(required, key=lambda instruction: instruction.op not in COMPUTATIONS):
+        if instruction not in present:
+            yield _Fault(rank, len(program), f"{instruction} is missing")
 
 
-def _describe_misplaced(i: Instruction, rank_of_stage: Sequence[int], rank: int) -> str:
+def _describe_misplaced(instruction: Instruction, rank_of_stage: Sequence[int], rank: int) -> str:
     """Return why an instruction of this stage is not for `rank`; empty if it is."""
-    if not 0 <= i.stage < len(rank_of_stage):
-        return f"{i} is for a stage that does not exist"
-    home = rank_of_stage[i.stage]
+    if not 0 <= instruction.stage < len(rank_of_stage):
+        return f"{instruction} is for a stage that does not exist"
+    home = rank_of_stage[instruction.stage]
     if home != rank:
-        return f"{i} is for stage {i.stage}, which lives on rank {home}"
+        return f"{instruction} is for stage {instruction.stage}, which lives on rank {home}"
     return ""
 
 
 def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
     """Return all instructions that `rank` must run; the order is stable but has no meaning."""
     backward_ops = INPUT_GRADIENTS | WEIGHT_GRADIENTS
-    trains = any(i.op in backward_ops for i in chain(*schedule.programs))
-    split = {(i.stage, i.microbatch) for i in schedule.programs[rank] if i.op in HALVES}
+    trains = any(instruction.op in backward_ops for instruction in chain(*schedule.programs))
+    split = {
+        (instruction.stage, instruction.microbatch)
+        for instruction in schedule.programs[rank]
+        if instruction.op in HALVES
+    }
     computations: list[Instruction] = []
     for stage, home in enumerate(schedule.rank_of_stage):
         if home != rank:
@@ -146,14 +150,16 @@ PREREQUISITES: Mapping[Op, Sequence[tuple[Op, int]]] = {
 }
 
 
-def _prerequisites(i: Instruction, required: Mapping[Instruction, None]) -> Iterator[Instruction]:
-    """Yield the instructions of this rank that must run before `i`, among those that the rank runs
-    at all."""
-    for op, distance in PREREQUISITES.get(i.op, ()):
-        prerequisite = Instruction(op, i.stage + distance, i.microbatch)
+def _prerequisites(
+    instruction: Instruction, required: Mapping[Instruction, None]
+) -> Iterator[Instruction]:
+    """Yield the instructions of this rank that must run before `instruction`, among those that the
+    rank runs at all."""
+    for op, distance in PREREQUISITES.get(instruction.op, ()):
+        prerequisite = Instruction(op, instruction.stage + distance, instruction.microbatch)
         if prerequisite in required:
             yield prerequisite
-    if i.op is Op.REDUCE:
+    if instruction.op is Op.REDUCE:
         for other in required:
-            if other.op in WEIGHT_GRADIENTS and other.stage == i.stage:
+            if other.op in WEIGHT_GRADIENTS and other.stage == instruction.stage:
                 yield other

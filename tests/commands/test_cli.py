@@ -16,7 +16,7 @@ import pytest
 
 from tools.cli import main, parser_of_all
 from tools.commands import keys
-from tools.commands.completion import SHELLS, _bash_script, _completions, _fish_script
+from tools.commands.completion import SHELLS, completion_script
 from tools.commands.keys import describe_keys
 
 ROOT = Path(__file__).parents[2]
@@ -143,14 +143,14 @@ def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> Non
 def test_bash_completes_commands_options_and_keys(
     words: list[str], completed: set[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "script").write_text(_bash_script(dict(_completions(parser_of_all(), ""))))
-    said = (
-        f"COMP_WORDS=(megaprec {' '.join(words)}); COMP_CWORD={len(words)}; _megaprec; echo "
-        f'"${{COMPREPLY[@]}}"'
+    (tmp_path / "script").write_text(completion_script(parser_of_all(), "bash"))
+    command = (
+        f"source ./script; COMP_WORDS=(megaprec {' '.join(words)}); COMP_CWORD={len(words)}; "
+        "function=$(complete -p megaprec | sed -E 's/.*-F ([^ ]+).*/\\1/'); "
+        f'$function megaprec "{words[-1]}" ""; echo "${{COMPREPLY[@]}}"'
     )
-    said = f"source ./script; {said}"
     done = subprocess.run(
-        ["bash", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert set(done.stdout.split()) == completed
 
@@ -175,12 +175,13 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
         ("megaprec prec", "precision"),
         ("megaprec data bu", "build"),
         ("megaprec plan --gpu-", "--gpu-memory"),
+        ("megaprec train run.toml lr.w", "lr.warmup="),
     ],
 )
 def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("needs fish")
-    (tmp_path / "script").write_text(_fish_script(dict(_completions(parser_of_all(), ""))))
+    (tmp_path / "script").write_text(completion_script(parser_of_all(), "fish"))
     said = f'source ./script; complete -C "{line}"'
     done = subprocess.run(
         ["fish", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -17,10 +17,9 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from megaprec.errors import UserError
-from models.family_defaults import GATED
 from models.initial_weights import InitialStd, Matrix
-from models.model_fields import ModelFields
-from models.router import CORRECTED, PLAIN
+from models.model_fields import GATED, ModelFields
+from models.router_settings import CORRECTED, PLAIN
 
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.config import ModelConfig
-from models.stages import Cut
+from models.decoder.stages import Cut
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.instructions import Instruction, Op
 

@@ -25,8 +25,11 @@ from torch.autograd.graph import get_gradient_edge
 from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.cutting import EngineOptions
+from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.stages import Cut, Stage
+from models.engine.options import EngineOptions
 from models.estimate.storage import (
     Device,
     LiveMemory,
@@ -34,9 +37,6 @@ from models.estimate.storage import (
     simulated_experts,
     without_storage,
 )
-from models.mtp import FutureTokens, future_tokens
-from models.packing import UNPACKED, Packing
-from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op

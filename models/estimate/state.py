@@ -26,7 +26,8 @@ from megaprec.optim.replicas import sharing_replicas
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.cutting import build
+from models.decoder.cutting import build
+from models.decoder.stages import Cut, Stage
 from models.estimate.memory import by_name
 from models.estimate.storage import (
     Device,
@@ -35,7 +36,6 @@ from models.estimate.storage import (
     simulated_experts,
     without_storage,
 )
-from models.stages import Cut, Stage
 from parallel.context import Context
 
 

@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
-from models import partial_attention
+from models.attention import partial
+from models.attention.context_limits import require_divisible_context
+from models.attention.context_parallel import attend_over_ranks
+from models.attention.packing import causal_mask
+from models.attention.partial import AttentionGradients, MergedAttention, Rule, blocks
 from models.config import ModelConfig
-from models.context_attention import attend_over_ranks
-from models.context_limits import require_divisible_context
-from models.cutting import EngineOptions
-from models.engine import Share
+from models.decoder.stages import Cut, Stage
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from models.estimate.memory import kept_bytes
 from models.estimate.storage import LiveMemory
-from models.packing import causal_mask
-from models.partial_attention import AttentionGradients, MergedAttention, Rule, blocks
-from models.stages import Cut, Stage
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -201,9 +201,7 @@ def scores_computed(rank: int, size: int, window: int) -> int:
 def test_no_rank_computes_more_scores_than_another_and_few_that_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(
-        partial_attention._SCORES_BYTES, "cpu", 1
-    )  # the smallest blocks: 16 queries
+    monkeypatch.setitem(partial._SCORES_BYTES, "cpu", 1)  # the smallest blocks: 16 queries
     for size in (1, 2, 4):
         (computed,) = {scores_computed(rank, size, 0) for rank in range(size)}
         assert 1024 * 1024 // 2 < computed * size < 1024 * 1024 * 0.52

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from models.engine.options import EngineOptions
 from models.estimate.flops import stage_costs, training_flops
 from models.estimate.memory import kept_bytes
-from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

@@ -15,15 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models.computed import as_computed
+from models.attention.packing import UNPACKED
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.decoder.kv_cache import CachedStage
+from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.stages import Stage
+from models.engine.options import EngineOptions
+from models.equivalence import as_computed
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
-from models.kv_cache import CachedStage
-from models.mtp import FutureTokens, future_tokens
-from models.packing import UNPACKED
-from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

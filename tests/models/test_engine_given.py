@@ -6,7 +6,7 @@ import pytest
 
 from megaprec import UserError, plan
 from models import Engine, preset
-from models.cutting import EngineOptions
+from models.engine.options import EngineOptions
 from parallel.pipeline import schedule
 
 GOOD: dict[str, Any] = {

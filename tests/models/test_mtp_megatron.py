@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
+from models.attention.packing import UNPACKED
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.mtp import future_tokens
-from models.packing import UNPACKED
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.mtp import future_tokens
+from models.decoder.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.convert.test_megatron_fields import BASES, LENGTH, VOCAB, core

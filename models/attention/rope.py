@@ -1,0 +1,129 @@
+"""Rotary positions: each head rotates pairs of its features by angles that grow with the position.
+
+Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of
+the rotated features, as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as
+in Meta's first Llama. If only a fraction of a head's features is rotated, it is the first ones.
+
+All angles are computed in float64, in every dtype of the model.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.rope_scaling import RopeScaling, attention_factor
+from parallel.leaves import PLAIN, Leaves
+
+RotaryTables = tuple[Tensor, Tensor]
+"""Cosine and sine of the angles of each position, as `rotary_tables` returns them."""
+
+
+class Rotate(torch.autograd.Function):
+    """Rotates the first features of x by the angles of their position, in FP32 or wider, in every
+    dtype of the tables.
+
+    x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where the first r <= d features are rotated. The
+    backward pass rotates in the opposite direction.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, leaves: Leaves = PLAIN
+    ) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.leaves = leaves
+        return leaves(_rotary, x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return ctx.leaves(_rotary, grad, cosine, -sine), None, None, None
+
+
+def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Return x [s, b, n, d] with its first features rotated, in the dtype of x."""
+    half = cosine.shape[-1]
+    rotary_features, other_features = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    wide = torch.promote_types(cosine.dtype, torch.float32)
+    cosine = cosine.to(wide)
+    sine = sine.to(wide)
+    # Widened once: promotion would widen them in each of the four products again.
+    first, second = rotary_features.to(wide).chunk(2, -1)
+    rotated = torch.empty_like(x)
+    rotated[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
+    rotated[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
+    rotated[..., 2 * half :] = other_features
+    return rotated
+
+
+def rotary_tables(
+    scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and
+    `length` positions."""
+    positions = torch.arange(length, dtype=torch.float64)[:, None, None, None]
+    angles = positions * frequencies(scaling, base, dims, length)
+    # Queries and keys times this: cheaper in the tables than in each layer.
+    factor = attention_factor(scaling)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    """Return float64 [dims / 2]: radians per position of each pair, in sequences of `length`
+    tokens.
+
+    The length matters only under dynamic scaling, which here uses the length of the current
+    sequence. Hugging Face uses the longest sequence that the model has seen so far, which is the
+    same if all sequences are equally long.
+    """
+    # A larger base slows all pairs but the fastest one.
+    if scaling.kind == "dynamic":
+        stretch = max(length / scaling.original_max_position_embeddings, 1)
+        base_factor = scaling.factor * stretch - (scaling.factor - 1)
+        base *= base_factor ** (dims / (dims - 2))
+    plain = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        return _blend(plain, scaling.factor, _slowness_by_wavelength(scaling, plain))
+    if scaling.kind == "yarn":
+        return _blend(plain, scaling.factor, _slowness_by_turns(scaling, base, dims))
+    return plain
+
+
+def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
+    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend
+    pairs between."""
+    return plain * (1 - slowness) + plain / factor * slowness
+
+
+def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
+    """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original
+    length."""
+    # How often each pair turns within the original length.
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return 1 - fast.clamp(0, 1)
+
+
+def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
+    """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to
+    beta_slow turns."""
+
+    def pair_of_turns(turns: float) -> float:
+        """Return the index of the pair that makes `turns` turns over the original length."""
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dims * math.log(wavelength) / (2 * math.log(base))
+
+    first = pair_of_turns(scaling.beta_fast)
+    last = pair_of_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dims - 1)
+    width = (last - first) or 0.001  # a step in place of a ramp: all pairs are fast or slow
+    ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / width
+    return ramp.clamp(0, 1)

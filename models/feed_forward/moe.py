@@ -1,0 +1,268 @@
+"""Mixture of experts: a router sends each token through a few of many feed-forwards, and no token
+is dropped.
+
+Every expert is sharded over tp like an ordinary feed-forward, so all tp ranks work on all tokens
+and stay equally busy whatever the router does. There is one collective into the layer and one out
+of it, as for one feed-forward. Between them, every result on a tp rank is a partial sum, the
+router's gradient included, and the partial sums are reduced at the end. Experts may instead be
+spread over ranks, to which tokens travel (`models.feed_forward.dispatch`); the rest stays the same.
+
+Shared experts are one more feed-forward, which every token passes. It is sharded like the others
+and its partial sums are added to theirs, so there is no further collective. They may have a gate,
+as in Qwen2-MoE: the sigmoid of one more logit of each token.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaprec.comm.axis import copy_to_device as copy_to_device
+from megaprec.comm.layout import Part
+from megaprec.precision.gemm import Gemm
+from models.config import ModelConfig
+from models.feed_forward.dispatch import Dispatch, rows_of_rank
+from models.feed_forward.expert_bias import add_biases, features_of_bias, make_bias_of_sum
+from models.feed_forward.grouped_products import GroupedLinear, groups_on
+from models.feed_forward.mlp import MLP
+from models.feed_forward.router import Router
+from parallel import collectives
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
+from parallel.linear import InputLayout, Linear, Widen
+from parallel.weight_grad_queue import WeightGradQueue
+
+
+class Expert(MLP):
+    """A feed-forward without collectives, forward and backward; the caller does these.
+
+    x: tokens [n, hidden], replicated on every tp rank. The result is this rank's partial sum, and
+    so is the gradient of x.
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+        # The layer down has no bias of its own: every rank of tp would add it to its partial sum.
+        super().__init__(config, context, name, layer, (config.expert_bias, False))
+        self.tp = context.tp
+        self.deferred = context.deferred
+        self.down_bias = None
+        if config.expert_bias:
+            self.down_bias = make_bias_of_sum(context, f"{name}.down.bias", config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._product(x, self.inner)
+        return self.recompute.run("activation", self.activate, y, into=self._project_down)
+
+    def _project_down(self, y: Tensor) -> Tensor:
+        y = self._product(y, self.down)
+        if self.down_bias is None:
+            return y
+        return add_biases(y, [self.down_bias], features=features_of_bias(self.down_bias))
+
+    def uses_grouped_products(self, x: Tensor) -> bool:
+        """Return True if the products of several such experts with tokens x are computed as grouped
+        products."""
+        inner = self.inner
+        down = self.down
+        # Grouped products take one dtype for all, and know neither FP8 nor TF32.
+        plain = Gemm(x.dtype, x.dtype)
+        if inner.products != plain or down.products != plain or inner.weight.dtype != x.dtype:
+            return False
+        return groups_on(x.device, x.dtype, (*inner.weight.shape, *down.weight.shape))
+
+    def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+        return Linear.apply(
+            x, layer.weight, layer.bias, InputLayout.OWN, self.tp, self.deferred, layer.products
+        )
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum over a token's experts of weight times result, plus that of shared experts, which may
+    have a gate."""
+
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        self.router = Router(config, context, f"{name}.router")
+        self.experts = nn.ModuleDict()
+        self._make_experts(name, layer)
+        self.shared = None
+        if config.shared_experts:
+            shared_config = config.model_copy(update={"ffn": config.shared_experts})
+            self.shared = Expert(shared_config, context, f"{name}.shared", layer)
+        self.shared_gate = None
+        if config.shared_gate:
+            gate = Part.cut(f"{name}.shared_gate.weight", (1, config.hidden), None, context.tp)
+            self.shared_gate = parameter(context, [gate], config.init_std, partial=True)
+
+    def _make_experts(self, name: str, layer: int) -> None:
+        """Make this rank's experts; of the others, register the FP8 scales."""
+        config = self.config
+        context = self.context
+        if context.experts is None:
+            local_numbers = range(config.experts)
+        else:
+            local_numbers = context.experts.own(config.experts)
+        local_context = context.for_experts()
+        remote_context = context.for_experts_elsewhere()
+        for number in range(config.experts):
+            expert_name = f"{name}.experts.{number}"
+            if number in local_numbers:
+                self.experts[str(number)] = Expert(config, local_context, expert_name, layer)
+            elif context.plan.fp8 is not None:
+                # Registers the scales, which all ranks of a stage keep alike.
+                with torch.device("meta"):
+                    Expert(config, remote_context, expert_name, layer)
+
+    def forward(self, x: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
+        the same shape.
+
+        microbatch: None: evaluation, without losses of the router.
+        Collective over tp and over the axes of experts.
+        """
+        tp = self.context.tp
+        cut = self.context.cut_sequence
+        # Every tp rank routes all tokens, each with its slices of the experts.
+        full = collectives.gather(x, tp) if cut else collectives.copy(x, tp)
+        weights, chosen = self.router(full, microbatch)
+        tokens = full.flatten(0, 1)
+        weights = weights.flatten(0, 1)
+        chosen = chosen.flatten(0, 1)
+        experts = self.context.experts
+        if experts is None or experts.tp.size == tp.size:
+            y = self._apply_experts(tokens, weights, chosen)
+        else:
+            # Fewer slices of an expert than tp ranks: each rank sends a part of the tokens.
+            rows = rows_of_rank(len(tokens), tp, experts)
+            y = self._apply_experts(tokens[rows], weights[rows], chosen[rows])
+            if cut and experts.tp.size == 1 and self.shared is None:
+                return y.view(x.shape)  # no other rank has an addend of these rows
+            y = F.pad(y, (0, 0, rows.start, len(tokens) - rows.stop))
+        if self.shared is not None:
+            y = y + self._apply_shared(tokens, self.shared)
+        # The one collective out: sums of all ranks' partial sums.
+        y = y.view(full.shape)
+        return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
+
+    def _apply_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
+        """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their
+        gate."""
+        # The gate is the same on every rank, so it may be applied to partial sums.
+        y: Tensor = shared(tokens)
+        if self.shared_gate is None:
+            return y
+        wide = self.context.plan.sensitive
+        logits = F.linear(tokens.to(wide), Widen.apply(self.shared_gate, wide))
+        return (y * logits.sigmoid()).to(y.dtype)
+
+    def _apply_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
+        hidden]."""
+        # The t * k pairs of a token and an expert, sorted by expert. A stable sort keeps the tokens
+        # of an expert in their order.
+        pairs = chosen.flatten().argsort(stable=True)
+        places_of_pairs = pairs.argsort()
+        # Pair number p belongs to token p // k.
+        rows = TakeRows.apply(tokens, pairs // chosen.shape[1], places_of_pairs.view(chosen.shape))
+        results = self._apply_spread_experts(rows, count_choices(chosen, self.config.experts))
+        by_token = TakeRows.apply(results, places_of_pairs, pairs.unsqueeze(1))
+        by_token = by_token.view(*chosen.shape, tokens.shape[1])
+        # Summed in the dtype of weights, the sensitive one, and rounded once.
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+    def _apply_spread_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map rows that are sorted by expert to the results of experts of any rank.
+
+        counts: int64, the rows of each expert of the layer.
+        """
+        if self.context.experts is None or self.context.experts.spread.size == 1:
+            return self._apply_local_experts(rows, counts)
+        dispatch = Dispatch.of(counts, self.context.experts.spread)
+        # The host has waited for the counts, because messages need sizes.
+        received = dispatch.send(rows)
+        return dispatch.send_back(self._apply_local_experts(received, dispatch.counts))
+
+    def _apply_local_experts(self, rows: Tensor, counts: Tensor | list[int]) -> Tensor:
+        """Map rows that are sorted by expert to the results of this rank's experts.
+
+        counts: the rows of each expert: int64 on the device, or on the host.
+        """
+        experts = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
+        if experts[0].uses_grouped_products(rows):
+            if isinstance(counts, list):
+                counts = copy_to_device(torch.tensor(counts), rows.device)
+            return _apply_grouped(experts, rows, counts.cumsum(0).int())
+        # With counts on a GPU the host waits here: `groups_on` says for which products.
+        if not isinstance(counts, list):
+            counts = counts.tolist()
+        rows_of_experts = rows.split(counts)
+        return torch.cat(
+            [expert(part) for expert, part in zip(experts, rows_of_experts, strict=True)]
+        )
+
+
+def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Tensor:
+    """Map rows to the results of all experts, in two grouped products.
+
+    ends: int32, the end of each expert's rows.
+    """
+    first = experts[0]
+    y = GroupedLinear.apply(
+        rows, ends, first.deferred, *(expert.inner.weight for expert in experts)
+    )
+    # All experts have biases, or none has.
+    if biases := [expert.inner.bias for expert in experts if expert.inner.bias is not None]:
+        y = add_biases(y, biases, ends)
+    project_down = partial(
+        _project_down_grouped,
+        ends=ends,
+        queue=first.deferred,
+        weights=[expert.down.weight for expert in experts],
+        biases=[expert.down_bias for expert in experts if expert.down_bias is not None],
+    )
+    return first.recompute.run("activation", first.activate, y, into=project_down)
+
+
+def _project_down_grouped(
+    y: Tensor,
+    ends: Tensor,
+    queue: WeightGradQueue,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter],
+) -> Tensor:
+    y = GroupedLinear.apply(y, ends, queue, *weights)
+    if not biases:
+        return y
+    return add_biases(y, biases, ends, features_of_bias(biases[0]))
+
+
+def count_choices(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each expert is in `chosen`: int64 [experts], on its device, without a wait
+    of the host."""
+    flat = chosen.flatten()
+    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device)
+    return counts.index_add_(0, flat, torch.ones_like(flat))
+
+
+class TakeRows(torch.autograd.Function):
+    """x[index]: [n, h] -> [m, h].
+
+    places [n, k]: the rows of the result that come from each row of x, so that the gradient is
+        summed in a fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad[places].sum(1), None, None

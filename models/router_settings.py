@@ -1,0 +1,91 @@
+"""The choice of a token's experts and their weights: the settings `model.router`, and the
+arithmetic.
+
+    scores    softmax or sigmoid of the logits, one for each expert
+    choice    the `experts_per_token` highest of scores + correction, where the correction balances
+              loads and is part of nothing else; it may be limited to the best groups of
+              neighbouring experts
+    weights   the scores of the chosen experts, divided by their sum (`norm_topk`), times `scale`
+
+A softmax over the chosen logits alone is the same as a softmax over all of them, divided by the sum
+of the chosen: so "top-k before the softmax" is `norm_topk = true`, and "after" is `norm_topk =
+false`.
+
+A group counts as much as its `group_best` best experts together: 1 in DeepSeek-V2, 2 in DeepSeek-V3
+and GLM-4.5, experts_per_token / groups_per_token in Megatron-core (`group_limited_topk`,
+moe_utils.py).
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterSettings(BaseModel):
+    """The choice of experts. Raises pydantic's ValidationError (a ValueError) that lists every
+    problem."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    score: Literal["softmax", "sigmoid"] = Field(
+        description="scores of the experts, from the router's logits"
+    )
+    scale: float = Field(
+        default=1.0, gt=0, description="factor of the weights of a token's experts"
+    )
+    groups: int = Field(default=1, gt=0, description="number of groups of neighbouring experts")
+    groups_per_token: int = Field(
+        default=1, gt=0, description="groups that a token's experts may be of"
+    )
+    group_best: int = Field(
+        default=2, gt=0, description="best experts of a group by whose sum groups are compared"
+    )
+    correction: bool = Field(
+        default=False,
+        description="a bias for each expert that corrects the choice alone and follows the loads",
+    )
+
+    def problems(self, experts: int, per_token: int) -> Iterator[str]:
+        """Yield a line for each setting that does not fit a model of so many experts, and so many
+        for each token."""
+        if experts % self.groups:
+            yield f"router.groups {self.groups} does not divide experts {experts}"
+            return
+        group_size = experts // self.groups
+        chosen_groups = self.groups_per_token
+        if chosen_groups > self.groups:
+            yield (
+                f"router.groups_per_token {chosen_groups} is more than router.groups {self.groups}"
+            )
+        elif self.limits and per_token > chosen_groups * group_size:
+            yield (
+                f"experts_per_token {per_token} is more than the {chosen_groups * group_size} "
+                f"experts of router.groups_per_token {chosen_groups}: choose more groups or "
+                "fewer experts"
+            )
+        if self.limits and self.group_best > group_size:
+            yield (
+                f"router.group_best {self.group_best} is more than the {group_size} experts of a "
+                "group"
+            )
+
+    def at_least(self, experts: int, per_token: int) -> int:
+        """Return the smallest number of experts, `experts` or more, whose groups are of one size
+        and large enough.
+
+        Groups are as large as if they were compared, for transformers compares them also where all
+        are chosen.
+        """
+        experts_of_group = -(-experts // self.groups)  # rounded up
+        chosen_of_group = -(-per_token // self.groups_per_token)
+        return max(experts_of_group, chosen_of_group, self.group_best) * self.groups
+
+    @property
+    def limits(self) -> bool:
+        """Return True if a token's experts must be of some groups only."""
+        return self.groups_per_token < self.groups
+
+
+PLAIN = RouterSettings(score="softmax")
+CORRECTED = RouterSettings(score="sigmoid", correction=True)

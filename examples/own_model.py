@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.packing import UNPACKED, Packing
-from models.stages import Cut
+from models.decoder.stages import Cut
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import (

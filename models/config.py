@@ -1,5 +1,4 @@
-"""The configuration of a model: its family, its sizes and the switches by which the families
-differ.
+"""The configuration of a model: its family, its sizes and the switches by which families differ.
 
 `ModelConfig` is resolved as soon as it exists: fields that are not given follow from the family or
 from earlier sizes, and no field means "decide later". The one exception is `vocab`, which only a
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from models.initial_weights import InitialStd, Matrix
 from models.model_fields import GATED, ModelFields
 from models.router_settings import CORRECTED, PLAIN
@@ -45,7 +44,7 @@ class ModelConfig(ModelFields):
             raise UserError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         """Yield a line for each reason why this is no model, or why a field has no effect."""
         yield from self._head_problems()
         if self.latent:
@@ -57,82 +56,73 @@ class ModelConfig(ModelFields):
             yield from self._expert_problems()
         # The two defaults: any other value was given, for nothing.
         elif self.router not in (PLAIN, CORRECTED):
-            yield "router: there are no experts; give model.experts"
+            yield Problem.of("model.router_without_experts")
         yield from self._mtp_problems()
         yield from self._unused_keys()
 
-    def _head_problems(self) -> Iterator[str]:
+    def _head_problems(self) -> Iterator[Problem]:
         # A head_dim that is given, or follows from latents, need not divide hidden.
         has_default_width = not self.latent and "head_dim" not in self.model_fields_set
         if self.hidden % self.heads and has_default_width:
-            yield (
-                f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or "
-                "give head_dim"
-            )
+            yield Problem.of("model.hidden_not_multiple", hidden=self.hidden, heads=self.heads)
         elif self.positions == "rope":
             yield from self._rotary_problems()
         if self.heads % self.kv_heads:
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            yield (
-                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of "
-                f"{', '.join(map(str, divisors))}"
+            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            yield Problem.of(
+                "model.kv_heads_not_divisor",
+                kv_heads=self.kv_heads,
+                heads=self.heads,
+                divisors=", ".join(divisors),
             )
         sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1
         if self.positions != "rope" and sets_rotary:
-            yield (
-                f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = '
-                '"rope"'
-            )
+            yield Problem.of("model.rotary_keys_unused", positions=self.positions)
 
-    def _mtp_problems(self) -> Iterator[str]:
+    def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.
         if self.mtp_layers and self.positions != "rope":
-            yield (
-                f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": '
-                "change either"
+            yield Problem.of(
+                "model.mtp_positions", mtp_layers=self.mtp_layers, positions=self.positions
             )
         if self.mtp_layers and self.factory:
-            yield (
-                f'mtp_layers {self.mtp_layers}: the model of factory = "{self.factory}" has no '
-                "such modules; leave out mtp_layers"
-            )
+            yield Problem.of("model.mtp_factory", mtp_layers=self.mtp_layers, factory=self.factory)
 
-    def _unused_keys(self) -> Iterator[str]:
+    def _unused_keys(self) -> Iterator[Problem]:
         """Yield keys that change nothing in this model, though they were given."""
         for key in ("swiglu_alpha", "swiglu_limit"):
             value = getattr(self, key)
             default = type(self).model_fields[key].default
             if self.mlp != "swiglu_clamped" and value != default:
-                yield (
-                    f'{key} {value} has no effect with mlp = "{self.mlp}": it is of '
-                    '"swiglu_clamped"'
-                )
+                yield Problem.of("model.clamp_unused", key=key, value=value, mlp=self.mlp)
         for key in ("expert_bias", "router_bias"):
             if getattr(self, key) and not self.experts:
-                yield f"{key} true: the model has no experts; give model.experts"
+                yield Problem.of("model.bias_without_experts", key=key)
 
-    def _window_problems(self) -> Iterator[str]:
+    def _window_problems(self) -> Iterator[Problem]:
         # window_layers and window_rope_base change nothing without a window.
         if self.window_layers and not self.window:
-            yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
+            yield Problem.of("model.window_layers_unused", window_layers=[*self.window_layers])
         rotates_windows = self.window and self.positions == "rope" and self.window_rope_base > 1
         if self.window_rope_base and not rotates_windows:
-            yield (
-                f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" '
-                "and a base above 1"
+            yield Problem.of(
+                "model.window_rope_base_unused", window_rope_base=self.window_rope_base
             )
         if not self._are_layers(self.window_layers):
-            yield (
-                f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} "
-                "in increasing order"
-            )
+            yield self._no_layers("window_layers")
 
     def _are_layers(self, numbers: Sequence[int]) -> bool:
         """Return True if these are numbers of layers in increasing order."""
         valid = {number for number in numbers if 0 <= number < self.layers}
         return sorted(valid) == [*numbers]
 
-    def _latent_problems(self) -> Iterator[str]:
+    def _no_layers(self, key: str) -> Problem:
+        """Return the problem that the value of `key` are no numbers of layers."""
+        return Problem.of(
+            "model.layer_numbers", key=key, value=[*getattr(self, key)], last=self.layers - 1
+        )
+
+    def _latent_problems(self) -> Iterator[Problem]:
         required = {
             "positions": "rope",
             "kv_heads": self.heads,
@@ -146,78 +136,64 @@ class ModelConfig(ModelFields):
         for key, required_value in required.items():
             value = getattr(self, key)
             if value != required_value:
-                yield (
-                    f"{key} {json.dumps(value)}: model.latent needs {key} = "
-                    f"{json.dumps(required_value)}; leave {key} out or set it so"
+                yield Problem.of(
+                    "model.latent_needs",
+                    key=key,
+                    value=json.dumps(value),
+                    required=json.dumps(required_value),
                 )
 
-    def _norm_problems(self) -> Iterator[str]:
+    def _norm_problems(self) -> Iterator[Problem]:
         # LayerNorm has no such offset.
         if self.norm_unit_offset and self.norm != "rms":
-            yield 'norm_unit_offset true needs norm = "rms"'
+            yield Problem.of("model.norm_unit_offset_unused")
         if self.parallel_residual and self.norm_at != "before":
-            yield (
-                'parallel_residual true: both branches read one norm; set norm_at = "before", '
-                f'not "{self.norm_at}"'
-            )
+            yield Problem.of("model.parallel_residual_norm", norm_at=self.norm_at)
 
-    def _rotary_problems(self) -> Iterator[str]:
+    def _rotary_problems(self) -> Iterator[Problem]:
         rotary_dims = self.rotary_dims
         if rotary_dims % 2 or not rotary_dims:
             part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
-            yield (
-                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so "
-                f"their number must be even and above 0, but it is {rotary_dims} ({part}): "
-                "change head_dim or rotary_fraction"
+            yield Problem.of(
+                "model.rotary_dims", head_dim=self.head_dim, rotary_dims=rotary_dims, part=part
             )
         elif self.rope_scaling.kind == "dynamic" and rotary_dims == 2:
             # Its exponent is dims / (dims - 2).
-            yield (
-                "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or "
-                "rotary_fraction"
-            )
+            yield Problem.of("model.dynamic_one_pair")
 
-    def _expert_problems(self) -> Iterator[str]:
+    def _expert_problems(self) -> Iterator[Problem]:
         if self.experts_per_token > self.experts:
-            yield (
-                f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
-                f"choose at most {self.experts}"
+            yield Problem.of(
+                "model.experts_per_token",
+                experts_per_token=self.experts_per_token,
+                experts=self.experts,
             )
         if self.layers * self.experts > MOST_EXPERTS:
-            yield (
-                f"layers {self.layers} x experts {self.experts} are more than "
-                f"{MOST_EXPERTS:,} feed-forwards: choose fewer of either"
+            yield Problem.of(
+                "model.most_experts", layers=self.layers, experts=self.experts, most=MOST_EXPERTS
             )
         yield from self.router.problems(self.experts, self.experts_per_token)
         if self.mlp_bias:
-            yield (
-                f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = "
-                "false, and expert_bias = true if they are to have some"
-            )
+            yield Problem.of("model.mlp_bias_of_experts", experts=self.experts)
 
-    def _dense_problems(self) -> Iterator[str]:
-        """Yield the problems of layers without experts in a model with experts, and of what is
-        beside experts."""
+    def _dense_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the feed-forwards that a model with experts has besides them.
+
+        They are those of layers without experts, and the shared experts of the others.
+        """
+        dense_layers = [*self.dense_layers]
         if not self._are_layers(self.dense_layers):
-            yield (
-                f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} "
-                "in increasing order"
-            )
+            yield self._no_layers("dense_layers")
         elif len(self.dense_layers) == self.layers:
-            yield (
-                f"dense_layers {[*self.dense_layers]}: no layer would have experts; set experts = 0"
-            )
+            yield Problem.of("model.all_layers_dense", dense_layers=dense_layers)
         if not self.experts and (self.dense_layers or self.shared_experts):
             key = "dense_layers" if self.dense_layers else "shared_experts"
             value = json.dumps(getattr(self, key))
-            yield f"{key} {value}: there are no experts; give model.experts"
+            yield Problem.of("model.no_experts_beside", key=key, value=value)
         if self.shared_gate and not self.shared_experts:
-            yield "shared_gate true: there are no shared experts; give model.shared_experts"
+            yield Problem.of("model.shared_gate_unused")
         if not self.dense_layers and self.dense_ffn != self.ffn:
-            yield (
-                f"dense_ffn {self.dense_ffn}: there are no dense_layers; give them, or leave out "
-                "dense_ffn"
-            )
+            yield Problem.of("model.dense_ffn_unused", dense_ffn=self.dense_ffn)
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """Return this model with a vocabulary of `vocab` tokens."""

@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 
 ORIGINAL = "original_max_position_embeddings"
 """The key of the length that a model was first trained on."""
@@ -83,26 +83,31 @@ class RopeScaling(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if problems := list(self._problems()):
-            raise UserError(*(f"rope_scaling.{problem}" for problem in problems))
+    def _require_valid(self) -> Self:
+        if problems := [problem.within("rope_scaling.") for problem in self._problems()]:
+            raise UserError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
+        """Yield the problems, whose sentences begin with a key of this table."""
         parameters = PARAMETERS[self.kind]
         for name, value in self.model_dump(exclude_defaults=True).items():
             if name not in ("kind", *parameters):
-                reads = f"it reads {', '.join(parameters) or 'no other key'}"
-                yield f'{name} {value} has no effect with kind "{self.kind}": {reads}'
+                yield Problem.of(
+                    "model.rope_key_unused",
+                    name=name,
+                    value=value,
+                    kind=self.kind,
+                    parameters=", ".join(parameters) or "no other key",
+                )
         if ORIGINAL in parameters and not self.original_max_position_embeddings:
-            yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
+            yield Problem.of("model.rope_key_missing", name=ORIGINAL, kind=self.kind)
         if self.high_freq_factor <= self.low_freq_factor:
-            yield (
-                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
-                f"{self.low_freq_factor}"
+            yield Problem.of(
+                "model.rope_freq_factors", high=self.high_freq_factor, low=self.low_freq_factor
             )
         if self.beta_fast <= self.beta_slow:
-            yield f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}"
+            yield Problem.of("model.rope_betas", fast=self.beta_fast, slow=self.beta_slow)
 
 
 def attention_factor(scaling: RopeScaling) -> float:

@@ -21,6 +21,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megaprec.errors import Problem
+
 
 class RouterSettings(BaseModel):
     """The choice of experts. Raises pydantic's ValidationError (a ValueError) that lists every
@@ -46,28 +48,28 @@ class RouterSettings(BaseModel):
         description="a bias for each expert that corrects the choice alone and follows the loads",
     )
 
-    def problems(self, experts: int, per_token: int) -> Iterator[str]:
+    def problems(self, experts: int, per_token: int) -> Iterator[Problem]:
         """Yield a line for each setting that does not fit a model of so many experts, and so many
         for each token."""
         if experts % self.groups:
-            yield f"router.groups {self.groups} does not divide experts {experts}"
+            yield Problem.of("model.router_groups", groups=self.groups, experts=experts)
             return
         group_size = experts // self.groups
         chosen_groups = self.groups_per_token
         if chosen_groups > self.groups:
-            yield (
-                f"router.groups_per_token {chosen_groups} is more than router.groups {self.groups}"
+            yield Problem.of(
+                "model.router_groups_per_token", chosen_groups=chosen_groups, groups=self.groups
             )
         elif self.limits and per_token > chosen_groups * group_size:
-            yield (
-                f"experts_per_token {per_token} is more than the {chosen_groups * group_size} "
-                f"experts of router.groups_per_token {chosen_groups}: choose more groups or "
-                "fewer experts"
+            yield Problem.of(
+                "model.router_few_experts",
+                per_token=per_token,
+                eligible=chosen_groups * group_size,
+                chosen_groups=chosen_groups,
             )
         if self.limits and self.group_best > group_size:
-            yield (
-                f"router.group_best {self.group_best} is more than the {group_size} experts of a "
-                "group"
+            yield Problem.of(
+                "model.router_group_best", group_best=self.group_best, group_size=group_size
             )
 
     def at_least(self, experts: int, per_token: int) -> int:

@@ -99,18 +99,18 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: RotaryTables | None,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
         the same shape.
 
         rotary: the tables of `models.rope`; None: heads are not rotated.
-        place: the micro-batch; None (evaluation) drops nothing.
+        microbatch: the micro-batch; None (evaluation) drops nothing.
         """
         return self.context.recompute.run(
             "attention",
-            partial(self._attend, rotary=rotary, microbatch=place, attn_mask=attn_mask),
+            partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
             self.qkv(x),
             into=self.output,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from parallel.sequence_cut import unit
@@ -17,7 +17,7 @@ def context_problems(
     length: int,
     tensor: int = 1,
     canonical: bool = False,
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
     ranks.
 
@@ -35,26 +35,25 @@ def context_problems(
             rule = f"2 x {KEY}"
         else:
             rule = f"{KEY} x the least common multiple of 2 and parallel.tensor"
-        nearest = f"{below} or {above}" if below else f"{above}"
-        yield (
-            f"train.seq_length {length} is not a multiple of {multiple} ({rule}), as {here} needs: "
-            f"{nearest} would be"
+        yield Problem.of(
+            "model.context_length",
+            length=length,
+            multiple=multiple,
+            rule=rule,
+            here=here,
+            nearest=f"{below} or {above}" if below else above,
         )
     if model.factory:
-        yield (
-            f'model.factory = "{model.factory}": {here} cuts the sequences of the built-in '
-            "families only"
-        )
+        yield Problem.of("model.context_factory", factory=model.factory, here=here)
     if plan.scores != plan.sensitive:
-        yield (
-            f"precision.scores = {dtype_name(plan.scores)}: {here} keeps attention scores in "
-            f"{dtype_name(plan.sensitive)}; leave precision.scores out"
+        yield Problem.of(
+            "model.context_scores",
+            scores=dtype_name(plan.scores),
+            here=here,
+            sensitive=dtype_name(plan.sensitive),
         )
     if canonical:
-        yield (
-            f'{here} and train.numerics = "canonical": sums over a cut sequence have other bits; '
-            "remove one of them"
-        )
+        yield Problem.of("model.context_canonical", here=here)
 
 
 def require_divisible_context(

@@ -161,12 +161,12 @@ class LatentAttention(Attention):
         self,
         x: Tensor,
         rotary: RotaryTables | None,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         return self.context.recompute.run(
             "attention",
-            partial(self._attend, rotary=rotary, microbatch=place, attn_mask=attn_mask),
+            partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
             self._project_down(x),
             into=self.output,
         )

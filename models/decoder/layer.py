@@ -68,20 +68,22 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         rotary: RotaryTables | None,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         """Map the residual stream x [s, b, hidden], or [s / tp, b, hidden] under sequence
         parallelism, to the one after this layer. The parameters are those of `Attention`."""
         drops_stream = self.config.dropout_at == "stream"
         if drops_stream:
-            x = self._drop(x, "input", place)
-        attend = partial(self.attention, rotary=rotary, place=place, attn_mask=attn_mask)
+            x = self._drop(x, "input", microbatch)
+        attend = partial(self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
         mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
-        mixed = self._drop(mixed, "attention", place)
-        attended, fed = self._feed_by_region(x, mixed, place) or self._add_and_feed(x, mixed, place)
+        mixed = self._drop(mixed, "attention", microbatch)
+        attended, fed = self._feed_by_region(x, mixed, microbatch) or self._add_and_feed(
+            x, mixed, microbatch
+        )
         if not drops_stream:
-            fed = self._drop(fed, "mlp", place)
+            fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
         return (attended + fed).to(x.dtype)
 

@@ -1,5 +1,6 @@
-"""Multi-token prediction (MTP): modules that predict tokens further ahead, to train the layers
-below them better.
+"""Multi-token prediction (MTP): modules that predict tokens further ahead.
+
+They train the layers below them better.
 
 Module k = 1, 2, ... D stands after the model's last layer. It joins what is known of token i, the
 hidden state h of module k - 1 (of the final norm, if k is 1), with the embedding of token i + k,
@@ -51,9 +52,9 @@ class FutureTokens:
     """The tokens that the modules of a step read and predict, and their losses. D: the number of
     modules.
 
-    tokens, targets: int64 [D, rows, s] of a share, or [D, s, b] of a micro-batch.
+    tokens, targets: int64 [D, samples, s] of a share, or [D, s, b] of a micro-batch.
     weights: of the targets in the losses, float64 of the same shape; 0 where there is no target.
-    counted: the sum of the weights of each module over the global batch.
+    token_counts: the sum of the weights of each module over the global batch.
     scale: factor of the mean of the losses for the backward pass, [].
     losses: float64 [D]; each micro-batch adds its part of the mean losses, without the factor.
     """
@@ -61,15 +62,15 @@ class FutureTokens:
     tokens: Tensor
     targets: Tensor
     weights: Tensor
-    counted: Sequence[TokenCount]
+    token_counts: Sequence[TokenCount]
     scale: Tensor
     losses: Tensor
 
-    def of(self, rows: slice) -> "FutureTokens":
-        """Return the part of a micro-batch, as [D, s, b]."""
+    def of_samples(self, samples: slice) -> "FutureTokens":
+        """Return those of the micro-batch of these samples, as [D, s, b]."""
 
         def by_position(x: Tensor) -> Tensor:
-            return x[:, rows].transpose(1, 2).contiguous()
+            return x[:, samples].transpose(1, 2).contiguous()
 
         return replace(
             self,
@@ -78,21 +79,23 @@ class FutureTokens:
             weights=by_position(self.weights),
         )
 
-    def share(self, module: int, losses: Tensor) -> Tensor:
-        """Return this micro-batch's part of the mean loss of a module. losses: of each token, [s,
-        b]."""
-        weighted_sum = (losses * self.weights[module].to(losses.dtype)).sum()
-        return weighted_sum / self.counted[module].total.to(losses.dtype)
+    def part_of_loss(self, module: int, token_losses: Tensor) -> Tensor:
+        """Return this micro-batch's part of the mean loss of a module: [].
 
-    def attach(self, hidden: Tensor, shares: Sequence[Tensor], note: bool) -> Tensor:
+        token_losses: of each token, [s, b].
+        """
+        weighted_sum = (token_losses * self.weights[module].to(token_losses.dtype)).sum()
+        return weighted_sum / self.token_counts[module].divisor.to(token_losses.dtype)
+
+    def attach(self, hidden: Tensor, parts: Sequence[Tensor], record: bool) -> Tensor:
         """Return `hidden`, whose backward pass also starts those of the losses.
 
-        shares: of this micro-batch, one for each module.
-        note: add them to `losses`.
+        parts: this micro-batch's part of each module's loss.
+        record: add them to `losses`.
         """
         # One tensor of all modules: one addition, and one gradient of their mean.
-        stacked = torch.stack(list(shares))
-        if note:
+        stacked = torch.stack(list(parts))
+        if record:
             self.losses.add_(stacked.detach())
         return WithLoss.apply(hidden, stacked.mean(), self.scale)
 
@@ -111,7 +114,7 @@ def future_tokens(
     """Return what the modules of a share read and predict. Collective over dp, of ranks that have
     the last stage.
 
-    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary.
+    tokens, targets: int64 [samples, s] of whole samples, ids inside the vocabulary.
     mask: weights of the targets; None: all count.
     documents: the number of each token's document, if attention is restricted to documents.
     modules: the number of modules.
@@ -126,7 +129,7 @@ def future_tokens(
         weights = mask.double()
 
     def local_part(x: Tensor) -> Tensor:
-        """Return x at the positions that each module predicts from: [D, rows, s / cp]."""
+        """Return x at the positions that each module predicts from: [D, samples, s / cp]."""
         distances = range(1, modules + 1)
         later = torch.stack([_shift(x, distance, documents) for distance in distances])
         return take(later, cp, 2).to(device)
@@ -134,13 +137,15 @@ def future_tokens(
     local_tokens = local_part(tokens)
     local_targets = local_part(targets)
     local_weights = local_part(weights)
-    counted = [count_tokens(0, module, dp, divides, device) for module in local_weights]
+    token_counts = [
+        count_tokens(0, module_weights, dp, divides, device) for module_weights in local_weights
+    ]
     losses = torch.zeros(modules, dtype=torch.float64, device=device)
-    return FutureTokens(local_tokens, local_targets, local_weights, counted, scale, losses)
+    return FutureTokens(local_tokens, local_targets, local_weights, token_counts, scale, losses)
 
 
 def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:
-    """Return x [rows, s] of the position `distance` tokens later; 0 where the sample, or the
+    """Return x [samples, s] of the position `distance` tokens later; 0 where the sample, or the
     document, has ended before."""
     # Token 0 stands where there is none, with a weight of 0.
     later = torch.zeros_like(x)
@@ -155,7 +160,8 @@ def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:
 class PredictionModule(nn.Module):
     """Module number `number` (from 0), without embedding and head.
 
-    again: its layer is recomputed as a whole in the backward pass.
+    attention: the class of attention of its layer.
+    recompute_layer: its layer is recomputed as a whole in the backward pass.
     """
 
     def __init__(
@@ -164,11 +170,11 @@ class PredictionModule(nn.Module):
         context: Context,
         number: int,
         attention: type[Attention],
-        again: bool,
+        recompute_layer: bool,
     ) -> None:
         super().__init__()
         self.context = context
-        self.again = again
+        self.recompute_layer = recompute_layer
         name = f"mtp.{number}"
         self.embedding_norm = make_norm(config, context, f"{name}.embedding_norm")
         self.hidden_norm = make_norm(config, context, f"{name}.hidden_norm")
@@ -181,7 +187,7 @@ class PredictionModule(nn.Module):
             std=config.init_std,
         )
         # If the layer is recomputed as a whole, its modules have nothing to recompute themselves.
-        inner_context = replace(context, recompute=context.recompute.within(whole=again))
+        inner_context = replace(context, recompute=context.recompute.within(whole=recompute_layer))
         last_layer = config.of_layer(config.layers - 1)
         self.layer = DecoderLayer(
             last_layer, inner_context, name, config.layers + number, attention
@@ -193,7 +199,7 @@ class PredictionModule(nn.Module):
         embedded: Tensor,
         hidden: Tensor,
         rotary: RotaryTables | None,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next
@@ -207,6 +213,7 @@ class PredictionModule(nn.Module):
         x = x.to(context.plan.residual)
 
         def run_layer(x: Tensor) -> Tensor:
-            return self.layer(x, rotary=rotary, place=place, attn_mask=attn_mask)
+            return self.layer(x, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
 
-        return self.final_norm(recomputed(run_layer, x) if self.again else run_layer(x))
+        hidden = recomputed(run_layer, x) if self.recompute_layer else run_layer(x)
+        return self.final_norm(hidden)

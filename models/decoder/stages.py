@@ -60,7 +60,7 @@ from models.attention.flash_windows import Documents
 from models.attention.kernels import softcap
 from models.attention.latent_attention import LatentAttention
 from models.attention.packing import UNPACKED, Packing, causal_mask
-from models.attention.rope import rotary_tables
+from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
 from models.decoder.mtp import FutureTokens, PredictionModule
@@ -122,19 +122,22 @@ class Stage(nn.Module):
                 {str(number): self._make_module(number) for number in range(config.mtp_layers)}
             )
         self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
-        # rotary tables, by window or not, length, and for consecutive positions or any
-        self._tables: dict[tuple[bool, int, bool], tuple[Tensor, Tensor]] = {}
+        # By window or not, length, and for consecutive positions or any.
+        self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
 
     def _make_layer(self, number: int) -> DecoderLayer:
-        whole = str(number) in self.recomputed_layers
-        context = replace(self.context, recompute=self.context.recompute.within(whole=whole))
+        is_recomputed = str(number) in self.recomputed_layers
+        inner = self.context.recompute.within(whole=is_recomputed)
+        context = replace(self.context, recompute=inner)
         config = self.config.of_layer(number)
         return DecoderLayer(config, context, f"layers.{number}", number, self._attention_type())
 
     def _make_module(self, number: int) -> PredictionModule:
-        # recomputed if all layers of the stage are
-        again = len(self.recomputed_layers) == len(self.cut.layers)
-        return PredictionModule(self.config, self.context, number, self._attention_type(), again)
+        # Its layer is recomputed if all layers of the stage are.
+        recompute_layer = len(self.recomputed_layers) == len(self.cut.layers)
+        return PredictionModule(
+            self.config, self.context, number, self._attention_type(), recompute_layer
+        )
 
     def _attention_type(self) -> type[Attention]:
         return self.latent_attention if self.config.latent else self.attention
@@ -153,13 +156,13 @@ class Stage(nn.Module):
         context = self.context
         shape = (self.config.max_positions, self.config.hidden)
         table = Part.cut("positions.weight", shape, None, context.tp)
-        # each tp rank sees its own positions only if the sequence is cut
+        # Each tp rank sees its own positions only if the sequence is cut
         return parameter(context, [table], self.config.init_std, partial=context.cut_sequence)
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         """Return the weight of the head, which may be that of this stage's embedding."""
         config = self.config
-        # the modules' embedding is the head's copy
+        # The modules' embedding is the head's copy
         has_own_embedding = config.mtp_layers and not self.cut.first
         if config.tied and (has_own_embedding or (self.cut.first and not tied)):
             return self.embedding.weight
@@ -167,7 +170,7 @@ class Stage(nn.Module):
         rows = Part.cut(name, (config.vocab, config.hidden), 0, self.context.tp)
         std = config.initial_std("embedding" if config.tied else "head")
         ranks = tied if config.tied else ()
-        # the embedding and the head are two parameters on one rank
+        # The embedding and the head may be two parameters on one rank.
         again = len(set(ranks)) < len(ranks)
         return parameter(self.context, [rows], std, tied=ranks, again=again)
 
@@ -186,21 +189,22 @@ class Stage(nn.Module):
     def forward(
         self,
         x: Tensor,
-        place: MicrobatchInfo | None = None,
+        microbatch: MicrobatchInfo | None = None,
         packing: Packing = UNPACKED,
-        ahead: FutureTokens | None = None,
+        future: FutureTokens | None = None,
     ) -> Tensor:
         """Compute the stage; shapes as above.
 
-        place: what dropout and router losses need to know of the micro-batch; None in evaluation.
-        ahead: what modules of multi-token prediction read and predict; last stage only.
+        microbatch: what dropout and router losses need to know of it; None in evaluation.
+        packing: the documents of its samples.
+        future: what modules of multi-token prediction read and predict; last stage only.
         """
         length = x.shape[0]
         if self.context.cut_sequence and not self.cut.first:
             length *= self.context.tp.size
         if self.cut.first:
-            x = self._embed(x, place, packing.positions)
-        # tables and masks are made once for all layers of the stage
+            x = self._embed(x, microbatch, packing.positions)
+        # Tables and masks are made once for all layers of the stage.
         rotary = self._rotaries(length * self.context.cp.size, x.device, packing.positions)
         masks = self._masks(length, x.device, packing)
 
@@ -208,7 +212,7 @@ class Stage(nn.Module):
             return partial(
                 run,
                 rotary=rotary.get(self._uses_window_rotary(layer)),
-                place=place,
+                microbatch=microbatch,
                 attn_mask=masks.get(self._windows[layer]),
             )
 
@@ -217,34 +221,35 @@ class Stage(nn.Module):
             x = recomputed(run, x) if number in self.recomputed_layers else run(x)
         if not self.cut.last:
             return x
-        if ahead is None:
-            return self._hand_out(self._logits(x), place)
-        # the modules attend as the last layer does
-        predict = with_arguments(self._predict_ahead, str(self.cut.layers[-1]))
-        hidden = predict(self.final_norm(x), ahead=ahead)
-        return self._hand_out(self._logits_of_normalized(hidden), place)
+        if future is None:
+            return self._hand_out(self._logits(x), microbatch)
+        # The modules attend as the last layer does.
+        predict = with_arguments(self._predict_future, str(self.cut.layers[-1]))
+        hidden = predict(self.final_norm(x), future=future)
+        return self._hand_out(self._logits_of_normalized(hidden), microbatch)
 
-    def _predict_ahead(
+    def _predict_future(
         self,
         hidden: Tensor,
-        ahead: FutureTokens,
-        rotary: tuple[Tensor, Tensor] | None,
-        place: MicrobatchInfo | None,
+        future: FutureTokens,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Return hidden states of the final norm, whose backward pass also starts those of the
         modules' losses."""
         x = hidden
-        shares = []
+        parts = []
         for name, module in self.mtp.items():
             number = int(name)
-            embedded = self._embed(ahead.tokens[number], place, None, f"mtp.{number}.embedding")
-            # each module reads the hidden states of the one before
-            x = module(embedded, x, rotary=rotary, place=place, attn_mask=attn_mask)
-            losses = self.losses(self._logits_of_normalized(x), ahead.targets[number])
-            shares.append(ahead.share(number, losses))
-        # other tp ranks have the same losses
-        return ahead.attach(hidden, shares, note=self.context.tp.rank == 0)
+            embedding_name = f"mtp.{number}.embedding"
+            embedded = self._embed(future.tokens[number], microbatch, None, embedding_name)
+            # Each module reads the hidden states of the one before.
+            x = module(embedded, x, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
+            token_losses = self.losses(self._logits_of_normalized(x), future.targets[number])
+            parts.append(future.part_of_loss(number, token_losses))
+        # Other tp ranks have the same losses.
+        return future.attach(hidden, parts, record=self.context.tp.rank == 0)
 
     def _uses_window_rotary(self, layer: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""
@@ -272,12 +277,14 @@ class Stage(nn.Module):
     def _embed(
         self,
         ids: Tensor,
-        place: MicrobatchInfo | None,
+        microbatch: MicrobatchInfo | None,
         positions: Tensor | None,
         name: str = "embedding",
     ) -> Tensor:
-        """Return the embeddings of ids [s, b], with dropout that `name` identifies. positions: of
-        the packing, [b, s]."""
+        """Return the embeddings of ids [s, b], with dropout that `name` identifies.
+
+        positions: of the packing, [b, s].
+        """
         x = self.embedding(ids)
         if self.config.embedding_scale != 1:
             x = x * nearest(self.config.embedding_scale, x.dtype)
@@ -286,14 +293,16 @@ class Stage(nn.Module):
         if self.config.positions == "learned":
             x = Add.apply(x, self.positions, self._position_rows(x, positions))
         rate = self.config.embedding_dropout
-        # under "stream" the first layer applies dropout to its input
+        # Under "stream" the first layer applies dropout to its input
         if not rate or self.config.dropout_at == "stream":
             return x
-        return dropout(x, rate, self.context, name, place)
+        return dropout(x, rate, self.context, name, microbatch)
 
     def _position_rows(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
-        """Return the rows of the position table for activations x. positions: of the packing, [b,
-        s]."""
+        """Return the rows of the position table for activations x.
+
+        positions: of the packing, [b, s].
+        """
         context = self.context
         first = context.tp.rank * len(x) if context.cut_sequence else 0
         local_rows = slice(first, first + len(x))
@@ -319,7 +328,7 @@ class Stage(nn.Module):
         products = context.products_of_head(name, self.config.head_grad_scale)
         return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)
 
-    def _hand_out(self, logits: Tensor, place: MicrobatchInfo | None) -> Tensor:
+    def _hand_out(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
         """Return the logits in the plan's `output` dtype.
 
         Training does not widen them: that would not change the loss, which is computed in the
@@ -327,11 +336,12 @@ class Stage(nn.Module):
         """
         output = self.context.plan.output
         widens = torch.promote_types(logits.dtype, output) == output
-        return logits if place is not None and widens else logits.to(output)
+        is_training = microbatch is not None
+        return logits if is_training and widens else logits.to(output)
 
     def _rotaries(
         self, length: int, device: torch.device, positions: Tensor | None
-    ) -> dict[bool, tuple[Tensor, Tensor]]:
+    ) -> dict[bool, RotaryTables]:
         """Return the tables of `_rotary` that the layers of this stage need, by
         `_uses_window_rotary`."""
         if self.config.positions != "rope":
@@ -341,7 +351,7 @@ class Stage(nn.Module):
 
     def _rotary(
         self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> RotaryTables:
         """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
         positions [b, s].
 
@@ -349,20 +359,24 @@ class Stage(nn.Module):
         scaling the angles depend on the length.
         """
         key = windowed, length, positions is None
-        if key not in self._tables:
-            # tables of one length are kept at a time
-            others = {kind: table for kind, table in self._tables.items() if kind[0] != windowed}
+        if key not in self._rotary_tables:
+            # Tables of one length are kept at a time.
+            others = {
+                other: tables
+                for other, tables in self._rotary_tables.items()
+                if other[0] != windowed
+            }
             cosine, sine = self._make_tables(length, windowed)
             if positions is None:
                 cosine = take(cosine, self.context.cp, 0)
                 sine = take(sine, self.context.cp, 0)
-            self._tables = others | {key: (cosine.to(device), sine.to(device))}
-        cosine, sine = self._tables[key]
+            self._rotary_tables = others | {key: (cosine.to(device), sine.to(device))}
+        cosine, sine = self._rotary_tables[key]
         if positions is None:
             return cosine, sine
         return cosine[positions.t(), 0], sine[positions.t(), 0]
 
-    def _make_tables(self, length: int, windowed: bool) -> tuple[Tensor, Tensor]:
+    def _make_tables(self, length: int, windowed: bool) -> RotaryTables:
         """Return the cosine and sine of consecutive positions, [length, 1, 1, r / 2] each."""
         config = self.config
         scaling = config.rope_scaling

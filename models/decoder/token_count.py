@@ -1,4 +1,4 @@
-"""The number of tokens in the loss of a global batch, by which every micro-batch's loss is divided.
+"""The number of tokens in the loss of a global batch, by which each micro-batch's loss is divided.
 
 Without a mask it is known: all replicas have equal shares. With a mask it is a sum over dp. That
 sum is started before the passes and awaited where the first loss is divided. NCCL runs the
@@ -28,7 +28,7 @@ class TokenCount:
         self._wait = wait
 
     @cached_property
-    def counted(self) -> Tensor:
+    def total(self) -> Tensor:
         """Return the number of tokens, or the sum of their weights: float64 []; NaN on ranks that
         divide nothing.
 
@@ -37,14 +37,14 @@ class TokenCount:
         return self._wait()
 
     @cached_property
-    def total(self) -> Tensor:
-        """Return what losses are divided by: `counted`, or 1 if nothing counts, so that the loss of
+    def divisor(self) -> Tensor:
+        """Return what losses are divided by: `total`, or 1 if nothing counts, so that the loss of
         nothing is 0."""
-        return self.counted.masked_fill(self.counted <= 0, 1)
+        return self.total.masked_fill(self.total <= 0, 1)
 
     def end(self) -> None:
         """Wait for the sum, if there is one, of passes that will not divide by it."""
-        assert self.total is not None
+        assert self.divisor is not None
 
 
 def count_tokens(
@@ -70,12 +70,12 @@ def count_tokens(
         return _known_count(float(tokens * dp.size), device)
     if exact:
         return TokenCount(lambda: exact_total(mask, dp))
-    count = mask.sum(dtype=torch.float64)  # FP32 counts to 2^24
-    wait_for_sum = dp.start_sum_(count)
+    total = mask.sum(dtype=torch.float64)  # FP32 counts to 2^24
+    wait_for_sum = dp.start_sum_(total)
 
     def wait() -> Tensor:
         wait_for_sum()
-        return count  # which the sum has changed in place
+        return total  # which the sum has changed in place
 
     return TokenCount(wait)
 

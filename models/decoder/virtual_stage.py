@@ -98,15 +98,19 @@ class VirtualStage(nn.Module):
             yield from of_one_tensor
 
     def forward(
-        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = UNPACKED
+        self, x: Tensor, microbatch: MicrobatchInfo | None = None, packing: Packing = UNPACKED
     ) -> Tensor | tuple[Tensor, ...]:
-        # ids are the same for all virtual ranks; activations are cut along the sequence
+        # Ids are the same for all virtual ranks; activations are cut along the sequence.
         if self.cut.first:
             inputs = [x] * len(self.shards)
         else:
             inputs = [shard.clone() for shard in x.chunk(len(self.shards))]
-        functions = [partial(shard, place=place, packing=packing) for shard in self.shards]
-        outputs = self._run(functions, inputs)
+
+        def forward_of(shard: Stage) -> Callable[[Tensor], Tensor]:
+            # By position: a stage of the user's may name its arguments otherwise.
+            return lambda x: shard(x, microbatch, packing)
+
+        outputs = self._run([forward_of(shard) for shard in self.shards], inputs)
         return tuple(outputs) if self.cut.last else torch.cat(outputs)
 
     def losses(self, logits: Sequence[Tensor], targets: Tensor) -> Tensor:

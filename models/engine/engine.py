@@ -1,8 +1,8 @@
-"""The engine: a model placed on a mesh, ready to train, with its stages, schedule, connections and
-optimizer.
+"""The engine: a model placed on a mesh, ready to train.
 
-It does the whole of a training step. It takes batches and does not know their source; the trainer
-decides when to log, to save and to stop.
+It has the rank's stages, their schedule and connections, and the optimizer, and does the whole of a
+training step. It takes batches and does not know their source; the trainer decides when to log, to
+save and to stop.
 
 A skipped step is run a second time to find the micro-batch in which it became non-finite
 (`models.engine.replay`).
@@ -21,7 +21,6 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
-from megaprec.kinds import quoted
 from megaprec.optim.canonical_consensus import summed_loss
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -33,16 +32,15 @@ from models.decoder.cutting import MakeStage, build, cuts
 from models.decoder.stages import Stage
 from models.decoder.virtual_stage import over_virtual_ranks
 from models.engine.options import EngineOptions
-from models.engine.passes import OutsideVocabulary as OutsideVocabulary
-from models.engine.passes import Passes, Running
-from models.engine.passes import Share as Share
+from models.engine.passes import Passes, Running, Share
 from models.engine.replay import trace_offenders
 from models.feed_forward.dispatch import spread_experts
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
+from parallel.pipeline.executor import Executor
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only
-from parallel.pipeline.simulation import sends_under_way
+from parallel.pipeline.simulation import Span, sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 
@@ -69,20 +67,23 @@ class RankStages:
     virtual: VirtualAxis | None
 
     def make_optimizer(
-        self, kind: Callable[..., OptimizerType] = ParallelAMPOptimizer, **settings: Any
+        self,
+        optimizer_type: Callable[..., OptimizerType] = ParallelAMPOptimizer,
+        **settings: Any,
     ) -> OptimizerType:
         """Return an optimizer over these stages. Collective over the world.
 
-        kind: ParallelAMPOptimizer, a subclass, or a function with its arguments.
+        optimizer_type: ParallelAMPOptimizer, a subclass, or a function with its arguments.
         settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
             rank's loss is divided by the tokens of the global batch.
         """
-        settings |= {"average": False}
+        settings["average"] = False
         if self.virtual is not None:
-            settings |= {"virtual": self.virtual, "canonical": True}
+            settings["virtual"] = self.virtual
+            settings["canonical"] = True
         if self.context.experts is not None:
-            settings |= {"experts": self.context.experts}
-        return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
+            settings["experts"] = self.context.experts
+        return optimizer_type(list(self.by_number.values()), self.plan, self.mesh, **settings)
 
 
 def build_stages(
@@ -99,11 +100,14 @@ def build_stages(
     make_stage: builds each stage.
     Raises UserError for arguments that do not fit together.
     """
-    _require_kinds(config, plan, schedule)
-    # a schedule that can deadlock, or leaves something out, is refused before anything is built
+    if not config.vocab:
+        raise UserError.of("model.vocab_unknown")
+    # A schedule that can deadlock, or leaves something out, is refused before anything is built.
     check(schedule)
     check(forward_only(schedule))
-    pp, tp, cp = (Axis.of(mesh, name) for name in ("pp", "tp", "cp"))
+    pp = Axis.of(mesh, "pp")
+    tp = Axis.of(mesh, "tp")
+    cp = Axis.of(mesh, "cp")
     canonical = options.canonical_shards > 0
     require_divisible_context(
         config,
@@ -113,7 +117,7 @@ def build_stages(
         tp.size if options.sequence else 1,
         canonical,
     )
-    # collective from here on: all ranks make their groups in this order
+    # Collective from here on: all ranks make their groups in this order.
     fp8 = FP8State.over(mesh, plan.fp8, config.layers)
     virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
     if virtual is not None:
@@ -124,7 +128,7 @@ def build_stages(
     context = Context(
         plan,
         tp,
-        # virtual ranks always cut the sequence
+        # Virtual ranks always cut the sequence.
         options.sequence or canonical,
         options.seed,
         recompute=options.recompute,
@@ -135,83 +139,70 @@ def build_stages(
         ring=options.ring,
         leaves=options.leaves,
     )
-    placement = schedule.rank_of_stage
-    cut = cuts(
-        config, len(placement), options.seq_length, options.layers, placement, options.recompute
+    rank_of_stage = schedule.rank_of_stage
+    stage_cuts = cuts(
+        config,
+        len(rank_of_stage),
+        options.seq_length,
+        options.layers,
+        rank_of_stage,
+        options.recompute,
     )
-    stages = build(config, context, cut, placement, pp.rank, make_stage, canonical)
+    stages = build(config, context, stage_cuts, rank_of_stage, pp.rank, make_stage, canonical)
     for stage in stages.values():
         compute_marked_in_fp32(stage, plan)
     return RankStages(config, plan, mesh, schedule, options, stages, context, virtual)
 
 
-def _require_kinds(config: object, plan: object, schedule: object) -> None:
-    """Raise UserError, naming all that are wrong, for what no engine can be made of."""
-    rules = {
-        (
-            f"config = {quoted(config)}: must be a ModelConfig, like models.preset('llama-demo', "
-            "vocab=512)"
-        ): isinstance(config, ModelConfig),
-        (
-            "config.vocab = 0: no tokenizer has said it: give models.preset(name, vocab=...), or "
-            "config.with_vocab(n)"
-        ): getattr(config, "vocab", 1) > 0,
-        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(
-            plan, PrecisionPlan
-        ),
-        (
-            f"schedule = {quoted(schedule)}: must be a Schedule, like "
-            "parallel.pipeline.schedule('1f1b', 1, 4)"
-        ): isinstance(schedule, Schedule),
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
-        raise UserError(*broken)
-
-
 class Engine:
-    """Trains the model of `parts` over their mesh, by their schedule.
+    """Trains a model over the mesh of its stages, by their schedule.
 
     The ranks of cp share samples: each is given the share of its dp rank, and computes its part of
     each sequence.
 
-    parts: the stages of this rank.
+    rank_stages: the stages of this rank.
     optimizer: over these stages, as `RankStages.make_optimizer` makes it.
     observers: additional observers of the optimizer's steps.
     position: told of each instruction of the passes.
+
+    watch: an attribute that may be set: called with the executor of each training step before it
+        runs.
+
     Collective over the world. Raises ValueError for an optimizer that averages over dp.
     """
 
     def __init__(
         self,
-        parts: RankStages,
+        rank_stages: RankStages,
         optimizer: ParallelAMPOptimizer,
         observers: Sequence[StepObserver] = (),
         position: Position | None = None,
     ) -> None:
-        mesh = parts.mesh
-        options = parts.options
-        context = parts.context
+        mesh = rank_stages.mesh
+        options = rank_stages.options
+        context = rank_stages.context
         self.trace = options.trace
         self.leaves = options.leaves
-        self.schedule = parts.schedule
-        self.stages = parts.by_number
+        self.schedule = rank_stages.schedule
+        self.stages = rank_stages.by_number
         self.optimizer = optimizer
         self.device = device_of(mesh)
-        self.pp, self.dp, self.tp, self.cp = (
-            Axis.of(mesh, name) for name in ("pp", "dp", "tp", "cp")
-        )
+        self.pp = Axis.of(mesh, "pp")
+        self.dp = Axis.of(mesh, "dp")
+        self.tp = Axis.of(mesh, "tp")
+        self.cp = Axis.of(mesh, "cp")
         self.fp8 = context.fp8
         self.experts = context.experts
-        # parity and the sentinel compare the work of ranks in full; this check is for loops of
-        # users
+        self.watch: Callable[[Executor], None] | None = None
+        # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
         optimizer.checks_loop = False
         if optimizer.average:
             raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
         evaluation = forward_only(self.schedule)
-        shape = (options.seq_length, options.micro_batch, parts.config.hidden)
-        links = self._connect(shape, context, (self.schedule, evaluation))
+        activation_shape = (options.seq_length, options.micro_batch, rank_stages.config.hidden)
+        links = self._connect(activation_shape, context, (self.schedule, evaluation))
         self.passes = Passes(
-            parts.config,
+            rank_stages.config,
             self.schedule,
             self.stages,
             optimizer,
@@ -222,9 +213,8 @@ class Engine:
             position or Position(),
             cp=self.cp,
         )
-        # last: number of the model's last stage
-        self.last = self.passes.last
-        self._evaluation = evaluation.programs[self.pp.rank]
+        self.last = self.passes.last  # the number of the model's last stage
+        self._evaluation_program = evaluation.programs[self.pp.rank]
         optimizer.observers += observers
 
     @classmethod
@@ -244,15 +234,21 @@ class Engine:
 
         settings: keyword arguments of `RankStages.make_optimizer`.
         """
-        parts = build_stages(config, plan, mesh, schedule, options, make_stage)
-        return cls(parts, parts.make_optimizer(**settings))
+        rank_stages = build_stages(config, plan, mesh, schedule, options, make_stage)
+        return cls(rank_stages, rank_stages.make_optimizer(**settings))
 
     def _connect(
-        self, shape: tuple[int, int, int], context: Context, schedules: Sequence[Schedule]
+        self,
+        activation_shape: tuple[int, int, int],
+        context: Context,
+        schedules: Sequence[Schedule],
     ) -> P2P:
-        """Return the links to other stages. shape: of a full activation, [s, b, hidden].
-        Collective over the world."""
-        length, *rest = shape
+        """Return the links to other stages. Collective over the world.
+
+        activation_shape: [s, b, hidden], before it is cut over ranks.
+        schedules: all whose messages go over these links.
+        """
+        length, *rest = activation_shape
         sequence_ranks = self.cp.size * (self.tp.size if context.cut_sequence else 1)
         return P2P.open(
             self.pp,
@@ -261,7 +257,7 @@ class Engine:
             context.plan.pipeline,
             self.device,
             sends=max(sends_under_way(schedule) for schedule in schedules),
-            # activations that are not cut are the same on all ranks of tp
+            # Activations that are not cut are the same on all ranks of tp.
             shared=None if context.cut_sequence else self.tp,
         )
 
@@ -275,23 +271,36 @@ class Engine:
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error.
         """
-        return self.update(self.accumulate(share, number, recording), lr)
+        run = self.accumulate(share, number, recording)
+        return self.update(run, lr)
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
-        run = self.passes.begin(share, number, self.optimizer.scale)
-        # the outermost autocast of FP8's state is one pass of its histories, so one for the step
+        spans = recording.spans if recording else None
+        run, executor = self.begin_passes(share, number, spans)
+        # The outermost autocast of FP8's state is one pass of its histories, so one for the step.
         with self.passes.in_fp8():
-            self.passes.executor(run, spans=recording.spans if recording else None).run()
+            executor.run()
         self.passes.position.at("gradient reduction")
         return run
+
+    def begin_passes(
+        self, share: Share, number: int, spans: list[Span] | None
+    ) -> tuple[Running, Executor]:
+        """Prepare the passes of training step `number`, and the executor that is to run them."""
+        run = self.passes.begin(share, number, self.optimizer.scale)
+        executor = self.passes.executor(run, spans=spans)
+        if self.watch is not None:
+            self.watch(executor)
+        return run, executor
 
     def update(self, run: Running, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         try:
-            return self.explain(self.optimizer.step(lr, run.loss, run.counted.counted), run)
+            report = self.optimizer.step(lr, run.loss, run.token_count.total)
         except NonFiniteStep as error:
             raise NonFiniteStep(self.explain(error.report, run)) from None
+        return self.explain(report, run)
 
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
@@ -306,18 +315,18 @@ class Engine:
 
         The loss is NaN if none counts. Collective over the whole mesh.
         """
-        # weights of the last update may still travel
+        # Weights of the last update may still travel.
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
-            self.passes.executor(run, self._evaluation).run()
+            self.passes.executor(run, self._evaluation_program).run()
         loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
-        # ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`)
+        # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
             self.passes.require_ids(run)
-        # NaN on ranks that do not hold the last stage, which alone counts them
-        counted = run.counted.counted.nan_to_num(nan=-math.inf)
-        tokens = self.optimizer.world.max_(counted).item()
+        # NaN on ranks that do not hold the last stage, which alone counts them.
+        local_count = run.token_count.total.nan_to_num(nan=-math.inf)
+        tokens = self.optimizer.world.max_(local_count).item()
         if tokens <= 0:
             return math.nan, 0.0
         return loss, tokens
@@ -331,15 +340,16 @@ class Engine:
         """
         if math.isnan(report.loss):
             self.passes.require_ids(run)
-        if run.ahead is not None:
-            losses = self.optimizer.world.sum_(run.ahead.losses.clone())
+        if run.future is not None:
+            losses = self.optimizer.world.sum_(run.future.losses.clone())
             report = replace(report, mtp_loss=losses.mean().item())
         if report.changed or not report.overflowed:
             return report
         offenders = report.offenders
         if offenders and offenders[0].name == LOSS:
-            last = self.schedule.rank_of_stage[-1]  # which the optimizer does not know
-            offenders = (replace(offenders[0], stage=last), *offenders[1:])
+            # The optimizer does not know which rank computes the loss.
+            last_rank = self.schedule.rank_of_stage[-1]
+            offenders = (replace(offenders[0], stage=last_rank), *offenders[1:])
         if self.trace and offenders and not self._searches_scale(report):
             offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)
         return replace(report, offenders=offenders)

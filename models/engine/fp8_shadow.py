@@ -1,5 +1,6 @@
-"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the
-values that casts lose.
+"""A comparison of one micro-batch with FP8 and without FP8.
+
+Compared are the loss and each weight gradient; the values that casts lose are counted.
 
 The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient
 is the true gradient: independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2).
@@ -98,21 +99,21 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     buffers = optimizer.all_buffers()
     names = fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
-        wide_loss, counted = _run_first_microbatch(passes, share, number)
-        # copies, because the second run overwrites the buffers
-        gradients = weight_gradients(buffers, names)
-        wide = {name: values.clone() for name, values in gradients.items()}
+        wide_loss, counted_part = _run_first_microbatch(passes, share, number)
+        gradients = _weight_gradients(buffers, names)
+        # Copies, because the second run overwrites the buffers.
+        wide = {name: gradient.clone() for name, gradient in gradients.items()}
     with passes.gradients_aside():
         with fp8.replayed(), fp8.watching() as casts:
             loss, _ = _run_first_microbatch(passes, share, number)
-        narrow = weight_gradients(buffers, names)
-        lost = lost_by_tensor(casts, names, buffers)
-        sums = sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
-    losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted]))
-    loss, wide_loss, counted = losses.tolist()
-    part = counted or math.nan  # without a token that counts there is no loss
+        narrow = _weight_gradients(buffers, names)
+        lost = _count_lost_values(casts, names, buffers)
+        sums = _sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
+    losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted_part]))
+    loss, wide_loss, counted_part = losses.tolist()
+    divisor = counted_part or math.nan  # without a token that counts there is no loss
     sums_of_all_stages = gather_entries(sums, optimizer.world, optimizer.device)
-    return Shadow.of(loss / part, wide_loss / part, sums_of_all_stages)
+    return Shadow.of(loss / divisor, wide_loss / divisor, sums_of_all_stages)
 
 
 def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Te
     passes.executor(run, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    counted = torch.zeros_like(run.num_tokens)
+    counted_part = torch.zeros_like(run.num_tokens)
     if passes.last in passes.stages and passes.optimizer.tp.rank == 0:
         targets = run.share.targets[: passes.micro_batch]
         mask = run.share.mask
@@ -136,15 +137,15 @@ def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Te
             tokens = float(targets.numel())
         else:
             tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
-        counted = tokens / run.num_tokens
-    return run.loss.sum(), counted
+        counted_part = tokens / run.num_tokens
+    return run.loss.sum(), counted_part
 
 
-def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
+def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
     """Return flat views of this rank's gradients of the FP8 weights, by logical name.
 
-    A view is empty if another tensor-parallel rank counts the slice. names: the first logical
-    tensor of each parameter.
+    A view is empty if another tensor-parallel rank counts the slice.
+    names: the first logical tensor of each parameter.
     """
     gradients: dict[str, Tensor] = {}
     for buffer in buffers:
@@ -152,19 +153,21 @@ def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Te
             layout = layout_of(parameter)
             if layout.parts[0].name not in names:
                 continue
-            flat = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
+            flat_gradient = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
             for part, first, last in layout.spans():
-                gradients[part.name] = flat[first : last if part.copy == 0 else first]
+                end = last if part.copy == 0 else first
+                gradients[part.name] = flat_gradient[first:end]
     return gradients
 
 
-def lost_by_tensor(
+def _count_lost_values(
     casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]
 ) -> dict[str, Tensor]:
     """Return the counts of values that casts lost, with zeros for tensors without a cast.
 
-    For weights that are kept as FP8 codes the counts are read from the parameter. casts: the result
-    of `FP8State.watching`. names: as in `weight_gradients`.
+    For weights that are kept as FP8 codes the counts are read from the parameter.
+    casts: the result of `FP8State.watching`.
+    names: as in `_weight_gradients`.
     """
     zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     counts = {f"{name}.{role}": zeros for name in names for role in ROLES}
@@ -175,7 +178,7 @@ def lost_by_tensor(
     return counts
 
 
-def sum_over_ranks(
+def _sum_over_ranks(
     wide: Mapping[str, Tensor],
     narrow: Mapping[str, Tensor],
     lost: Mapping[str, Tensor],

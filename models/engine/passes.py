@@ -1,5 +1,4 @@
-"""The forward and backward passes of one dp rank's samples through the stages of a rank, and their
-loss.
+"""The forward and backward passes of a dp rank's samples through a rank's stages, and their loss.
 
 Every caller of passes (a training step, an evaluation, the replay of a step) starts with a
 `Running` and lets an executor run instructions with it. No pass changes a weight; gradients
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis, copy_to_device
 from megaprec.diagnose.position import Position
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -87,39 +86,41 @@ class Share:
 class Running:
     """A share whose passes are in progress.
 
+    share: the part of `full_share` that this rank of cp computes.
+    token_count: the number of tokens in the loss, over the global batch.
     step: number of the training step; None in evaluation.
-    counted: the number of tokens in the loss, over the global batch.
     scale: factor of the loss (the loss scale).
     loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
         is canonical.
-    outside: bool [rows, s], True where the share has ids outside the vocabulary.
-    share: the part of `full_share` that this rank of cp computes.
+    outside_vocabulary: bool [samples, s], True where the share has ids outside the vocabulary.
     full_share: the share of this dp rank.
-    ahead: what the modules of multi-token prediction read and predict; None if there are none, and
+    future: what the modules of multi-token prediction read and predict; None if there are none, and
         in evaluation.
     """
 
     share: Share
-    counted: TokenCount
+    token_count: TokenCount
     step: int | None
     scale: Tensor
     loss: Tensor
-    outside: Tensor
+    outside_vocabulary: Tensor
     full_share: Share
-    ahead: FutureTokens | None = None
+    future: FutureTokens | None = None
 
     @property
     def num_tokens(self) -> Tensor:
-        """Return the number of tokens in the loss: float64 []. The first call may wait for a sum
-        over dp."""
-        return self.counted.total
+        """Return the number of tokens that the loss is divided by: float64 [].
+
+        The first call may wait for a sum over dp.
+        """
+        return self.token_count.divisor
 
     def end(self) -> None:
         """Wait for sums under way, of passes that will not divide by them."""
-        self.counted.end()
-        if self.ahead is not None:
-            for count in self.ahead.counted:
-                count.end()
+        self.token_count.end()
+        if self.future is not None:
+            for token_count in self.future.token_counts:
+                token_count.end()
 
 
 class OutsideVocabulary(UserError):
@@ -129,10 +130,7 @@ class OutsideVocabulary(UserError):
     """
 
     def __init__(self, sample: int, vocab: int) -> None:
-        super().__init__(
-            f"sample {sample} of the global batch has a token id that a vocabulary of {vocab} "
-            "does not hold"
-        )
+        super().__init__(Problem.of("model.outside_vocabulary", sample=sample, vocab=vocab))
         self.sample = sample
         self.vocab = vocab
 
@@ -143,7 +141,6 @@ class Passes:
 
     deferred: the queue in which the stages' layers put weight gradients.
     position: told of each instruction.
-    watch: if given, called with each new executor of these passes.
     cp: the ranks that share each sample, of which each computes its part of the sequence.
     """
 
@@ -156,7 +153,6 @@ class Passes:
     deferred: WeightGradQueue
     micro_batch: int
     position: Position
-    watch: Callable[[Executor], None] | None = None
     cp: Axis = Axis("cp")
 
     @cached_property
@@ -178,7 +174,7 @@ class Passes:
         return len(self.schedule.rank_of_stage) - 1
 
     @cached_property
-    def _rows(self) -> int:
+    def _samples(self) -> int:
         """Return the number of samples of a share."""
         return self.schedule.microbatches * self.micro_batch
 
@@ -205,15 +201,15 @@ class Passes:
 
         The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
         """
-        if len(share.tokens) != self._rows:
+        if len(share.tokens) != self._samples:
             raise ValueError(
-                f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}"
+                f"a share has {len(share.tokens)} samples, but the schedule takes {self._samples}"
             )
         device = self.optimizer.device
         canonical = self.optimizer.canonical
-        # the full share is kept as it is: the replay of a skipped step begins with it
+        # The full share is kept as it is: the replay of a skipped step begins with it.
         local = share.cut(self.cp).on(device)
-        counted = count_tokens(
+        token_count = count_tokens(
             local.targets.numel(),
             local.mask,
             self.optimizer.dp,
@@ -221,14 +217,14 @@ class Passes:
             device,
             canonical,
         )
-        outside = self._outside(local.tokens) | self._outside(local.targets)
-        # NaN from the start: all ranks learn of such ids from the loss, and no host waits
+        outside = self._is_outside(local.tokens) | self._is_outside(local.targets)
+        # NaN from the start: all ranks learn of such ids from the loss, and no host waits.
         loss = torch.where(outside.any(), math.nan, 0.0).double()
-        # canonical sums add the micro-batches in an order of their own
+        # Canonical sums add the micro-batches in an order of their own.
         if canonical:
             loss = loss.repeat(self.schedule.microbatches)
-        ahead = self._look_ahead(share, step, scale)
-        return Running(local, counted, step, scale, loss, outside, share, ahead)
+        future = self._look_ahead(share, step, scale)
+        return Running(local, token_count, step, scale, loss, outside, share, future)
 
     def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> FutureTokens | None:
         """Return what the modules of multi-token prediction read and predict in training;
@@ -236,7 +232,7 @@ class Passes:
         config = self.config
         if step is None or not config.mtp_layers:
             return None
-        # the full share, because modules read tokens that other ranks of cp hold
+        # The full share, because modules read tokens that other ranks of cp hold.
         return future_tokens(
             share.tokens.clamp(0, config.vocab - 1),
             share.targets.clamp(0, config.vocab - 1),
@@ -259,49 +255,46 @@ class Passes:
         run: Running,
         program: Sequence[Instruction] | None = None,
         spans: list[Span] | None = None,
-        after: Callable[[Instruction], None] | None = None,
+        after_each: Callable[[Instruction], None] | None = None,
     ) -> Executor:
         """Return an executor for the passes of `run`.
 
         program: the instructions; None: this rank's program of a training step.
         spans: as in `Executor`.
-        after: called after each instruction.
+        after_each: called after each instruction.
         """
+        is_training_step = program is None
         hooks = RunHooks(
             self,
             run,
-            advances_fp8=run.step is not None
-            and self.fp8.recipe is not None
-            and self.fp8.by_microbatch,
-            sums_by_tree=self.optimizer.canonical and program is None,
-            then=after,
+            advances_fp8=run.step is not None and self.fp8.by_microbatch,
+            sums_by_tree=self.optimizer.canonical and is_training_step,
+            after_each=after_each,
         )
-        executor = Executor(
+        return Executor(
             self.program if program is None else program,
             self.links,
             hooks,
             spans=spans,
             deferred=self.deferred,
             position=self.position,
-            posts=self._posts if program is None else None,
+            posts=self._posts if is_training_step else None,
         )
-        if self.watch is not None:
-            self.watch(executor)
-        return executor
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Run one micro-batch through one stage, as `StageHooks.forward` does."""
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
         plan = self.optimizer.plan
         if received is None:
-            x = self._inside(run.share.tokens[rows])
+            x = self._ids_inside(run.share.tokens[rows])
         else:
             x = received.to(plan.residual)
         info = self._microbatch_info(run, rows)
         packing = run.share.packing.rows(rows)
-        if run.ahead is not None and stage == self.last:
-            output = self.stages[stage](x, info, packing, run.ahead.of(rows))
-        else:  # a stage of the user's takes no more than three
+        if run.future is not None and stage == self.last:
+            output = self.stages[stage](x, info, packing, run.future.of_samples(rows))
+        else:
+            # A stage of the user's takes no more than three.
             output = self.stages[stage](x, info, packing)
         if stage < self.last:
             return output.to(plan.pipeline)
@@ -314,24 +307,24 @@ class Passes:
             return None
         samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device)
         samples = samples + run.share.first
-        # the optimizer's dp holds the ranks of cp too, which share samples
+        # The optimizer's dp holds the ranks of cp too, which share samples.
         replicas = self.optimizer.dp.size // self.cp.size
-        # in FP64 the weight of a sample is not one of FP32
+        # In FP64 the weight of a sample is not one of FP32.
         scale = run.scale.to(self.optimizer.plan.sensitive)
-        return MicrobatchInfo(run.step, samples, scale / (self._rows * replicas))
+        return MicrobatchInfo(run.step, samples, scale / (self._samples * replicas))
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
         scales router losses."""
-        losses = self.stages[stage].losses(logits, self._inside(run.share.targets[rows]))
+        losses = self.stages[stage].losses(logits, self._ids_inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
-        # other tp ranks hold the same loss, and losses are summed over the world
+        # Other tp ranks hold the same loss, and losses are summed over the world.
         if self.optimizer.tp.rank == 0:
             by_microbatch = run.loss.dim() > 0
             total = run.loss[rows.start // self.micro_batch] if by_microbatch else run.loss
-            total += loss.detach()
+            total += loss.detach()  # in place: a view of run.loss
         return loss * run.scale
 
     def require_ids(self, run: Running) -> None:
@@ -340,14 +333,15 @@ class Passes:
 
         Collective, so it is called only if the loss is NaN.
         """
-        samples = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
-        # the smallest number over all ranks, by a maximum
+        rows = run.outside_vocabulary.any(1).nonzero()[:, 0]
+        samples = (rows + run.share.first).tolist()
+        # The smallest number over all ranks, by a maximum.
         negated = torch.tensor(
             -min(samples, default=math.inf), dtype=torch.float64, device=self.optimizer.device
         )
-        sample = -self.optimizer.world.max_(negated).item()
-        if math.isfinite(sample):
-            raise OutsideVocabulary(int(sample), self.config.vocab)
+        first_sample = -self.optimizer.world.max_(negated).item()
+        if math.isfinite(first_sample):
+            raise OutsideVocabulary(int(first_sample), self.config.vocab)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
@@ -362,15 +356,15 @@ class Passes:
             for buffer in buffers:
                 reset_accumulation(buffer.parameters)
 
-    def _outside(self, ids: Tensor) -> Tensor:
-        """Return bool [rows, s], True where an id is outside the vocabulary.
+    def _is_outside(self, ids: Tensor) -> Tensor:
+        """Return bool [samples, s], True where an id is outside the vocabulary.
 
         The loss is NaN in that case. All ranks thus learn of it from the values that they reduce
         anyway, and no step is taken.
         """
         return (ids < 0) | (ids >= self.config.vocab)
 
-    def _inside(self, ids: Tensor) -> Tensor:
+    def _ids_inside(self, ids: Tensor) -> Tensor:
         """Return the ids of a micro-batch, with each id outside the vocabulary replaced by one
         inside."""
         return _columns(ids.clamp(0, self.config.vocab - 1))
@@ -385,11 +379,13 @@ class Passes:
         if not (stage == 0 and self._shares_embedding):
             self.optimizer.reduce(self._chunk_of_stage[stage])
 
-    def end_microbatch(self, i: Instruction) -> None:
-        """Tell the optimizer that backward pass `i`, or a half of it, is done."""
-        complete = i.op is not Op.BACKWARD_INPUT
-        chunk = self._chunk_of_stage[i.stage]
-        self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
+    def end_microbatch(self, backward: Instruction) -> None:
+        """Tell the optimizer that a backward pass, or a half of it, is done."""
+        complete = backward.op is not Op.BACKWARD_INPUT
+        chunk = self._chunk_of_stage[backward.stage]
+        self.optimizer.end_microbatch(
+            backward.microbatch, self.schedule.microbatches, chunk, complete
+        )
 
 
 @dataclass(frozen=True)
@@ -399,14 +395,14 @@ class RunHooks(StageHooks):
     advances_fp8: FP8's amax histories advance after each pass.
     sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
         by a tree.
-    then: called after each instruction.
+    after_each: called after each instruction.
     """
 
     passes: Passes
     run: Running
     advances_fp8: bool = False
     sums_by_tree: bool = False
-    then: Callable[[Instruction], None] | None = None
+    after_each: Callable[[Instruction], None] | None = None
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         return self.passes.forward(self.run, stage, microbatch, received)
@@ -418,12 +414,12 @@ class RunHooks(StageHooks):
         self.passes.complete(stage)
 
     def after(self, instruction: Instruction) -> None:
-        # the order matters: `then` sees the gradients before they move into the tree
+        # The order matters: `after_each` sees the gradients before they move into the tree.
         op = instruction.op
         if self.advances_fp8 and op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.passes.fp8.advance()
-        if self.then is not None:
-            self.then(instruction)
+        if self.after_each is not None:
+            self.after_each(instruction)
         if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
             self.passes.end_microbatch(instruction)
 

@@ -1,5 +1,6 @@
-"""Training steps in which no stage waits for the other ranks' verdict: see
-`megaprec/optim/post_validation.py`.
+"""Training steps in which no stage waits for the other ranks' verdict.
+
+`megaprec/optim/post_validation.py` explains why that is sound.
 
 `update` takes the step speculatively. The next `accumulate` learns whether the step was valid,
 between its warm-up and its first backward pass. If it was not valid, the weights are corrected, and
@@ -36,7 +37,7 @@ class PostValidation:
         self.optimizer = engine.optimizer
         self._warmup = len(warmup(engine.passes.program))
         self._unread = unread(engine.schedule)[engine.pp.rank]
-        self._run: Running | None = None  # the passes of the last step
+        self._last_run: Running | None = None  # the passes of the last step
 
     def step(
         self,
@@ -69,14 +70,14 @@ class PostValidation:
         spans = recording.spans if recording else None
         with self.engine.fp8.autocast():
             run, executor = self._warm_up(share, number, spans)
-            report = None
+            report: StepReport | None = None
             settled = self.optimizer.settle()
             if settled is not None and settled.stands:
                 report = self._explain(settled.report)
             elif settled is not None:
                 executor.abandon(self._unread)
                 run.end()
-                # explaining a skipped step runs its passes, so the warm-up comes after it
+                # Explaining a skipped step runs its passes, so the warm-up comes after it.
                 report = self._explain(settled.report)
                 if spans is not None:
                     spans.clear()
@@ -84,7 +85,7 @@ class PostValidation:
             executor.carry_out(self._warmup, len(executor.program))
             executor.finish()
         self.engine.passes.position.at("gradient reduction")
-        self._run = run
+        self._last_run = run
         return report
 
     def _warm_up(
@@ -92,16 +93,16 @@ class PostValidation:
     ) -> tuple[Running, Executor]:
         """Run the passes before the first backward pass, and return the executor that runs the
         rest."""
-        run = self.engine.passes.begin(share, number, self.optimizer.scale)
-        executor = self.engine.passes.executor(run, spans=spans)
+        run, executor = self.engine.begin_passes(share, number, spans)
         executor.carry_out(0, self._warmup)
         return run, executor
 
     def update(self, lr: float) -> StepReport | None:
         """Apply or skip the step, or take it speculatively; the report is then not known yet, and
         None is returned."""
-        assert self._run is not None, "update comes after accumulate"
-        report = self.optimizer.take(lr, self._run.loss, self._run.counted.counted)
+        run = self._last_run
+        assert run is not None, "update comes after accumulate"
+        report = self.optimizer.take(lr, run.loss, run.token_count.total)
         return None if report is None else self._explain(report)
 
     def settle(self) -> StepReport | None:
@@ -111,5 +112,5 @@ class PostValidation:
         return None if settled is None else self._explain(settled.report)
 
     def _explain(self, report: StepReport) -> StepReport:
-        assert self._run is not None
-        return self.engine.explain(report, self._run)
+        assert self._last_run is not None
+        return self.engine.explain(report, self._last_run)

@@ -1,5 +1,4 @@
-"""Forward passes of batches of any shape through a model in any layout: evaluation without a
-pipeline schedule.
+"""Forward passes of batches of any shape through a model in any layout, without a schedule.
 
 Each rank takes its stages in the order of their numbers and sends the activations of the last one
 on. It does not wait for later stages, so it computes the next batch while they compute this one. No

@@ -1,5 +1,4 @@
-"""The replay of a skipped step, which finds the micro-batch and the module in which it became
-non-finite.
+"""The replay of a skipped step, which finds where it became non-finite: micro-batch and module.
 
 A skipped step changes no weight, and dropout depends only on the step's number and the samples, so
 the replay computes the same gradients again. They are examined after each micro-batch and are never
@@ -28,39 +27,44 @@ def trace_offenders(
     run = passes.begin(skipped.full_share, skipped.step, loss_scale)
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
 
-    def look(i: Instruction) -> None:
-        if Message.of(i) is None:
-            onset.look(i.microbatch * optimizer.dp.size + optimizer.dp.rank)
+    def look(instruction: Instruction) -> None:
+        if Message.of(instruction) is None:
+            onset.look(instruction.microbatch * optimizer.dp.size + optimizer.dp.rank)
 
+    # Gradients that are reduced would no longer tell the ranks apart.
     program = [i for i in passes.program if i.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
-        passes.executor(run, program, after=look).run()
-    first = torch.tensor([skipped.share.first], device=optimizer.device)
-    firsts = optimizer.dp.gather(first).tolist()
+        passes.executor(run, program, after_each=look).run()
+    first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
+    first_samples = optimizer.dp.gather(first_sample).tolist()
     moments = onset.agreed(optimizer.world)
     return tuple(
-        _with_origin(offender, moment, firsts, passes)
+        _with_origin(offender, moment, first_samples, passes)
         for offender, moment in zip(offenders, moments, strict=True)
     )
 
 
 def _with_origin(
-    offender: Offender, moment: int | None, firsts: Sequence[int], passes: Passes
+    offender: Offender, moment: int | None, first_samples: Sequence[int], passes: Passes
 ) -> Offender:
     """Return the offender with its micro-batch and samples.
 
     moment: micro-batch * dp ranks + dp rank after which it was not finite first; None if it stayed
         finite.
-    firsts: each dp rank's first sample in the global batch.
+    first_samples: of each dp rank in the global batch.
     """
     if moment is None:
         return replace(offender, traced=True)
-    microbatch, dp_rank = divmod(moment, len(firsts))
-    first = firsts[dp_rank] + microbatch * passes.micro_batch
-    # neighbouring ranks of the optimizer's dp share samples if these are cut over cp
-    replica = dp_rank // passes.cp.size
-    samples = first, first + passes.micro_batch
-    return replace(offender, traced=True, microbatch=microbatch, dp_rank=replica, samples=samples)
+    microbatch, dp_rank = divmod(moment, len(first_samples))
+    first = first_samples[dp_rank] + microbatch * passes.micro_batch
+    return replace(
+        offender,
+        traced=True,
+        microbatch=microbatch,
+        # Neighbouring ranks of the optimizer's dp share samples if these are cut over cp.
+        dp_rank=dp_rank // passes.cp.size,
+        samples=(first, first + passes.micro_batch),
+    )
 
 
 def trace_modules(
@@ -76,7 +80,8 @@ def trace_modules(
         raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")
     require_steady_scales(passes.fp8, "look at a micro-batch alone")
     run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
-    passes.fp8.roll()  # the replayed step has done this too
+    # As at the start of the replayed step.
+    passes.fp8.roll()
     with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
         scaled = passes.forward(run, 0, microbatch, None)
         trace.look("the loss", run.loss)

@@ -1,4 +1,4 @@
-"""The sentinel: a check that a training step was computed rightly, made while the step is taken.
+"""The sentinel: a check, made while a training step is taken, that it was computed rightly.
 
 Wrong numbers that are finite train on unseen. Two things are checked. What several ranks hold must
 be the same bits (`megaprec.diagnose.held_state`). And one micro-batch of the step is computed a
@@ -71,20 +71,23 @@ class Sentinel(StepObserver):
         self.exact = exact
         self.recomputes = True
         dp = self.optimizer.dp
-        # where tokens travel to experts, replicas compute a micro-batch together
-        self.together = engine.experts is not None
-        # True if a replica computes its neighbour's micro-batch, False if its own
-        self.neighbours = (
+        # Where tokens travel to experts, replicas compute a micro-batch together.
+        self.replicas_together = engine.experts is not None
+        # True if a replica computes its neighbour's micro-batch, False if its own.
+        self.recomputes_neighbour = (
             dp.size > 1
             and self._same_hardware()
             and not engine.fp8.differs_over_dp
-            and not self.together
+            and not self.replicas_together
         )
-        self._lender = (dp.rank - 1) % dp.size if self.neighbours else dp.rank
-        self._in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
+        # The dp rank whose micro-batch this rank computes again.
+        self._lender = (dp.rank - 1) % dp.size if self.recomputes_neighbour else dp.rank
+        # The backward pass of a step's only micro-batch already reduces its gradients.
+        self._reduces_in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
         self._number = 0
         self._share_of = _no_share
-        self._real = self._again = self._trace()
+        self._real = self._make_trace()
+        self._again = self._real
 
     @contextmanager
     def checking(self, number: int, share_of: ShareOf) -> Iterator[None]:
@@ -95,17 +98,16 @@ class Sentinel(StepObserver):
             settled. Collective.
         """
         engine = self.engine
-        passes = self.engine.passes
         self._number = number
         self._share_of = cache(share_of)
         engine.fp8.roll()  # as at the start of the step itself
         if self.recomputes:
             self._again = self._recompute(self._lender)
-        self._real = self._trace()
-        # the step's own executor is traced, and the comparison hangs on the optimizer's step
-        engine.passes = replace(passes, watch=self._real.watch)
+        self._real = self._make_trace()
+        # The step's own executor is traced, and the optimizer's step calls `gradients_ready`.
+        engine.watch = self._real.watch
         self.optimizer.observers.append(self)
-        if self._in_flight:
+        if self._reduces_in_flight:
             self.optimizer.watch_local_gradients(
                 lambda buffer: self._real.look_at(buffer.parameters)
             )
@@ -113,7 +115,7 @@ class Sentinel(StepObserver):
             with self._real.recording():
                 yield
         finally:
-            engine.passes = passes
+            engine.watch = None
             self.optimizer.observers.remove(self)
             self.optimizer.watch_local_gradients(None)
             self._share_of = _no_share
@@ -131,20 +133,21 @@ class Sentinel(StepObserver):
         state_differs = torch.stack(
             [agreement.weights | any_strays, agreement.gradients, self._messages_differ()]
         )
-        # one maximum over all ranks, and the only wait of the host
+        # One maximum over all ranks, and the only wait of the host.
         flags = torch.cat([state_differs, self._suspects()]).float()
         flags = optimizer.world.max_(flags).bool().tolist()
         if not any(flags):
             return
         suspects = [replica for replica, differs in enumerate(flags[3:]) if differs]
         suspect = suspects[0] if suspects else None
-        if suspects and self.together:
+        if suspects and self.replicas_together:
             suspect = 0
-        fault = self._judge(all_held, strays, suspect)
+        fault = self._find_fault(all_held, strays, suspect)
         if fault is None:
+            # A micro-batch differs each time it is computed, and so says nothing about hardware.
             self.recomputes = False
             return
-        # the step leaves neither gradients nor amaxes behind
+        # The step leaves neither gradients nor amaxes behind.
         optimizer.zero_grad()
         engine.fp8.forget()
         raise SilentFault(fault)
@@ -169,7 +172,7 @@ class Sentinel(StepObserver):
         pp = self.optimizer.pp
         dp = self.optimizer.dp
         tp = self.optimizer.tp
-        if self.together:
+        if self.replicas_together:
             return (pp.rank, 0, dp.rank * tp.size + tp.rank)
         return (pp.rank, dp.rank, tp.rank)
 
@@ -181,7 +184,7 @@ class Sentinel(StepObserver):
             return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
         both = torch.cat([_digest_trace(self._real), _digest_trace(self._again)])
         real, again = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2).unbind(1)
-        if self.neighbours:
+        if self.recomputes_neighbour:
             again = again.roll(-1, 0)  # the next replica computed it
         return (real != again).any(1)
 
@@ -189,26 +192,28 @@ class Sentinel(StepObserver):
         """Return bool [], True if a message of this pipeline was received with other bits than it
         was sent with."""
         messages = 2 * self.engine.last  # an activation and a gradient at each border of stages
-        # by message and side: the digest, and 1 if this rank has noted it
+        # By message and side: the digest, and 1 if this rank has noted it.
         table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
         for (number, side), bits in self._real.messages.items():
             table[number, side, :2] = bits
             table[number, side, 2] = 1
         sent, received = self.optimizer.pp.sum_(table).unbind(1)
-        # a message between stages of one rank is noted once only
+        # A message between stages of one rank is noted once only.
         noted_twice = sent[:, 2] + received[:, 2] == 2
         return ((sent != received).any(1) & noted_twice).any()
 
-    def _judge(
+    def _find_fault(
         self, all_held: Sequence[HeldDigest], strays: Mapping[str, Tensor], suspect: int | None
     ) -> Fault | None:
-        """Return the verdict, the same on every rank. Collective. suspect: a replica whose
-        micro-batch is in doubt."""
+        """Return who is to blame, the same on every rank; None if no rank is. Collective.
+
+        suspect: a replica whose micro-batch is in doubt.
+        """
         optimizer = self.optimizer
         world = optimizer.world
         traces = {"real": self._real, "again": self._again}
         if suspect is not None:
-            lender = suspect if self.neighbours else optimizer.dp.rank
+            lender = suspect if self.recomputes_neighbour else optimizer.dp.rank
             with self._restored_gradients():
                 traces |= {name: self._recompute(lender) for name in ("first", "second")}
         weights: dict[str, str] = {}
@@ -228,7 +233,7 @@ class Sentinel(StepObserver):
         )
         records = gather_entries({str(world.rank): asdict(testimony)}, world, optimizer.device)
         testimonies = [Testimony.read(records[str(rank)]) for rank in range(world.size)]
-        return judge(testimonies, suspect, self.neighbours, self.exact)
+        return judge(testimonies, suspect, self.recomputes_neighbour, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
         """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
@@ -239,16 +244,16 @@ class Sentinel(StepObserver):
         passes = self.engine.passes
         optimizer = self.optimizer
         number = self._number
-        # the loss of the lent samples is divided by the tokens of this step, as there
+        # The loss of the lent samples is divided by the tokens of this step, as there.
         local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
         lent.end()
-        run = replace(lent, counted=local.counted)
-        trace = self._trace(alone=True)
+        run = replace(lent, token_count=local.token_count)
+        trace = self._make_trace(alone=True)
         program = [
             i for i in passes.program if i.microbatch == TRACED_MICROBATCH and i.op is not Op.REDUCE
         ]
-        # what draws from torch's generators draws the same in the step itself
+        # What draws from torch's generators draws the same in the step itself.
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
         with ExitStack() as inside:
             inside.enter_context(torch.enable_grad())
@@ -256,14 +261,20 @@ class Sentinel(StepObserver):
             inside.enter_context(passes.gradients_aside())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
-            replace(passes, watch=trace.watch).executor(run, program).run()
+            executor = passes.executor(run, program)
+            trace.watch(executor)
+            executor.run()
         return trace
 
-    def _trace(self, alone: bool = False) -> MicrobatchTrace:
+    def _make_trace(self, alone: bool = False) -> MicrobatchTrace:
+        """Return an empty trace. alone: the micro-batch runs alone."""
         engine = self.engine
-        in_flight = self._in_flight and not alone
         return MicrobatchTrace(
-            engine.stages, engine.last, engine.passes.program, alone=alone, in_flight=in_flight
+            engine.stages,
+            engine.last,
+            engine.passes.program,
+            alone=alone,
+            in_flight=self._reduces_in_flight and not alone,
         )
 
     @contextmanager

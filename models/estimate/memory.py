@@ -321,4 +321,4 @@ def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
         Axis("dp"),
         divides=True,
     )
-    return ahead.of(slice(None))
+    return ahead.of_samples(slice(None))

@@ -177,13 +177,13 @@ def forward(stage: Stage) -> object:
         x = ids
     else:
         x = torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
-    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, ahead_of(stage))
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, future_of(stage))
     return x, get_gradient_edge(
         stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline)
     )
 
 
-def ahead_of(stage: Stage) -> FutureTokens | None:
+def future_of(stage: Stage) -> FutureTokens | None:
     """What modules of multi-token prediction read and predict."""
     if not (stage.cut.last and (modules := stage.config.mtp_layers)):
         return None
@@ -191,7 +191,7 @@ def ahead_of(stage: Stage) -> FutureTokens | None:
     made = future_tokens(
         ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True
     )
-    return made.of(slice(None))
+    return made.of_samples(slice(None))
 
 
 def job(seed: int, recompute: Recompute = KEEP) -> Job:

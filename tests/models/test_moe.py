@@ -109,7 +109,7 @@ def test_the_balance_loss_is_one_if_balanced_and_as_many_as_experts_if_one_gets_
 def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
     experts, _ = layer()
     with pytest.raises(
-        ValueError, match=r"place.weight: the loss scale over the samples of a batch"
+        ValueError, match=r"microbatch.weight: the loss scale over the samples of a batch"
     ):
         experts(some(7, 3, 8), MicrobatchInfo(0, torch.arange(3)))
 

@@ -68,12 +68,12 @@ class RankStages:
 
     def make_optimizer(
         self,
-        optimizer_type: Callable[..., OptimizerType] = ParallelAMPOptimizer,
+        kind: Callable[..., OptimizerType] = ParallelAMPOptimizer,
         **settings: Any,
     ) -> OptimizerType:
         """Return an optimizer over these stages. Collective over the world.
 
-        optimizer_type: ParallelAMPOptimizer, a subclass, or a function with its arguments.
+        kind: ParallelAMPOptimizer, a subclass, or a function with its arguments.
         settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
             rank's loss is divided by the tokens of the global batch.
         """
@@ -83,7 +83,7 @@ class RankStages:
             settings["canonical"] = True
         if self.context.experts is not None:
             settings["experts"] = self.context.experts
-        return optimizer_type(list(self.by_number.values()), self.plan, self.mesh, **settings)
+        return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
 
 
 def build_stages(

@@ -100,7 +100,8 @@ class Router(nn.Module):
         """Return `weights`, whose backward pass also starts that of the router's losses."""
         if microbatch.weight is None:
             raise ValueError(
-                "a router's losses need microbatch.weight: the loss scale over the samples of a batch"
+                "a router's losses need microbatch.weight: "
+                "the loss scale over the samples of a batch"
             )
         # Scores of a softmax are probabilities already; those of a sigmoid do not sum to 1.
         sums = 1.0 if self.config.router.score == "softmax" else scores.sum(-1, keepdim=True)

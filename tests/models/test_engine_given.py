@@ -10,5 +10,5 @@ from parallel.pipeline import schedule
 def test_a_vocabulary_that_nobody_knows_is_refused() -> None:
     config = preset("llama-demo", layers=1, hidden=8, heads=2, ffn=8)
     options = EngineOptions(micro_batch=1, seq_length=4)
-    with pytest.raises(UserError, match="^config.vocab = 0"):
+    with pytest.raises(UserError, match=r"^config\.vocab = 0"):
         Engine.build(config, plan("fp32"), None, schedule("1f1b", 1, 1), options)

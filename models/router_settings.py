@@ -1,5 +1,4 @@
-"""The choice of a token's experts and their weights: the settings `model.router`, and the
-arithmetic.
+"""The settings of a router (`model.router`): how a token's experts are chosen and weighted.
 
     scores    softmax or sigmoid of the logits, one for each expert
     choice    the `experts_per_token` highest of scores + correction, where the correction balances
@@ -49,8 +48,11 @@ class RouterSettings(BaseModel):
     )
 
     def problems(self, experts: int, per_token: int) -> Iterator[Problem]:
-        """Yield a line for each setting that does not fit a model of so many experts, and so many
-        for each token."""
+        """Yield a line for each setting that does not fit a model.
+
+        experts: the number of experts of a layer.
+        per_token: the number that each token is sent to.
+        """
         if experts % self.groups:
             yield Problem.of("model.router_groups", groups=self.groups, experts=experts)
             return

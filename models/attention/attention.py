@@ -40,8 +40,8 @@ class Attention(nn.Module):
         self.context = context
         self.name = name
         # The usual factor is left to the kernels, which compute it from the width of a head.
-        usual = config.attention_scalar == config.head_dim
-        self.scale = None if usual else config.attention_scalar**-0.5
+        has_usual_scale = config.attention_scalar == config.head_dim
+        self.scale = None if has_usual_scale else config.attention_scalar**-0.5
         self._make_projections(layer)
         self.sinks = None
         if config.attention_sinks:
@@ -117,34 +117,39 @@ class Attention(nn.Module):
 
     def _attend(
         self,
-        y: Tensor,
+        projected: Tensor,
         rotary: RotaryTables | None,
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map the query-key-value projection's output, [s, b, local features], to the output
         projection's input."""
-        heads_by_region = self._split_heads_by_region(y, rotary)
-        query, key, value = heads_by_region or self._split_heads(y, rotary)
+        split = self._split_heads_by_region(projected, rotary)
+        query, key, value = split or self._split_heads(projected, rotary)
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _split_heads(self, y: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(
+        self, projected: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
         config = self.config
-        query, key, value = y.split(self.local_widths, -1)
-        if config.qk_norm and config.qk_norm_over == "all":
+        norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
+        norms_each_head = config.qk_norm and not norms_all_heads
+        query, key, value = projected.split(self.local_widths, -1)
+        if norms_all_heads:
             query = self.query_norm(query)
             key = self.key_norm(key)
         # [s, b, n, d]
-        query, key, value = (z.unflatten(-1, (-1, config.head_dim)) for z in (query, key, value))
-        if config.qk_norm and config.qk_norm_over != "all":
+        query, key, value = (x.unflatten(-1, (-1, config.head_dim)) for x in (query, key, value))
+        if norms_each_head:
             query = self.query_norm(query)
             key = self.key_norm(key)
         if rotary is not None:
-            query, key = (Rotate.apply(z, *rotary, self.context.leaves) for z in (query, key))
+            query = Rotate.apply(query, *rotary, self.context.leaves)
+            key = Rotate.apply(key, *rotary, self.context.leaves)
         dtype = self.context.plan.attention
-        query, key, value = (z.permute(1, 2, 0, 3).to(dtype) for z in (query, key, value))
+        query, key, value = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
         if rotary is not None or config.qk_norm:
             # Query and key are tensors of their own by now. A value that stays a view would keep
             # the whole product that it belongs to.
@@ -152,35 +157,30 @@ class Attention(nn.Module):
         return query, key, value
 
     def _split_heads_by_region(
-        self, y: Tensor, rotary: RotaryTables | None
+        self, projected: Tensor, rotary: RotaryTables | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return query, key and value as `_split_heads` does, computed as one region.
 
         None if regions are not wanted, or a norm of heads cannot be part of one.
         """
-        if not self.context.leaves.by_region:
+        leaves = self.context.leaves
+        if not leaves.by_region:
             return None
-        query_norm = key_norm = None
+        norm_rule = query_weight = key_weight = None
         if self.config.qk_norm:
             query_norm = RegionNorm.of(self.query_norm)
             key_norm = RegionNorm.of(self.key_norm)
             if query_norm is None or key_norm is None:
                 return None
-        rule = HeadRule(
-            tuple(self.local_widths),
-            self.config.head_dim,
-            self.context.plan.attention,
-            query_norm.rule if query_norm else None,
+            norm_rule = query_norm.rule
+            query_weight = query_norm.weight
+            key_weight = key_norm.weight
+        head_rule = HeadRule(
+            tuple(self.local_widths), self.config.head_dim, self.context.plan.attention, norm_rule
         )
         cosine, sine = rotary or (None, None)
-        return self.context.leaves.through(
-            split_heads,
-            y,
-            cosine,
-            sine,
-            query_norm.weight if query_norm else None,
-            key_norm.weight if key_norm else None,
-            rule,
+        return leaves.through(
+            split_heads, projected, cosine, sine, query_weight, key_weight, head_rule
         )
 
     def _core_attention(

@@ -65,6 +65,8 @@ def attend(
 
 
 class _AttendInBlocks(torch.autograd.Function):
+    """Attention whose backward pass computes the weights of each block again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,15 +119,18 @@ class _AttendInBlocks(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Heads of a sample, some of its query rows, and all keys that these may attend to: [0,
-    last)."""
+    """Heads of a sample, some of its query rows, and all keys that these may attend to.
+
+    key_heads: heads of the keys, one for each of `heads`; a list if several heads share one.
+    rows: of the query; the keys are those from 0 to the last of these rows.
+    bias: [1, rows, keys], added to the scores.
+    """
 
     sample: int
     heads: slice
-    # heads of the keys, one for each of heads; a list if several heads share one
     key_heads: slice | list[int]
     rows: slice
-    bias: Tensor  # [1, rows, keys], added to the scores
+    bias: Tensor
 
     def of_queries(self, x: Tensor) -> Tensor:
         """Return a view of these heads and rows of x [b, n, s, d]: [heads, rows, d]."""
@@ -149,30 +154,32 @@ class _Block(NamedTuple):
 def _blocks(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Block]:
     """Yield what is computed together: for each range of query rows, some heads of each sample."""
     samples, heads, length, _ = query.shape
-    groups = heads // key.shape[1]
-    slices = [slice(first, min(first + _HEADS, heads)) for first in range(0, heads, _HEADS)]
-    sample_heads = list(product(range(samples), slices))
-    starts = range(0, length, rows)
+    queries_of_key = heads // key.shape[1]
+    head_slices = [slice(first, min(first + _HEADS, heads)) for first in range(0, heads, _HEADS)]
+    heads_of_samples = list(product(range(samples), head_slices))
+    first_rows = range(0, length, rows)
     if type(query) is not Tensor:
         # A fake tensor has no values: the last, longest blocks take as much memory as all.
-        starts = starts[-2:]
-        sample_heads = sample_heads[:2]
-    for first in starts:
-        last = min(first + rows, length)
-        bias = _bias(first, last, attn_mask, query).expand(samples, -1, -1)
-        for sample, some_heads in sample_heads:
+        first_rows = first_rows[-2:]
+        heads_of_samples = heads_of_samples[:2]
+    for first_row in first_rows:
+        last_row = min(first_row + rows, length)
+        bias = _make_bias(first_row, last_row, attn_mask, query).expand(samples, -1, -1)
+        for sample, block_heads in heads_of_samples:
             yield _Block(
                 sample,
-                some_heads,
-                _key_heads(some_heads, groups),
-                slice(first, last),
+                block_heads,
+                _key_heads(block_heads, queries_of_key),
+                slice(first_row, last_row),
                 bias[sample : sample + 1],
             )
 
 
-def _bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -> Tensor:
-    """Return what is added to the scores of rows [first, last) and keys [0, last): 0 where a row
-    attends, else -inf. Shape [1 or b, rows, keys], in the dtype of query."""
+def _make_bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    """Return what is added to the scores of rows [first, last) and keys [0, last).
+
+    It is 0 where a row attends, else -inf: [1 or b, rows, keys], in the dtype of query.
+    """
     attends = torch.ones(1, last - first, last, dtype=torch.bool).tril(first)
     if attn_mask is not None:
         length = query.shape[2]
@@ -180,11 +187,14 @@ def _bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -> Ten
     return torch.zeros(attends.shape, dtype=query.dtype).masked_fill_(~attends, -math.inf)
 
 
-def _key_heads(heads: slice, groups: int) -> slice | list[int]:
-    """Return the heads of keys that serve these heads of queries."""
-    if groups == 1:
+def _key_heads(heads: slice, queries_of_key: int) -> slice | list[int]:
+    """Return the heads of keys that serve these heads of queries.
+
+    queries_of_key: the number of query heads that one key head serves.
+    """
+    if queries_of_key == 1:
         return heads
-    return [head // groups for head in range(heads.start, heads.stop)]
+    return [head // queries_of_key for head in range(heads.start, heads.stop)]
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -1,5 +1,4 @@
-"""Attention of sequences that are cut over cp: each rank attends with its own queries to the keys
-of all ranks.
+"""Attention of sequences that are cut over cp: a rank's queries attend to the keys of all ranks.
 
     gather   each rank all-gathers the keys and values of a whole sequence, for one layer at a time
     ring     each rank passes the keys and values of one rank on to the next: none ever holds all
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaprec.comm.axis import Axis
-from models.attention.partial import AttentionGradients, MergedAttention, Rule
+from models.attention.partial import AttentionGradients, AttentionRule, MergedAttention
 from parallel.sequence_cut import chunks
 
 AddGradient = Callable[[int, Tensor, Tensor], None]
@@ -31,9 +30,9 @@ def attend_over_ranks(
     key: Tensor,
     value: Tensor,
     cp: Axis,
-    rule: Rule,
+    rule: AttentionRule,
     ring: bool,
-    wide: torch.dtype,
+    wide_dtype: torch.dtype,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of cp: [b, n, s, e] in the
@@ -41,14 +40,16 @@ def attend_over_ranks(
 
     query [b, n, s, d], key [b, m, s, d], value [b, m, s, e]: those of this rank's tokens.
     rule: of positions in the whole sequence.
-    wide: the dtype of scores and sums.
+    wide_dtype: the dtype of scores and sums.
     sinks: [n] (`sink_attention.py`), whose gradient is that of this rank's tokens; None: without.
     Collective over cp, forward and backward.
     """
-    return _AttendOverRanks.apply(query, key, value, sinks, cp, rule, ring, wide)
+    return _AttendOverRanks.apply(query, key, value, sinks, cp, rule, ring, wide_dtype)
 
 
 class _AttendOverRanks(torch.autograd.Function):
+    """Attention whose backward pass fetches the other ranks' keys and values again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -57,14 +58,15 @@ class _AttendOverRanks(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         cp: Axis,
-        rule: Rule,
+        rule: AttentionRule,
         ring: bool,
-        wide: torch.dtype,
+        wide_dtype: torch.dtype,
     ) -> Tensor:
         length = query.shape[2]
+        key_heads = key.shape[1]
         widths = (key.shape[-1], value.shape[-1])
         local_runs = chunks(cp.rank, cp.size, length)
-        merged = MergedAttention(query, local_runs, key.shape[1], widths[1], rule, wide, sinks)
+        merged = MergedAttention(query, local_runs, key_heads, widths[1], rule, wide_dtype, sinks)
         parts_of_ranks = _pass_parts_around if ring else _gather_parts
         # Key and value travel as one message.
         for rank, part in parts_of_ranks(torch.cat((key, value), -1), cp):
@@ -76,18 +78,18 @@ class _AttendOverRanks(torch.autograd.Function):
         output = activations.permute(1, 2, 0, 3)
         output.copy_(exact)
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
-        ctx.settings = cp, rule, ring, wide
+        ctx.settings = cp, rule, ring, wide_dtype
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        cp, rule, ring, wide = ctx.settings
+        cp, rule, ring, wide_dtype = ctx.settings
         length = query.shape[2]
         widths = (key.shape[-1], value.shape[-1])
         local_runs = chunks(cp.rank, cp.size, length)
-        gradients = AttentionGradients(query, local_runs, output, log_sum, grad, rule, wide)
+        gradients = AttentionGradients(query, local_runs, output, log_sum, grad, rule, wide_dtype)
 
         def add_gradient(rank: int, part: Tensor, total: Tensor) -> None:
             key_part, value_part = part.split(widths, -1)
@@ -96,7 +98,7 @@ class _AttendOverRanks(torch.autograd.Function):
             gradients.add(key_part, value_part, runs, grad_key, grad_value)
 
         sum_gradients = _sum_around_ring if ring else _sum_by_scatter
-        total = sum_gradients(torch.cat((key, value), -1), cp, wide, add_gradient)
+        total = sum_gradients(torch.cat((key, value), -1), cp, wide_dtype, add_gradient)
         grad_key, grad_value = total.split(widths, -1)
         grad_sinks = None if sinks is None else gradients.grad_sinks(sinks).to(sinks.dtype)
         return (
@@ -137,13 +139,15 @@ def _gather_parts(part: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
 
 
 def _sum_around_ring(
-    part: Tensor, cp: Axis, wide: torch.dtype, add_gradient: AddGradient
+    part: Tensor, cp: Axis, wide_dtype: torch.dtype, add_gradient: AddGradient
 ) -> Tensor:
-    """Return the gradient of this rank's part: it follows the part round the ring of cp, and every
-    rank adds to it."""
+    """Return the gradient of this rank's part, to which all ranks add.
+
+    It follows the part round the ring of cp, in `wide_dtype`.
+    """
     wait_for_sum = None
     for rank, rank_part in _pass_parts_around(part, cp):
-        total = torch.zeros(part.shape, dtype=wide, device=part.device)
+        total = torch.zeros(part.shape, dtype=wide_dtype, device=part.device)
         add_gradient(rank, rank_part, total)
         # The sum of the ranks before arrives while this rank computes its addend.
         if wait_for_sum is not None:
@@ -153,11 +157,15 @@ def _sum_around_ring(
     return wait_for_sum()
 
 
-def _sum_by_scatter(part: Tensor, cp: Axis, wide: torch.dtype, add_gradient: AddGradient) -> Tensor:
+def _sum_by_scatter(
+    part: Tensor, cp: Axis, wide_dtype: torch.dtype, add_gradient: AddGradient
+) -> Tensor:
     """Return the gradient of this rank's part, summed by a reduce-scatter over cp of the gradients
     of all parts."""
     # One tensor, so that one reduce-scatter sums the gradients of all parts.
-    totals = torch.zeros((cp.size * len(part), *part.shape[1:]), dtype=wide, device=part.device)
+    totals = torch.zeros(
+        (cp.size * len(part), *part.shape[1:]), dtype=wide_dtype, device=part.device
+    )
     total_of_rank = totals.chunk(cp.size)
     for rank, rank_part in _gather_parts(part, cp):
         add_gradient(rank, rank_part, total_of_rank[rank])

@@ -85,6 +85,8 @@ def _widen_bias(bias: Tensor | None) -> Tensor | None:
 
 
 class _AttendInFP32(torch.autograd.Function):
+    """Attention in FP32, of which only the bf16 tensors are kept."""
+
     @staticmethod
     def forward(
         ctx: Any,

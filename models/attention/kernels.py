@@ -1,4 +1,4 @@
-"""The kernels of attention, and the choice among them.
+"""The kernels of attention, the choice among them, and the soft cap of scores and logits.
 
 All kernels compute softmax(scale * query @ key.T) @ value over the tokens that a token attends to.
 `choose_kernel` decides by the facts of an `AttentionCall` alone; `KERNELS` has a function for each
@@ -25,7 +25,7 @@ from models.attention import bf16_products, cpu_fused, flash_windows, sink_atten
 from models.attention.context_parallel import attend_over_ranks
 from models.attention.flash_windows import Documents
 from models.attention.packing import causal_mask
-from models.attention.partial import Rule
+from models.attention.partial import AttentionRule
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout
@@ -162,7 +162,7 @@ def describe_call(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInput
         rounded_scores=rounded_scores,
         sinks_fuse=inputs.sinks is not None and sink_attention.fuses(query),
         # A mask of tokens x tokens, which flash attention does not take, excludes it.
-        flash_windows=((in_documents or in_window) and flash_windows.worthwhile(query, key, value)),
+        flash_windows=(in_documents or in_window) and flash_windows.worthwhile(query, key, value),
         bf16_products=bf16_products.worthwhile(query, rounded_scores),
         slow_bf16=slow_bf16(query),
     )
@@ -208,10 +208,10 @@ def _over_ranks(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs)
     # The softmax over parts is merged with one scale for all of them, so it is never implied.
     scale = config.attention_scalar**-0.5 if inputs.scale is None else inputs.scale
     drop = partial(_drop_weights, inputs) if inputs.dropout else None
-    rule = Rule(scale, config.window, inputs.mask, drop, config.attention_softcap)
-    wide = torch.promote_types(context.plan.sensitive, torch.float32)
+    rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
+    wide_dtype = torch.promote_types(context.plan.sensitive, torch.float32)
     return attend_over_ranks(
-        query, key, value, context.cp, rule, context.ring, wide, inputs.wide_sinks()
+        query, key, value, context.cp, rule, context.ring, wide_dtype, inputs.wide_sinks()
     )
 
 
@@ -237,11 +237,10 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) ->
     """Attend with scores and weights in the plan's dtype of scores."""
     config = inputs.config
     scores_dtype = inputs.context.plan.scores
+    product_dtype = scores_dtype
     # Where half-precision products are slow, they are computed in FP32 and rounded afterwards.
     if slow_half(query):
         product_dtype = torch.promote_types(scores_dtype, torch.float32)
-    else:
-        product_dtype = scores_dtype
     key, value = _repeat_heads(query, key, value)
     attends = inputs.mask_of(query)
     if attends is None:
@@ -306,7 +305,10 @@ KERNELS: dict[Kernel, Callable[[Tensor, Tensor, Tensor, KernelInputs], Tensor]] 
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap) in the dtype of x; x itself if cap is 0."""
+    """Return cap * tanh(x / cap) in the dtype of x; x itself if cap is 0.
+
+    As in Gemma 2: the result is x while x is small, and never exceeds the cap.
+    """
     return _Softcap.apply(x, cap) if cap else x
 
 
@@ -317,15 +319,16 @@ class _Softcap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.cap = cap
-        return _wide(x).div_(cap).tanh_().mul_(cap).to(x.dtype)
+        return _copy_wide(x).div_(cap).tanh_().mul_(cap).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        slope = _wide(x).div_(ctx.cap).tanh_().square_().neg_().add_(1)  # 1 - tanh(x / cap)^2
+        # 1 - tanh(x / cap)^2
+        slope = _copy_wide(x).div_(ctx.cap).tanh_().square_().neg_().add_(1)
         return slope.mul_(grad).to(grad.dtype), None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _copy_wide(x: Tensor) -> Tensor:
     """Return a copy of x in FP32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -1,5 +1,4 @@
-"""Multi-head latent attention: queries, keys and values are made from short vectors that all heads
-share.
+"""Multi-head latent attention: queries, keys and values are made from short shared vectors.
 
     down, replicated   x [s, b, hidden] -> query latent and key/value latent (each with a norm), and
                                            the rotary part of the key
@@ -55,8 +54,8 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         self.context = context
         partial_gradients = context.cut_sequence
+        # Cut along no dimension: every tp rank has all rows.
         weights = [
-            # Cut along no dimension: every tp rank has all rows.
             Part.cut(f"{rows.name}.weight", (rows.rows, input_size), None, context.tp)
             for rows in stack
         ]
@@ -198,29 +197,31 @@ class LatentAttention(Attention):
 
     def _attend(
         self,
-        y: Tensor,
+        projected: Tensor,
         rotary: RotaryTables | None,
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map what `_project_down` returns to the output projection's input, [s, b, local
         features]."""
-        query, key, value = self._project_up(y, rotary)
+        query, key, value = self._project_up(projected, rotary)
         _, width = self.key_value_shape()
         dtype = self.context.plan.attention
         query, key, value = (
-            F.pad(z, (0, width - z.shape[-1])).permute(1, 2, 0, 3).to(dtype)
-            for z in (query, key, value)
+            F.pad(heads, (0, width - heads.shape[-1])).permute(1, 2, 0, 3).to(dtype)
+            for heads in (query, key, value)
         )
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
         value_dim = self.config.latent.value_dim
         return attended[..., :value_dim].permute(2, 0, 1, 3).flatten(2)
 
-    def _project_up(self, y: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_up(
+        self, projected: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of local heads, [s, b, n, d] each, of different d."""
         sizes = self.config.latent
-        query_width = y.shape[-1] - sizes.kv_rank - sizes.rope_dim
-        query, latent, key_rope = y.split((query_width, sizes.kv_rank, sizes.rope_dim), -1)
+        query_width = projected.shape[-1] - sizes.kv_rank - sizes.rope_dim
+        query, latent, key_rope = projected.split((query_width, sizes.kv_rank, sizes.rope_dim), -1)
         if sizes.query_rank:
             query = self.query(query)
         query = query.unflatten(-1, (-1, sizes.head_dim))

@@ -25,12 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Bytes of scores at a time, by the type of device.
+# Bytes of the scores of a block, by the type of device.
 _SCORES_BYTES = {
     "cpu": 1 << 22,  # 4 MB stay in a CPU's cache
     "cuda": 1 << 25,  # 34 MB occupy a GPU
 }
-_LEAST_QUERIES = 16  # of a block, so that its products stay products of matrices
+# Queries of a block, at least: its products stay products of matrices.
+_LEAST_QUERIES = 16
 
 Drop = Callable[[Tensor, range, range], Tensor]
 """Dropout of weights [b, n, queries, keys] at the positions of these.
@@ -40,7 +41,7 @@ It must be linear, and drop the same whenever it is called: the backward pass ca
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionRule:
     """The keys that a query attends to, and the scores' factor.
 
     scale: the factor of scores.
@@ -61,7 +62,9 @@ class Rule:
         first = keys.start
         if self.window:
             first = max(first, queries.start - self.window + 1)
-        return range(first, max(first, min(keys.stop, queries.stop)))
+        # No query attends to a later key.
+        stop = min(keys.stop, queries.stop)
+        return range(first, max(first, stop))
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """Return bool [queries, keys] or [b, 1, 1, queries, keys], True where a query attends to a
@@ -74,8 +77,9 @@ class Rule:
             return attends
         query_documents = self.documents[:, queries.start : queries.stop]
         key_documents = self.documents[:, keys.start : keys.stop]
-        same = (query_documents[:, :, None] == key_documents[:, None, :])[:, None, None]
-        return same if attends is None else same & attends
+        same_document = query_documents[:, :, None] == key_documents[:, None, :]
+        same_document = same_document[:, None, None]  # the same for all heads
+        return same_document if attends is None else same_document & attends
 
     def _causal_mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """Return bool [queries, keys], True for earlier keys within the window; None: for all."""
@@ -83,8 +87,9 @@ class Rule:
         all_in_window = not self.window or keys[0] > queries[-1] - self.window
         if all_earlier and all_in_window:
             return None
-        distance = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        distance = distance - torch.arange(keys.start, keys.stop, device=device)
+        query_positions = torch.arange(queries.start, queries.stop, device=device)
+        key_positions = torch.arange(keys.start, keys.stop, device=device)
+        distance = query_positions[:, None] - key_positions
         if self.window:
             return (distance >= 0) & (distance < self.window)
         return distance >= 0
@@ -95,7 +100,7 @@ class MergedAttention:
 
     query: [b, n, s, d] whose rows are at the positions of `runs`, one run after the other.
     heads: those of key and value, which have `width` features.
-    wide: the dtype of scores and sums.
+    wide_dtype: the dtype of scores and sums.
     sinks: [n], or None.
     """
 
@@ -105,34 +110,36 @@ class MergedAttention:
         runs: tuple[range, ...],
         heads: int,
         width: int,
-        rule: Rule,
-        wide: torch.dtype,
+        rule: AttentionRule,
+        wide_dtype: torch.dtype,
         sinks: Tensor | None = None,
     ) -> None:
         self._query = query.unflatten(1, (heads, -1))
         self._runs = runs
         self._rule = rule
-        self._wide = wide
-        rows = self._query.shape[:-1]
+        self._wide_dtype = wide_dtype
+        leading_shape = self._query.shape[:-1]
         # A sink is a score of its own, so it begins the largest score and, as exp(0), the sum.
         if sinks is None:
-            self._largest = query.new_full((*rows, 1), torch.finfo(wide).min, dtype=wide)
+            smallest = torch.finfo(wide_dtype).min
+            self._largest = query.new_full((*leading_shape, 1), smallest, dtype=wide_dtype)
             self._sum = torch.zeros_like(self._largest)
         else:
-            self._largest = sinks_by_head(sinks.to(wide), self._query).expand(*rows, 1).clone()
+            sink_scores = sinks_by_head(sinks.to(wide_dtype), self._query)
+            self._largest = sink_scores.expand(*leading_shape, 1).clone()
             self._sum = torch.ones_like(self._largest)
-        self._values = query.new_zeros((*rows, width), dtype=wide)
+        self._values = query.new_zeros((*leading_shape, width), dtype=wide_dtype)
 
     def add(self, key: Tensor, value: Tensor, runs: tuple[range, ...]) -> None:
         """Attend to the keys at the positions of `runs`, one run after the other."""
         rule = self._rule
-        key = key.to(self._wide)
-        value = value.to(self._wide)
-        for block in blocks(self._runs, runs, rule, self._query, self._wide):
+        key = key.to(self._wide_dtype)
+        value = value.to(self._wide_dtype)
+        for block in visible_blocks(self._runs, runs, rule, self._query, self._wide_dtype):
             block_key = block.of_keys(key)
             block_value = block.of_keys(value)
             query = block.of_queries(self._query)
-            scores = capped_scores(query.to(self._wide), block_key, rule)
+            scores = capped_scores(query.to(self._wide_dtype), block_key, rule)
             scores = mask_scores_(scores, rule, block)
             # Views: what changes in place below is the state of the merge.
             largest = block.of_queries(self._largest)
@@ -149,7 +156,9 @@ class MergedAttention:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return attention [b, n, s, width], and `log_sum` [b, m, n / m, s, 1]."""
-        return self._values.div_(self._sum).flatten(1, 2), self._largest + self._sum.log()
+        attention = self._values.div_(self._sum).flatten(1, 2)
+        log_sum = self._largest + self._sum.log()
+        return attention, log_sum
 
 
 class AttentionGradients:
@@ -157,7 +166,7 @@ class AttentionGradients:
 
     output: the result of attention, and grad its gradient, [b, n, s, width] both.
     log_sum: as `MergedAttention.result` returns it.
-    query, runs, rule, wide: as in `MergedAttention`.
+    query, runs, rule, wide_dtype: as in `MergedAttention`.
     """
 
     def __init__(
@@ -167,8 +176,8 @@ class AttentionGradients:
         output: Tensor,
         log_sum: Tensor,
         grad: Tensor,
-        rule: Rule,
-        wide: torch.dtype,
+        rule: AttentionRule,
+        wide_dtype: torch.dtype,
     ) -> None:
         by_key_head = log_sum.shape[1:3]
         self._query = query.unflatten(1, by_key_head)
@@ -176,13 +185,12 @@ class AttentionGradients:
         self._runs = runs
         self._rule = rule
         self._log_sum = log_sum
-        self._wide = wide
+        self._wide_dtype = wide_dtype
         # The gradient of a softmax needs sum over keys of weight * its gradient, which is the
         # product of the output with its gradient.
-        self._grad_dot_output = (self._grad.to(wide) * output.unflatten(1, by_key_head)).sum(
-            -1, keepdim=True
-        )
-        self._grad_query = torch.zeros(self._query.shape, dtype=wide, device=query.device)
+        weighted_grad = self._grad.to(wide_dtype) * output.unflatten(1, by_key_head)
+        self._grad_dot_output = weighted_grad.sum(-1, keepdim=True)
+        self._grad_query = torch.zeros(self._query.shape, dtype=wide_dtype, device=query.device)
 
     def add(
         self,
@@ -195,16 +203,17 @@ class AttentionGradients:
         """Add the gradients from this part of the keys: that of query to its sum, the others to
         `grad_key` and `grad_value`, in place."""
         rule = self._rule
-        key = key.to(self._wide)
-        value = value.to(self._wide)
-        for block in blocks(self._runs, runs, rule, self._query, self._wide):
+        key = key.to(self._wide_dtype)
+        value = value.to(self._wide_dtype)
+        for block in visible_blocks(self._runs, runs, rule, self._query, self._wide_dtype):
             block_key = block.of_keys(key)
             block_value = block.of_keys(value)
-            query = block.of_queries(self._query).to(self._wide)
-            grad = block.of_queries(self._grad).to(self._wide)
+            query = block.of_queries(self._query).to(self._wide_dtype)
+            grad = block.of_queries(self._grad).to(self._wide_dtype)
             scores = capped_scores(query, block_key, rule)
             slope = None
-            if rule.softcap:  # before the mask: the slope of minus infinity is not a number
+            # Before the mask: the slope of minus infinity is not a number.
+            if rule.softcap:
                 slope = (scores / rule.softcap).square_().neg_().add_(1)
             scores = mask_scores_(scores, rule, block)
             weights = scores.sub_(block.of_queries(self._log_sum)).exp_()
@@ -224,9 +233,11 @@ class AttentionGradients:
         return self._grad_query.flatten(1, 2)
 
     def grad_sinks(self, sinks: Tensor) -> Tensor:
-        """Return the part of the gradient of the sinks [n] that these queries have; in `wide`."""
-        weights = (sinks_by_head(sinks.to(self._wide), self._query) - self._log_sum).exp_()
-        return weights.mul_(self._grad_dot_output).sum((0, 3, 4)).neg_().flatten()
+        """Return the part of the gradient of the sinks [n] that these queries have, in the dtype of
+        sums."""
+        sink_scores = sinks_by_head(sinks.to(self._wide_dtype), self._query)
+        sink_weights = (sink_scores - self._log_sum).exp_()
+        return sink_weights.mul_(self._grad_dot_output).sum((0, 3, 4)).neg_().flatten()
 
 
 class Block(NamedTuple):
@@ -246,12 +257,12 @@ class Block(NamedTuple):
         return x[:, :, self.columns]
 
 
-def blocks(
+def visible_blocks(
     query_runs: tuple[range, ...],
     key_runs: tuple[range, ...],
-    rule: Rule,
+    rule: AttentionRule,
     query: Tensor,
-    wide: torch.dtype,
+    wide_dtype: torch.dtype,
 ) -> Iterator[Block]:
     """Yield blocks that together have all pairs of queries and keys that may attend.
 
@@ -261,24 +272,24 @@ def blocks(
     # them.
     only_last = type(query) is not Tensor or query.is_meta
     device = "cpu" if query.device.type == "cpu" else "cuda"
-    bytes_of_pair = query.shape[:3].numel() * wide.itemsize
-    pairs = _SCORES_BYTES[device] // bytes_of_pair
+    bytes_of_pair = query.shape[:3].numel() * wide_dtype.itemsize
+    pairs_of_block = _SCORES_BYTES[device] // bytes_of_pair
     for first_row, queries in with_offsets(query_runs):
         for first_column, keys in with_offsets(key_runs):
-            step = max(_LEAST_QUERIES, pairs // len(keys))
-            starts = range(0, len(queries), step)
+            queries_of_block = max(_LEAST_QUERIES, pairs_of_block // len(keys))
+            starts = range(0, len(queries), queries_of_block)
             for start in starts[-1:] if only_last else starts:
-                some_queries = queries[start : start + step]
-                near_keys = rule.reachable_keys(some_queries, keys)
-                if not near_keys:
+                block_queries = queries[start : start + queries_of_block]
+                block_keys = rule.reachable_keys(block_queries, keys)
+                if not block_keys:
                     continue
                 row = first_row + start
-                column = first_column + near_keys.start - keys.start
+                column = first_column + block_keys.start - keys.start
                 yield Block(
-                    rows=slice(row, row + len(some_queries)),
-                    queries=some_queries,
-                    columns=slice(column, column + len(near_keys)),
-                    keys=near_keys,
+                    rows=slice(row, row + len(block_queries)),
+                    queries=block_queries,
+                    columns=slice(column, column + len(block_keys)),
+                    keys=block_keys,
                 )
 
 
@@ -290,7 +301,7 @@ def with_offsets(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
         offset += len(run)
 
 
-def capped_scores(query: Tensor, key: Tensor, rule: Rule) -> Tensor:
+def capped_scores(query: Tensor, key: Tensor, rule: AttentionRule) -> Tensor:
     """Return the scores [b, m, n / m, queries, keys] of all pairs, with the soft cap if there is
     one."""
     scores = product(query, key.mT).mul_(rule.scale)
@@ -299,7 +310,7 @@ def capped_scores(query: Tensor, key: Tensor, rule: Rule) -> Tensor:
     return scores
 
 
-def mask_scores_(scores: Tensor, rule: Rule, block: Block) -> Tensor:
+def mask_scores_(scores: Tensor, rule: AttentionRule, block: Block) -> Tensor:
     """Return the scores with minus infinity where a query does not attend, in place."""
     attends = rule.mask(block.queries, block.keys, scores.device)
     if attends is None:
@@ -312,7 +323,7 @@ def sinks_by_head(sinks: Tensor, query: Tensor) -> Tensor:
     return sinks.view(query.shape[1], query.shape[2], 1, 1)
 
 
-def drop_weights(weights: Tensor, rule: Rule, block: Block) -> Tensor:
+def drop_weights(weights: Tensor, rule: AttentionRule, block: Block) -> Tensor:
     """Return the weights [b, m, n / m, queries, keys] after dropout."""
     if rule.drop is None:
         return weights

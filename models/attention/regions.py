@@ -93,17 +93,23 @@ def add_norm(
 
 
 def split_heads(
-    y: Tensor,
+    projected: Tensor,
     cosine: Tensor | None,
     sine: Tensor | None,
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     rule: HeadRule,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut y [s, b, features] into query, key and value [b, n, s, d], normalized and rotated."""
+    """Return query, key and value [b, n, s, d], normalized and rotated.
+
+    projected: [s, b, local features], the output of attention's first product.
+    cosine, sine: as `Rotate` takes them; None: without rotation.
+    query_weight, key_weight: of the norms; None: without.
+    """
     # [s, b, n, d]
     query, key, value = (
-        features.unflatten(-1, (-1, rule.head_dim)) for features in y.split(rule.local_widths, -1)
+        features.unflatten(-1, (-1, rule.head_dim))
+        for features in projected.split(rule.local_widths, -1)
     )
     if rule.norm is not None and query_weight is not None and key_weight is not None:
         query = rule.norm(query, query_weight)
@@ -112,6 +118,6 @@ def split_heads(
         query = Rotate.apply(query, cosine, sine)
         key = Rotate.apply(key, cosine, sine)
     query, key, value = (
-        x.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for x in (query, key, value)
+        heads.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for heads in (query, key, value)
     )
     return query, key, value

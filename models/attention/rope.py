@@ -44,30 +44,37 @@ class Rotate(torch.autograd.Function):
 
 def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return x [s, b, n, d] with its first features rotated, in the dtype of x."""
-    half = cosine.shape[-1]
-    rotary_features, other_features = x.split((2 * half, x.shape[-1] - 2 * half), -1)
-    wide = torch.promote_types(cosine.dtype, torch.float32)
-    cosine = cosine.to(wide)
-    sine = sine.to(wide)
+    num_pairs = cosine.shape[-1]
+    num_rotary = 2 * num_pairs
+    rotary_features, other_features = x.split((num_rotary, x.shape[-1] - num_rotary), -1)
+    wide_dtype = torch.promote_types(cosine.dtype, torch.float32)
+    cosine = cosine.to(wide_dtype)
+    sine = sine.to(wide_dtype)
     # Widened once: promotion would widen them in each of the four products again.
-    first, second = rotary_features.to(wide).chunk(2, -1)
+    first, second = rotary_features.to(wide_dtype).chunk(2, -1)
     rotated = torch.empty_like(x)
-    rotated[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
-    rotated[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
-    rotated[..., 2 * half :] = other_features
+    rotated[..., :num_pairs] = (first * cosine).addcmul_(second, sine, value=-1)
+    rotated[..., num_pairs:num_rotary] = (second * cosine).addcmul_(first, sine)
+    rotated[..., num_rotary:] = other_features
     return rotated
 
 
 def rotary_tables(
     scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and
-    `length` positions."""
+) -> RotaryTables:
+    """Return (cosine, sine), each [length, 1, 1, dims / 2], of all positions of a sequence.
+
+    base: of the wavelengths.
+    dims: the number of rotated features of a head.
+    length: the number of positions.
+    """
     positions = torch.arange(length, dtype=torch.float64)[:, None, None, None]
     angles = positions * frequencies(scaling, base, dims, length)
     # Queries and keys times this: cheaper in the tables than in each layer.
     factor = attention_factor(scaling)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    cosine = angles.cos() * factor
+    sine = angles.sin() * factor
+    return cosine.to(dtype), sine.to(dtype)
 
 
 def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
@@ -83,7 +90,8 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
         stretch = max(length / scaling.original_max_position_embeddings, 1)
         base_factor = scaling.factor * stretch - (scaling.factor - 1)
         base *= base_factor ** (dims / (dims - 2))
-    plain = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    first_features = torch.arange(0, dims, 2, dtype=torch.float64)
+    plain = base ** (-first_features / dims)
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "llama3":
@@ -94,8 +102,8 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
 
 
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
-    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend
-    pairs between."""
+    """Return the frequencies of slow pairs (slowness 1) divided by `factor`, of fast pairs (0) as
+    they are, and of pairs between blended."""
     return plain * (1 - slowness) + plain / factor * slowness
 
 
@@ -104,8 +112,9 @@ def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
     length."""
     # How often each pair turns within the original length.
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-    fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return 1 - fast.clamp(0, 1)
+    ramp_width = scaling.high_freq_factor - scaling.low_freq_factor
+    fastness = (turns - scaling.low_freq_factor) / ramp_width
+    return 1 - fastness.clamp(0, 1)
 
 
 def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
@@ -117,13 +126,14 @@ def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return dims * math.log(wavelength) / (2 * math.log(base))
 
-    first = pair_of_turns(scaling.beta_fast)
-    last = pair_of_turns(scaling.beta_slow)
+    last_fast = pair_of_turns(scaling.beta_fast)
+    first_slow = pair_of_turns(scaling.beta_slow)
     if scaling.truncate:
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, dims - 1)
-    width = (last - first) or 0.001  # a step in place of a ramp: all pairs are fast or slow
-    ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / width
-    return ramp.clamp(0, 1)
+        last_fast = math.floor(last_fast)
+        first_slow = math.ceil(first_slow)
+    last_fast = max(last_fast, 0)
+    first_slow = min(first_slow, dims - 1)
+    # Without pairs between, a step in place of a ramp: all pairs are fast or slow.
+    ramp_width = (first_slow - last_fast) or 0.001
+    pairs = torch.arange(dims // 2, dtype=torch.float64)
+    return ((pairs - last_fast) / ramp_width).clamp(0, 1)

@@ -91,6 +91,8 @@ class _FusedAttention(NamedTuple):
 
 
 class _AttendWithSinks(torch.autograd.Function):
+    """A fused attention, corrected for sinks; see the module."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,4 +1,4 @@
-"""Tokens travel to the ranks of their experts, and the results back.
+"""The way of tokens to the ranks of their experts, and of the results back.
 
 Where experts are spread over ranks (`megaprec.comm.experts`), each rank sorts the rows of its
 tokens by expert and sends each other rank those of its experts; the results come back the same way.
@@ -20,6 +20,7 @@ then by token; a token's results are summed as they were chosen.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,9 +56,11 @@ def spread_experts(
     if not config.experts or config.experts % expert:
         raise UserError.of("model.experts_over_ranks", experts=config.experts, expert=expert)
     axes = ExpertAxes.of(mesh, expert, expert_tensor)
-    if axes is not None and canonical_shards:
+    if axes is None:
+        return None
+    if canonical_shards:
         raise UserError.of("model.experts_canonical")
-    if axes is not None and config.ffn % axes.tp.size:
+    if config.ffn % axes.tp.size:
         raise UserError.of("model.experts_slices", ffn=config.ffn, size=axes.tp.size)
     return axes
 
@@ -85,15 +88,15 @@ class Dispatch:
 
     @staticmethod
     def of(counts: Tensor, axis: Axis) -> "Dispatch":
-        """Return the exchange of rows that are sorted by expert.
+        """Return the exchange of rows that are sorted by expert. Collective over the axis.
 
-        counts: int64, the rows of each expert of the layer. The host waits here. Collective over
-            the axis.
+        counts: int64, the rows of each expert of the layer. The host waits for them here.
         """
         to_experts, from_ranks = axis.exchanged_counts(counts)
-        experts_of_rank = len(to_experts) // axis.size
-        sent = [sum(chunk) for chunk in _chunks(to_experts, experts_of_rank)]
-        return Dispatch(axis, tuple(sent), tuple(_chunks(from_ranks, experts_of_rank)))
+        experts_per_rank = len(to_experts) // axis.size
+        sent = [sum(rank_counts) for rank_counts in _by_rank(to_experts, experts_per_rank)]
+        received = _by_rank(from_ranks, experts_per_rank)
+        return Dispatch(axis, tuple(sent), tuple(received))
 
     @property
     def received_of_rank(self) -> tuple[int, ...]:
@@ -120,19 +123,20 @@ class Dispatch:
         return ExchangeRows.apply(by_source, self.axis, self.received_of_rank, self.sent)
 
 
-def _chunks(counts: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """Return the counts of each rank, `size` neighbouring ones."""
-    return [tuple(counts[first : first + size]) for first in range(0, len(counts), size)]
+def _by_rank(counts: Sequence[int], experts_per_rank: int) -> list[tuple[int, ...]]:
+    """Return the counts of each rank, which are neighbouring ones."""
+    firsts = range(0, len(counts), experts_per_rank)
+    return [tuple(counts[first : first + experts_per_rank]) for first in firsts]
 
 
 def transpose_groups(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Map rows that are sorted by i, then j, to the same sorted by j, then i.
+    """Map rows that are sorted by i, then j, to the same rows sorted by j, then i.
 
     counts[i][j]: the number of rows.
     """
     # Groups in the order in which they lie: i by i, and within it j by j.
-    sizes = [count for counts_of_i in counts for count in counts_of_i]
-    groups = rows.split(sizes)
+    group_sizes = list(chain.from_iterable(counts))
+    groups = rows.split(group_sizes)
     columns = len(counts[0])
     transposed: list[Tensor] = []
     for column in range(columns):
@@ -167,5 +171,6 @@ def _exchange_rows(
     width = rows.shape[1]
     # The exchange takes flat parts, whose sizes are numbers of elements.
     outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
-    wait = axis.start_uneven_exchange(outgoing, [count * width for count in received])
+    incoming_sizes = [count * width for count in received]
+    wait = axis.start_uneven_exchange(outgoing, incoming_sizes)
     return torch.cat(wait()).view(-1, width)

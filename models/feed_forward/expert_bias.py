@@ -1,4 +1,4 @@
-"""Biases of experts.
+"""Biases of experts, one of which is added to a result that the ranks of tp sum.
 
 An expert's bias is added to its rows before the router's weights are applied. The first product's
 bias is cut over tp like its output features. The second product's results are partial sums on the
@@ -46,6 +46,8 @@ def add_biases(
 
 
 class _AddBiases(torch.autograd.Function):
+    """y [m, n] plus the bias of each row's expert, in some of the features."""
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, ends: Tensor | None, features: slice, *biases: nn.Parameter
@@ -67,13 +69,12 @@ class _AddBiases(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
-        first = 1 if ctx.expert_of_row is None else 2
-        destinations = [destination(ctx, first + n, bias) for n, bias in enumerate(ctx.biases)]
+        first_bias = 1 if ctx.expert_of_row is None else 2
         sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
-        gradients = [
-            _deliver_gradient(bias, gradient, where)
-            for bias, gradient, where in zip(ctx.biases, sums, destinations, strict=True)
-        ]
+        gradients: list[Tensor | None] = []
+        for number, bias in enumerate(ctx.biases):
+            where = destination(ctx, first_bias + number, bias)
+            gradients.append(_deliver_gradient(bias, sums[number], where))
         return grad, None, None, *gradients
 
 
@@ -85,12 +86,12 @@ def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
 
 def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tensor:
     """Return the sum of each expert's rows [m, n], in FP32 or wider: [experts, n]."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if expert_of_row is None:
-        return rows.sum(0, dtype=wide).unsqueeze(0)
+        return rows.sum(0, dtype=wide_dtype).unsqueeze(0)
     # Accumulation into indexed rows has a fixed order on every device.
-    sums = rows.new_zeros(experts, rows.shape[1], dtype=wide)
-    return sums.index_put_((expert_of_row,), rows.to(wide), accumulate=True)
+    sums = rows.new_zeros(experts, rows.shape[1], dtype=wide_dtype)
+    return sums.index_put_((expert_of_row,), rows.to(wide_dtype), accumulate=True)
 
 
 def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) -> Tensor | None:

@@ -1,5 +1,4 @@
-"""Products of rows with the weights of several experts, without waiting for the number of rows of
-each.
+"""Products of rows with the weights of several experts, without a wait for the rows of each.
 
 Rows are sorted by expert; `ends` says where the rows of each expert end, and stays on the device. A
 grouped product reads it there, so the host queues the layers ahead of the device. A loop over
@@ -20,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.optim.main_grad import (
@@ -95,11 +94,12 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     offsets = [weight.storage_offset() for weight in weights]
     # A single weight has no distance to a next one; its own size serves as well as any.
     distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
+    distance = min(distances)
     storages = {weight.untyped_storage()._cdata for weight in weights}
-    contiguous = all(weight.is_contiguous() for weight in weights)
-    if len(storages) == 1 and len(distances) == 1 and min(distances) > 0 and contiguous:
+    in_one_memory = len(storages) == 1 and all(weight.is_contiguous() for weight in weights)
+    if in_one_memory and len(distances) == 1 and distance > 0:
         size = (len(weights), *first.shape)
-        stride = (distances.pop(), *first.stride())
+        stride = (distance, *first.stride())
         return first.detach().as_strided(size, stride, offsets[0])
     return torch.stack([weight.detach() for weight in weights])
 
@@ -110,11 +110,12 @@ def _grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
-    grads = _grouped_product(grad.t(), x, ends)
-    empty = ends == functional.pad(ends, (1, 0))[:-1]
+    gradients = _grouped_product(grad.t(), x, ends)
+    starts = F.pad(ends, (1, 0))[:-1]
+    has_no_rows = ends == starts
     # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of
     # pytorch/pytorch).
-    return grads.masked_fill_(empty[:, None, None], 0).unbind()
+    return gradients.masked_fill_(has_no_rows[:, None, None], 0).unbind()
 
 
 def _add_weight_gradients(

@@ -1,5 +1,4 @@
-"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer around an
-activation function."""
+"""The feed-forward of a decoder layer: two parallel linear layers around an activation function."""
 
 from typing import Any
 
@@ -69,7 +68,9 @@ class MLP(nn.Module):
             return Geglu.apply(y, self.leaves)
         if self.kind == "swiglu_clamped":
             return ClampedGate.apply(y, self.alpha, self.limit)
-        return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")
+        if self.kind == "gelu":
+            return F.gelu(y, approximate="tanh")
+        return F.gelu(y)
 
 
 class Swiglu(torch.autograd.Function):
@@ -100,7 +101,8 @@ def _swiglu(y: Tensor) -> Tensor:
 def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    return torch.cat((grad_gate, F.silu(gate).mul_(grad)), -1)
+    grad_up = F.silu(gate).mul_(grad)
+    return torch.cat((grad_gate, grad_up), -1)
 
 
 def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
@@ -143,21 +145,30 @@ def _geglu(y: Tensor) -> Tensor:
 def _geglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
     grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-    return torch.cat((grad_gate, F.gelu(gate, approximate="tanh").mul_(grad)), -1)
+    grad_up = F.gelu(gate, approximate="tanh").mul_(grad)
+    return torch.cat((grad_gate, grad_up), -1)
 
 
 class ClampedGate(torch.autograd.Function):
-    """y [..., 2 n], gate and up -> [..., n]. Computes in FP32 or wider, again in the backward
-    pass."""
+    """The gated activation of gpt-oss: gate and up [..., 2 n] -> [..., n].
+
+        gate <= limit, -limit <= up <= limit
+        y = (up + 1) * gate * sigmoid(alpha * gate)
+
+    The factors are clamped so that no product of them overflows half precision. With alpha = 1.702
+    the second factor is the fast approximation of gelu. Up has an offset of one, so that a token
+    whose up is 0 still passes its gate. Computes in FP32 or wider, again in the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, alpha: float, limit: float) -> Tensor:
         ctx.save_for_backward(y)
         ctx.alpha = alpha
         ctx.limit = limit
-        # `gate` and `up` are copies, so they may be overwritten.
+        # Both are copies, so they may be overwritten.
         gate, up = _clamp(y, limit)
-        return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(y.dtype)
+        activated_gate = torch.sigmoid(gate * alpha).mul_(gate)
+        return activated_gate.mul_(up.add_(1)).to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -170,7 +181,7 @@ class ClampedGate(torch.autograd.Function):
         # What was clamped has no gradient.
         up_is_clamped = unclamped_up.abs() > ctx.limit
         grad_up.copy_((sigmoid * gate).mul_(grad).masked_fill_(up_is_clamped, 0))
-        # of gate * sigmoid(alpha * gate)
+        # Of gate * sigmoid(alpha * gate): sigmoid * (1 + alpha * gate * (1 - sigmoid)).
         slope = (1 - sigmoid).mul_(gate).mul_(ctx.alpha).add_(1).mul_(sigmoid)
         gate_is_clamped = unclamped_gate > ctx.limit
         grad_gate.copy_(slope.mul_(up.add_(1)).mul_(grad).masked_fill_(gate_is_clamped, 0))
@@ -179,5 +190,6 @@ class ClampedGate(torch.autograd.Function):
 
 def _clamp(y: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return gate and up, clamped, as copies in FP32 or wider."""
-    gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, -1)
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    gate, up = wide.chunk(2, -1)
     return gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -1,5 +1,6 @@
-"""Mixture of experts: a router sends each token through a few of many feed-forwards, and no token
-is dropped.
+"""Mixture of experts: a router sends each token through a few of many feed-forwards.
+
+No token is dropped.
 
 Every expert is sharded over tp like an ordinary feed-forward, so all tp ranks work on all tokens
 and stay equally busy whatever the router does. There is one collective into the layer and one out
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.comm.axis import copy_to_device as copy_to_device
+from megaprec.comm.axis import copy_to_device
 from megaprec.comm.layout import Part
 from megaprec.precision.gemm import Gemm
 from models.config import ModelConfig
@@ -54,14 +55,14 @@ class Expert(MLP):
             self.down_bias = make_bias_of_sum(context, f"{name}.down.bias", config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x, self.inner)
-        return self.recompute.run("activation", self.activate, y, into=self._project_down)
+        inner = self._product(x, self.inner)
+        return self.recompute.run("activation", self.activate, inner, into=self._project_down)
 
-    def _project_down(self, y: Tensor) -> Tensor:
-        y = self._product(y, self.down)
+    def _project_down(self, activated: Tensor) -> Tensor:
+        output = self._product(activated, self.down)
         if self.down_bias is None:
-            return y
-        return add_biases(y, [self.down_bias], features=features_of_bias(self.down_bias))
+            return output
+        return add_biases(output, [self.down_bias], features=features_of_bias(self.down_bias))
 
     def uses_grouped_products(self, x: Tensor) -> bool:
         """Return True if the products of several such experts with tokens x are computed as grouped
@@ -136,55 +137,59 @@ class MixtureOfExperts(nn.Module):
         chosen = chosen.flatten(0, 1)
         experts = self.context.experts
         if experts is None or experts.tp.size == tp.size:
-            y = self._apply_experts(tokens, weights, chosen)
+            output = self._apply_experts(tokens, weights, chosen)
         else:
             # Fewer slices of an expert than tp ranks: each rank sends a part of the tokens.
             rows = rows_of_rank(len(tokens), tp, experts)
-            y = self._apply_experts(tokens[rows], weights[rows], chosen[rows])
+            output = self._apply_experts(tokens[rows], weights[rows], chosen[rows])
             if cut and experts.tp.size == 1 and self.shared is None:
-                return y.view(x.shape)  # no other rank has an addend of these rows
-            y = F.pad(y, (0, 0, rows.start, len(tokens) - rows.stop))
+                return output.view(x.shape)  # no other rank has an addend of these rows
+            output = F.pad(output, (0, 0, rows.start, len(tokens) - rows.stop))
         if self.shared is not None:
-            y = y + self._apply_shared(tokens, self.shared)
+            output = output + self._apply_shared(tokens, self.shared)
         # The one collective out: sums of all ranks' partial sums.
-        y = y.view(full.shape)
-        return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
+        output = output.view(full.shape)
+        return collectives.scatter(output, tp) if cut else collectives.reduce(output, tp)
 
     def _apply_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
         """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their
         gate."""
-        # The gate is the same on every rank, so it may be applied to partial sums.
-        y: Tensor = shared(tokens)
+        output: Tensor = shared(tokens)
         if self.shared_gate is None:
-            return y
-        wide = self.context.plan.sensitive
-        logits = F.linear(tokens.to(wide), Widen.apply(self.shared_gate, wide))
-        return (y * logits.sigmoid()).to(y.dtype)
+            return output
+        wide_dtype = self.context.plan.sensitive
+        gate_weight = Widen.apply(self.shared_gate, wide_dtype)
+        gate = F.linear(tokens.to(wide_dtype), gate_weight).sigmoid()
+        # The gate is the same on every rank, so it may be applied to partial sums.
+        return (output * gate).to(output.dtype)
 
     def _apply_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
         hidden]."""
-        # The t * k pairs of a token and an expert, sorted by expert. A stable sort keeps the tokens
-        # of an expert in their order.
+        experts_per_token = chosen.shape[1]
+        # The t * k pairs of a token and an expert, sorted by expert: pair p is of token p // k. A
+        # stable sort keeps the tokens of an expert in their order.
         pairs = chosen.flatten().argsort(stable=True)
-        places_of_pairs = pairs.argsort()
-        # Pair number p belongs to token p // k.
-        rows = TakeRows.apply(tokens, pairs // chosen.shape[1], places_of_pairs.view(chosen.shape))
+        row_of_pair = pairs.argsort()
+        token_of_row = pairs // experts_per_token
+        rows = TakeRows.apply(tokens, token_of_row, row_of_pair.view(chosen.shape))
         results = self._apply_spread_experts(rows, count_choices(chosen, self.config.experts))
-        by_token = TakeRows.apply(results, places_of_pairs, pairs.unsqueeze(1))
-        by_token = by_token.view(*chosen.shape, tokens.shape[1])
+        by_pair = TakeRows.apply(results, row_of_pair, pairs.unsqueeze(1))
+        by_token = by_pair.view(*chosen.shape, tokens.shape[1])
         # Summed in the dtype of weights, the sensitive one, and rounded once.
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        weighted = by_token * weights.unsqueeze(-1)
+        return weighted.sum(1).to(tokens.dtype)
 
     def _apply_spread_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert to the results of experts of any rank.
 
         counts: int64, the rows of each expert of the layer.
         """
-        if self.context.experts is None or self.context.experts.spread.size == 1:
+        experts = self.context.experts
+        if experts is None or experts.spread.size == 1:
             return self._apply_local_experts(rows, counts)
-        dispatch = Dispatch.of(counts, self.context.experts.spread)
-        # The host has waited for the counts, because messages need sizes.
+        # The host waits for the counts here, because messages need sizes.
+        dispatch = Dispatch.of(counts, experts.spread)
         received = dispatch.send(rows)
         return dispatch.send_back(self._apply_local_experts(received, dispatch.counts))
 
@@ -202,9 +207,11 @@ class MixtureOfExperts(nn.Module):
         if not isinstance(counts, list):
             counts = counts.tolist()
         rows_of_experts = rows.split(counts)
-        return torch.cat(
-            [expert(part) for expert, part in zip(experts, rows_of_experts, strict=True)]
-        )
+        results = [
+            expert(expert_rows)
+            for expert, expert_rows in zip(experts, rows_of_experts, strict=True)
+        ]
+        return torch.cat(results)
 
 
 def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Tensor:
@@ -213,12 +220,11 @@ def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Ten
     ends: int32, the end of each expert's rows.
     """
     first = experts[0]
-    y = GroupedLinear.apply(
-        rows, ends, first.deferred, *(expert.inner.weight for expert in experts)
-    )
+    inner_weights = [expert.inner.weight for expert in experts]
+    inner = GroupedLinear.apply(rows, ends, first.deferred, *inner_weights)
     # All experts have biases, or none has.
     if biases := [expert.inner.bias for expert in experts if expert.inner.bias is not None]:
-        y = add_biases(y, biases, ends)
+        inner = add_biases(inner, biases, ends)
     project_down = partial(
         _project_down_grouped,
         ends=ends,
@@ -226,43 +232,43 @@ def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Ten
         weights=[expert.down.weight for expert in experts],
         biases=[expert.down_bias for expert in experts if expert.down_bias is not None],
     )
-    return first.recompute.run("activation", first.activate, y, into=project_down)
+    return first.recompute.run("activation", first.activate, inner, into=project_down)
 
 
 def _project_down_grouped(
-    y: Tensor,
+    activated: Tensor,
     ends: Tensor,
     queue: WeightGradQueue,
     weights: Sequence[nn.Parameter],
     biases: Sequence[nn.Parameter],
 ) -> Tensor:
-    y = GroupedLinear.apply(y, ends, queue, *weights)
+    output = GroupedLinear.apply(activated, ends, queue, *weights)
     if not biases:
-        return y
-    return add_biases(y, biases, ends, features_of_bias(biases[0]))
+        return output
+    return add_biases(output, biases, ends, features_of_bias(biases[0]))
 
 
 def count_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return how often each expert is in `chosen`: int64 [experts], on its device, without a wait
     of the host."""
-    flat = chosen.flatten()
-    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device)
-    return counts.index_add_(0, flat, torch.ones_like(flat))
+    choices = chosen.flatten()
+    counts = torch.zeros(experts, dtype=torch.int64, device=choices.device)
+    return counts.index_add_(0, choices, torch.ones_like(choices))
 
 
 class TakeRows(torch.autograd.Function):
     """x[index]: [n, h] -> [m, h].
 
-    places [n, k]: the rows of the result that come from each row of x, so that the gradient is
+    taken_as: [n, k], the rows of the result that come from each row of x, so that the gradient is
         summed in a fixed order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, x: Tensor, index: Tensor, taken_as: Tensor) -> Tensor:
+        ctx.save_for_backward(taken_as)
         return x[index]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return grad[places].sum(1), None, None
+        (taken_as,) = ctx.saved_tensors
+        return grad[taken_as].sum(1), None, None

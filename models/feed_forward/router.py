@@ -1,5 +1,8 @@
-"""The router of a layer with experts: which experts each token goes to, the router's losses, and
-the balance of loads.
+"""The router of a layer with experts: the choice of a token's experts, its losses, and loads.
+
+    scores    softmax or sigmoid of the logits, one for each expert
+    choice    the `experts_per_token` highest of scores + correction (`models.router_settings`)
+    weights   the scores of the chosen experts, divided by their sum (`norm_topk`), times `scale`
 
 Two losses keep a router healthy. Both are means over the positions of one sample, then over the
 samples of the global batch, and they are summed over the layers:
@@ -73,12 +76,13 @@ class Router(nn.Module):
         Collective over cp if there are losses.
         """
         config = self.config
-        wide = self.context.plan.sensitive
-        bias = None if self.bias is None else Widen.apply(self.bias, wide)
-        # In the sensitive dtype: rounded logits would send tokens to other experts.
-        logits = F.linear(x.to(wide), Widen.apply(self.weight, wide), bias)
+        # Rounded logits would send tokens to other experts.
+        wide_dtype = self.context.plan.sensitive
+        weight = Widen.apply(self.weight, wide_dtype)
+        bias = None if self.bias is None else Widen.apply(self.bias, wide_dtype)
+        logits = F.linear(x.to(wide_dtype), weight, bias)
         scores = expert_scores(config.router, logits)
-        correction = None if self.correction is None else self.correction.to(wide)
+        correction = None if self.correction is None else self.correction.to(wide_dtype)
         chosen = choose_experts(config.router, scores, correction, config.experts_per_token)
         weights = expert_weights(config.router, scores, chosen, config.norm_topk)
         if microbatch is None:
@@ -103,9 +107,11 @@ class Router(nn.Module):
                 "a router's losses need microbatch.weight: "
                 "the loss scale over the samples of a batch"
             )
-        # Scores of a softmax are probabilities already; those of a sigmoid do not sum to 1.
-        sums = 1.0 if self.config.router.score == "softmax" else scores.sum(-1, keepdim=True)
-        losses = router_losses(self.config, logits, scores / sums, chosen, self.context.cp)
+        probabilities = scores
+        # The scores of a sigmoid do not sum to 1.
+        if self.config.router.score == "sigmoid":
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        losses = router_losses(self.config, logits, probabilities, chosen, self.context.cp)
         # Every rank of tp has the whole loss, and their gradients are summed.
         return WithLoss.apply(weights, losses.sum(), microbatch.weight / self.context.tp.size)
 
@@ -170,14 +176,17 @@ class WithLoads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (chosen,) = ctx.saved_tensors
-        ones = torch.ones(chosen.numel(), dtype=ctx.correction.dtype, device=chosen.device)
-        loads = torch.zeros_like(ctx.correction).index_add_(0, chosen.flatten(), ones)
+        choices = chosen.flatten()
+        ones = torch.ones(len(choices), dtype=ctx.correction.dtype, device=choices.device)
+        loads = torch.zeros_like(ctx.correction).index_add_(0, choices, ones)
         return grad, loads, None
 
 
 def is_correction(name: str) -> bool:
-    """Return True if a logical tensor corrects a router's choice: it has no moments, and counts for
-    its gradient."""
+    """Return True if a logical tensor corrects a router's choice.
+
+    Such a tensor has no moments, and its gradient are counts of tokens.
+    """
     return name.endswith(".router.correction")
 
 
@@ -207,12 +216,12 @@ def experts_of_best_groups(settings: RouterSettings, ranked: Tensor) -> Tensor:
 
     ranked: [..., experts], by which the experts are compared.
     """
-    groups = ranked.unflatten(-1, (settings.groups, -1))
-    group_scores = groups.topk(settings.group_best, -1).values.sum(-1)
+    by_group = ranked.unflatten(-1, (settings.groups, -1))
+    group_scores = by_group.topk(settings.group_best, -1).values.sum(-1)
     best_groups = group_scores.topk(settings.groups_per_token, -1).indices
-    is_best = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=ranked.device)
-    is_best.scatter_(-1, best_groups, True)
-    return is_best.unsqueeze(-1).expand(groups.shape).flatten(-2)
+    group_is_best = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=ranked.device)
+    group_is_best.scatter_(-1, best_groups, True)
+    return group_is_best.unsqueeze(-1).expand(by_group.shape).flatten(-2)
 
 
 def expert_weights(

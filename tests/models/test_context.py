@@ -22,7 +22,12 @@ from models.attention import partial
 from models.attention.context_limits import require_divisible_context
 from models.attention.context_parallel import attend_over_ranks
 from models.attention.packing import causal_mask
-from models.attention.partial import AttentionGradients, MergedAttention, Rule, blocks
+from models.attention.partial import (
+    AttentionGradients,
+    AttentionRule,
+    MergedAttention,
+    visible_blocks,
+)
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from models.engine.options import EngineOptions
@@ -138,7 +143,7 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
     wanted = torch.autograd.grad(
         whole, (query, key, value) if sinks is None else (query, key, value, sinks), grad
     )
-    rule = Rule(0.3, window, documents, softcap=cap)
+    rule = AttentionRule(0.3, window, documents, softcap=cap)
     wide = torch.float64
     of_key = torch.zeros_like(key)
     of_value = torch.zeros_like(value)
@@ -190,11 +195,11 @@ def scores_computed(rank: int, size: int, window: int) -> int:
     own = 1024 // size
     query = torch.zeros(1, 1, 1, 1024 // size, 8)
     mine = chunks(rank, size, own)
-    rule = Rule(1.0, window)
+    rule = AttentionRule(1.0, window)
     return sum(
         len(block.queries) * len(block.keys)
         for other in range(size)
-        for block in blocks(mine, chunks(other, size, own), rule, query, torch.float32)
+        for block in visible_blocks(mine, chunks(other, size, own), rule, query, torch.float32)
     )
 
 
@@ -217,7 +222,9 @@ def attend_rank(mesh: DeviceMesh, dtype: torch.dtype) -> dict[bool, list[Tensor]
     own = [take(x, cp, 2).to(dtype).requires_grad_() for x in whole]
     made = {}
     for ring in (False, True):
-        mixed = attend_over_ranks(own[0], own[1], own[2], cp, Rule(0.3, 9), ring, torch.float32)
+        mixed = attend_over_ranks(
+            own[0], own[1], own[2], cp, AttentionRule(0.3, 9), ring, torch.float32
+        )
         made[ring] = [mixed.detach(), *torch.autograd.grad(mixed, own[:3], own[3].detach())]
     return made
 

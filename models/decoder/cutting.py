@@ -6,7 +6,6 @@ head, modules of multi-token prediction) is an extra cost of that stage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
@@ -31,19 +30,26 @@ def cuts(
     recompute: the activations that the backward pass recomputes.
     Raises ValueError if `layers` does not fit.
     """
-    counts = layers or best_cut(
+    # Forward, and twice as much backward.
+    head_cost = 3 * config.head_flops()
+    layer_counts = layers or best_cut(
         layer_costs(config, seq_length, recompute),
         rank_of_stage or range(stages),
-        config.embedding_flops(),
-        # forward, and twice as much backward
-        3 * config.head_flops() + modules_cost(config, seq_length, recompute),
+        first=config.embedding_flops(),
+        last=head_cost + modules_cost(config, seq_length, recompute),
     )
-    if len(counts) != stages or sum(counts) != config.layers or min(counts) <= 0:
-        raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
-    return [
-        Cut(stage, range(end - count, end), stage == 0, stage == stages - 1)
-        for stage, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
-    ]
+    fits = len(layer_counts) == stages and sum(layer_counts) == config.layers
+    if not fits or min(layer_counts) <= 0:
+        raise ValueError(
+            f"{config.layers} layers are not cut into {stages} stages by {[*layer_counts]}"
+        )
+    stage_cuts = []
+    start = 0
+    for stage, count in enumerate(layer_counts):
+        numbers = range(start, start + count)
+        stage_cuts.append(Cut(stage, numbers, first=stage == 0, last=stage == stages - 1))
+        start += count
+    return stage_cuts
 
 
 MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
@@ -70,16 +76,20 @@ def build(
     separate_head: a tied head is a copy on the same rank too, so that its gradients are summed
         apart from the embedding's, as in a longer pipeline.
     """
+    last_stage = len(rank_of_stage) - 1
     end_ranks = (rank_of_stage[0], rank_of_stage[-1])
-    used_twice = config.tied or config.mtp_layers > 0
-    tied = end_ranks if used_twice and (separate_head or end_ranks[0] != end_ranks[1]) else ()
+    ends_meet = end_ranks[0] == end_ranks[1]
+    uses_embedding_twice = config.tied or config.mtp_layers > 0
+    has_copy = uses_embedding_twice and (separate_head or not ends_meet)
+    tied_ranks = end_ranks if has_copy else ()
     stages = {
-        cut.stage: make(config, context, cut, tied)
+        cut.stage: make(config, context, cut, tied_ranks)
         for cut in all_cuts
         if rank_of_stage[cut.stage] == pp_rank
     }
-    if used_twice and not tied and len(all_cuts) > 1 and pp_rank == end_ranks[0]:
-        _share_embedding(stages[0], stages[len(all_cuts) - 1])
+    shares_parameter = uses_embedding_twice and not has_copy and last_stage > 0
+    if shares_parameter and pp_rank == end_ranks[0]:
+        _share_embedding(stages[0], stages[last_stage])
     return stages
 
 
@@ -106,11 +116,10 @@ def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> 
     Their layers are recomputed as a whole if all layers are.
     """
     last_layer = config.kind_of_layer(config.layers - 1)
-    within = recompute if recompute.fraction == 1 else Recompute(recompute.modules)
-    recomputed = _layer_cost(last_layer, seq_length, within) - 3 * last_layer.layer_flops(
-        seq_length
-    )
-    return 3 * config.mtp_flops(seq_length) + config.mtp_layers * recomputed
+    module_recompute = recompute if recompute.fraction == 1 else Recompute(recompute.modules)
+    layer_cost = _layer_cost(last_layer, seq_length, module_recompute)
+    recomputed_flops = layer_cost - 3 * last_layer.layer_flops(seq_length)
+    return 3 * config.mtp_flops(seq_length) + config.mtp_layers * recomputed_flops
 
 
 def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
@@ -180,12 +189,13 @@ def _even_cut(
 def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
     """Cut layers of different costs by bisection: find the least work of a stage with which all
     layers have a stage."""
-    # greedy filling succeeds from the least work on, and fails below it
+    # Greedy filling succeeds from the least work on, and fails below it.
     low = 0.0
     high = sum(costs) + first + last
     while True:
         middle = (low + high) / 2
-        if not low < middle < high:  # no number lies between the two
+        # Until no number lies between the two.
+        if not low < middle < high:
             break
         if _fill_stages(costs, stages, first, last, middle):
             high = middle
@@ -204,8 +214,9 @@ def _fill_stages(
     for stage in range(stages):
         work = first * (stage == 0) + last * (stage == stages - 1)
         end = start
-        latest = len(costs) - (stages - 1 - stage)  # so that each later stage has a layer
-        while end < latest and work + costs[end] <= limit:
+        later_stages = stages - 1 - stage
+        latest_end = len(costs) - later_stages  # so that each of them has a layer
+        while end < latest_end and work + costs[end] <= limit:
             work += costs[end]
             end += 1
         if end == start:

@@ -1,5 +1,6 @@
-"""A model that continues a text without computing it again: keys and values of earlier tokens are
-kept.
+"""A model that continues a text without computing it again.
+
+The keys and values of earlier tokens are kept.
 
 An earlier token's key and value do not depend on later tokens, so each new token costs one token's
 products plus attention over what is kept. Training knows nothing of this: the cache is a subclass

@@ -71,17 +71,19 @@ class DecoderLayer(nn.Module):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
-        """Map the residual stream x [s, b, hidden], or [s / tp, b, hidden] under sequence
-        parallelism, to the one after this layer. The parameters are those of `Attention`."""
+        """Map the residual stream x to the one after this layer.
+
+        x: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+        The other parameters are those of `Attention`.
+        """
         drops_stream = self.config.dropout_at == "stream"
         if drops_stream:
             x = self._drop(x, "input", microbatch)
         attend = partial(self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
         mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
         mixed = self._drop(mixed, "attention", microbatch)
-        attended, fed = self._feed_by_region(x, mixed, microbatch) or self._add_and_feed(
-            x, mixed, microbatch
-        )
+        sum_and_branch = self._feed_by_region(x, mixed, microbatch)
+        attended, fed = sum_and_branch or self._add_and_feed(x, mixed, microbatch)
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
@@ -94,7 +96,8 @@ class DecoderLayer(nn.Module):
         attended = (x + mixed).to(x.dtype)
         branch_input = x if self.config.parallel_residual else attended
         feed = partial(self._feed, microbatch=microbatch)
-        return attended, self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
+        fed = self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
+        return attended, fed
 
     def _feed_by_region(
         self, x: Tensor, mixed: Tensor, microbatch: MicrobatchInfo | None
@@ -103,22 +106,19 @@ class DecoderLayer(nn.Module):
 
         None if regions are not wanted, or the norm cannot be part of one.
         """
-        context = self.context
+        leaves = self.context.leaves
+        norm_is_recomputed = "norm" in self.context.recompute.modules
         # Parallel branches norm x and not the sum, and a recomputed norm is a unit of its own.
-        if (
-            not context.leaves.by_region
-            or self.config.parallel_residual
-            or "norm" in context.recompute.modules
-        ):
+        if not leaves.by_region or self.config.parallel_residual or norm_is_recomputed:
             return None
         norm = RegionNorm.of(self.mlp_norm)
         if norm is None:
             return None
-        attended, normal = context.leaves.through(
-            add_norm, x, mixed, norm.weight, norm.bias, norm.rule
-        )
-        fed = self._feed(normal, microbatch)
-        return attended, fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
+        attended, normalized = leaves.through(add_norm, x, mixed, norm.weight, norm.bias, norm.rule)
+        fed = self._feed(normalized, microbatch)
+        if self.mlp_post_norm is not None:
+            fed = self.mlp_post_norm(fed)
+        return attended, fed
 
     def _branch(
         self,
@@ -130,18 +130,19 @@ class DecoderLayer(nn.Module):
         """Return compute(norm(x)), normalized by `post_norm` if there is one."""
         if norm is None:
             # A norm would round to the dtype of products; without one it is done here.
-            y = compute(x.to(self.context.plan.compute))
+            output = compute(x.to(self.context.plan.compute))
         else:
-            y = self.context.recompute.run("norm", norm, x, into=compute)
-        return y if post_norm is None else post_norm(y)
+            output = self.context.recompute.run("norm", norm, x, into=compute)
+        return output if post_norm is None else post_norm(output)
 
-    def _feed(self, y: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+    def _feed(self, normalized: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
         # Only a router needs to know the micro-batch: its losses are weighted by it.
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(y, microbatch)
-        return self.mlp(y)
+            return self.mlp(normalized, microbatch)
+        return self.mlp(normalized)
 
     def _drop(self, x: Tensor, branch: str, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Return x with dropout, if the model has any. branch: its name in the layer."""
         rate = self.config.dropout
         if rate == 0:
             return x

@@ -1,4 +1,4 @@
-"""Custom models, which users build from the parallel layers: `model.factory = "my_model.py:build"`.
+"""Models that users build from the parallel layers: `model.factory = "my_model.py:build"`.
 
 The function is called once for each pipeline stage that a rank holds, as `build(config, context,
 cut, tied)`, and returns a module with the interface of `models.decoder.stages.Stage`.
@@ -16,9 +16,6 @@ from models.config import ModelConfig
 from models.decoder.cutting import MakeStage
 from models.decoder.stages import Cut, Stage
 from parallel.context import Context
-
-# Packages that come before folders of the user's of the same name.
-OURS = ("megaprec", "models", "parallel", "tools")
 
 
 def stage_maker(factory: str) -> MakeStage:

@@ -76,7 +76,12 @@ from parallel.sequence_cut import positions_between, take
 
 @dataclass(frozen=True)
 class Cut:
-    """The layers of one stage. The first stage has the embedding, the last one the head."""
+    """The layers of one stage.
+
+    stage: its number.
+    layers: the numbers of its layers.
+    first, last: it is the model's first stage, with the embedding, or the last one, with the head.
+    """
 
     stage: int
     layers: range
@@ -86,6 +91,8 @@ class Cut:
 
 class Stage(nn.Module):
     """One pipeline stage: the layers of `cut`, with what only the first or the last stage has.
+
+    tied: the pipeline ranks that both have the embedding (`models.decoder.cutting.MakeStage`).
 
     `forward` maps int64 ids [s, b] (first stage) or an activation to an activation or, on the last
     stage, to logits. Activations are [s, b, hidden] in the dtype of the residual stream, or
@@ -162,17 +169,20 @@ class Stage(nn.Module):
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         """Return the weight of the head, which may be that of this stage's embedding."""
         config = self.config
-        # The modules' embedding is the head's copy
+        # The modules' embedding is the head's copy.
         has_own_embedding = config.mtp_layers and not self.cut.first
-        if config.tied and (has_own_embedding or (self.cut.first and not tied)):
+        shares_first_embedding = self.cut.first and not tied
+        if config.tied and (has_own_embedding or shares_first_embedding):
             return self.embedding.weight
-        name = "embedding.weight" if config.tied else "head.weight"
-        rows = Part.cut(name, (config.vocab, config.hidden), 0, self.context.tp)
-        std = config.initial_std("embedding" if config.tied else "head")
-        ranks = tied if config.tied else ()
+        shape = (config.vocab, config.hidden)
+        if not config.tied:
+            rows = Part.cut("head.weight", shape, 0, self.context.tp)
+            return parameter(self.context, [rows], config.initial_std("head"))
+        rows = Part.cut("embedding.weight", shape, 0, self.context.tp)
         # The embedding and the head may be two parameters on one rank.
-        again = len(set(ranks)) < len(ranks)
-        return parameter(self.context, [rows], std, tied=ranks, again=again)
+        again = len(set(tied)) < len(tied)
+        std = config.initial_std("embedding")
+        return parameter(self.context, [rows], std, tied=tied, again=again)
 
     def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Return the weights that are read after the layers only, with the first module that runs

@@ -1,4 +1,4 @@
-"""A pipeline stage that consists of the virtual ranks of this process (`parallel.lockstep`).
+"""A pipeline stage that consists of this process's virtual ranks (`parallel.lockstep`).
 
 Each virtual rank is a whole stage of its own, with its shard of every weight, built over a
 tensor-parallel axis of the fixed size, always with sequence parallelism. To the pipeline the stage
@@ -43,15 +43,15 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
         if config.mtp_layers:
             raise UserError.of("model.mtp_virtual_ranks", mtp_layers=config.mtp_layers)
         lockstep = Lockstep(virtual)
-        # a process with one virtual rank has an ordinary stage, whose tp axis sums canonically
+        # A process with one virtual rank has an ordinary stage, whose tp axis sums canonically.
         if virtual.held == 1:
             return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
         contexts = [
             replace(context, tp=tp, sequence=True, deferred=WeightGradQueue())
             for tp in lockstep.axes
         ]
-        shards = [make(config, of_shard, cut, tied) for of_shard in contexts]
-        queues = [of_shard.deferred for of_shard in contexts]
+        shards = [make(config, shard_context, cut, tied) for shard_context in contexts]
+        queues = [shard_context.deferred for shard_context in contexts]
         return VirtualStage(lockstep, shards, cut, context.deferred, queues)
 
     return make_virtual
@@ -79,7 +79,7 @@ class VirtualStage(nn.Module):
         self.cut = cut
         self.deferred = deferred
         self.queues = tuple(queues)
-        # a ModuleList would count as layers, which wait for all of their weights
+        # A ModuleList would count as layers, which wait for all of their weights.
         self.shards = tuple(shards)
         for rank, shard in zip(lockstep.virtual.ranks, shards, strict=True):
             self.add_module(f"shard{rank}", shard)
@@ -90,12 +90,13 @@ class VirtualStage(nn.Module):
         """Yield the parameters of all virtual ranks, those of the same logical tensor one after the
         other."""
         start = f"{prefix}." if prefix else ""
-        of_shards = [
+        ranks = self.lockstep.virtual.ranks
+        parameters_of_shards = [
             shard.named_parameters(f"{start}shard{rank}", recurse, remove_duplicate)
-            for rank, shard in zip(self.lockstep.virtual.ranks, self.shards, strict=True)
+            for rank, shard in zip(ranks, self.shards, strict=True)
         ]
-        for of_one_tensor in zip(*of_shards, strict=True):
-            yield from of_one_tensor
+        for parameters_of_tensor in zip(*parameters_of_shards, strict=True):
+            yield from parameters_of_tensor
 
     def forward(
         self, x: Tensor, microbatch: MicrobatchInfo | None = None, packing: Packing = UNPACKED
@@ -125,7 +126,7 @@ class VirtualStage(nn.Module):
         """Return functions[n](inputs[n]) for each virtual rank of this process."""
         if not torch.is_grad_enabled():
             return self.lockstep.run(_bind(functions, inputs))
-        # ids need no gradient, but the embedding does
+        # Ids need no gradient, but the embedding does.
         anchor = torch.zeros((), requires_grad=True)
         return list(_Lanes.apply(anchor, self, functions, *inputs))
 
@@ -165,7 +166,7 @@ class _Lanes(torch.autograd.Function):
         functions: Sequence[Callable[[Tensor], Tensor]],
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        # each virtual rank's graph begins at leaves of its own
+        # Each virtual rank's graph begins at leaves of its own.
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
         with torch.enable_grad():
             outputs = stage.lockstep.run(_bind(functions, leaves))

@@ -197,11 +197,14 @@ class ModelConfig(ModelFields):
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """Return this model with a vocabulary of `vocab` tokens."""
+        # Built anew and not copied, so that the fields are validated.
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """Return this model as layer `number` sees it: without the window or the experts that the
-        layer has not."""
+        """Return this model as layer `number` sees it.
+
+        It is without the window or the experts that the layer has not.
+        """
         model = self.kind_of_layer(number)
         # Without window_layers the window, if there is one, is that of all layers.
         if self.window_layers and number not in self.window_layers:
@@ -222,8 +225,10 @@ class ModelConfig(ModelFields):
         return self.model_copy(update=without_experts)
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return the model that all layers of this kind see, with the sizes of their feed-forward
-        or experts."""
+        """Return this model with the feed-forward or experts of layer `number`.
+
+        It is the same for all layers with experts, and for all without.
+        """
         return self.dense if number in self.dense_layers else self
 
     def over_layers(
@@ -270,12 +275,14 @@ class ModelConfig(ModelFields):
         embedding and head."""
         # From an embedding and a hidden state to a hidden state.
         projection = 2 * self.hidden * self.hidden
+        # Of the embedding, of the hidden state, and the final one.
         norms = 3 * self._norm_parameters
         return self.mtp_layers * (self._last_kind.layer_parameters + norms + projection)
 
     def mtp_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
         per token."""
+        # Each of the 2 * hidden * hidden weights is one product and one sum.
         projection = 2 * 2 * self.hidden * self.hidden
         layer = self._last_kind.layer_flops(seq_length)
         return self.mtp_layers * (layer + projection + self.head_flops())
@@ -328,6 +335,7 @@ class ModelConfig(ModelFields):
         norms = self._norms_of_layer * self._norm_parameters
         if self.qk_norm:
             norms += self._qk_norm_parameters
+        # Without latents their ranks are 0.
         latent_norms = latent.query_rank + latent.kv_rank
         corrections = self.experts * self.router.correction
         sinks = self.attention_sinks * self.heads
@@ -344,6 +352,7 @@ class ModelConfig(ModelFields):
     @property
     def _bias_parameters(self) -> int:
         """Return the number of elements of all biases of one block but those of norms."""
+        # The projections down to latents have biases, those up to heads have none.
         if self.latent:
             qkv = self.latent.width
         else:
@@ -359,10 +368,12 @@ class ModelConfig(ModelFields):
 
     @property
     def _norms_of_layer(self) -> int:
+        # Before or after attention and feed-forward, or both.
         return 4 if self.norm_at == "around" else 2
 
     @property
     def _qk_norm_parameters(self) -> int:
+        # A norm of one head has the same weight for all heads: one for queries, one for keys.
         heads = self.heads + self.kv_heads if self.qk_norm_over == "all" else 2
         return heads * self.head_dim
 
@@ -372,12 +383,16 @@ class ModelConfig(ModelFields):
 
     @property
     def _mlp_matrices(self) -> int:
+        # Gate, up and down, or up and down.
         return 3 if self.gated else 2
 
     def _mlp_biases(self, width: int) -> int:
         """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of
         width 0."""
-        return (self._mlp_matrices - 1) * width + self.hidden if width else 0
+        if not width:
+            return 0
+        # Down leads back to the hidden features, all others to the inner ones.
+        return (self._mlp_matrices - 1) * width + self.hidden
 
     @property
     def _attention_weights(self) -> int:
@@ -421,12 +436,15 @@ class ModelConfig(ModelFields):
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
         """
+        # Without window_layers all layers have the window, if there is one.
         windowed_layers = len(self.window_layers) or self.layers
         full_layers = self.layers - windowed_layers
         window = min(seq_length, self.window or seq_length)
-        keys = windowed_layers * window + full_layers * seq_length  # of a query, in all layers
+        # Of one query, in all layers.
+        keys = windowed_layers * window + full_layers * seq_length
         key_width = self.head_dim
         value_width = self.latent.value_dim or self.head_dim
+        # Two products: of queries with keys, and of weights with values.
         return 2 * keys * self.heads * (key_width + value_width) // self.layers
 
     def attention_again_flops(self, seq_length: int) -> int:

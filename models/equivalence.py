@@ -1,5 +1,4 @@
-"""The part of a configuration that results show: keys that only training goes by, and keys that
-decide nothing.
+"""When two models compute the same: keys for training only, and keys without effect.
 
 Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the
 same weights.
@@ -10,7 +9,7 @@ from typing import Any
 from models.config import ModelConfig
 from models.router_settings import PLAIN
 
-# keys that only training goes by
+# Keys that only training goes by.
 TRAINING: tuple[str, ...] = (
     "dropout",
     "dropout_at",
@@ -35,26 +34,30 @@ _KEYS_OF_EXPERTS = (
 
 
 def as_computed(model: ModelConfig) -> ModelConfig:
-    """Return a model that computes and trains the same, in which keys without effect have the value
-    that most have."""
-    idle: dict[str, Any] = {}
+    """Return a model that computes and trains the same, whose keys without effect are reset.
+
+    They have the value that they have in most models.
+    """
+    reset: dict[str, Any] = {}
     if not model.experts:
-        idle["router"] = PLAIN
-        idle |= {key: _default_of(key) for key in _KEYS_OF_EXPERTS}
+        reset["router"] = PLAIN
+        reset |= {key: _default_of(key) for key in _KEYS_OF_EXPERTS}
     elif not model.router.limits:
+        # All groups are chosen, so that no group is compared with another.
         groups = {"groups": 1, "groups_per_token": 1, "group_best": PLAIN.group_best}
-        idle["router"] = model.router.model_copy(update=groups)
+        reset["router"] = model.router.model_copy(update=groups)
     if not model.qk_norm:
-        idle["qk_norm_over"] = "head"
+        reset["qk_norm_over"] = "head"
     if model.positions != "rope":
-        idle["rope_base"] = _default_of("rope_base")
+        reset["rope_base"] = _default_of("rope_base")
+    # An empty list says the same.
     if model.window_layers == tuple(range(model.layers)):
-        idle["window_layers"] = ()
+        reset["window_layers"] = ()
     if not (model.dropout or model.embedding_dropout):
-        idle["dropout_at"] = "branches"
+        reset["dropout_at"] = "branches"
     if not model.mtp_layers:
-        idle["mtp_loss_weight"] = _default_of("mtp_loss_weight")
-    return model.model_copy(update=idle)
+        reset["mtp_loss_weight"] = _default_of("mtp_loss_weight")
+    return model.model_copy(update=reset)
 
 
 def _default_of(key: str) -> Any:

@@ -47,7 +47,7 @@ def default_ffn(fields: Fields) -> int:
     """
     hidden: int = fields["hidden"]
     if fields["mlp"] in GATED:
-        # 8/3 of hidden, rounded up to a multiple.
+        # 8/3 of hidden, rounded up to a multiple without a detour through floats.
         return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     return 4 * hidden
 

@@ -1,12 +1,7 @@
-"""Rotary positions: each head rotates pairs of its features by angles that grow with the position.
+"""The scaling of rotary positions to longer sequences (`model.rope_scaling`).
 
-Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of
-the rotated features, as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as
-in Meta's first Llama. If only a fraction of a head's features is rotated, it is the first ones.
-`models.rotate` does it; here are the angles.
-
-`RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs
-rotate less. All angles are computed in float64, in every dtype of the model.
+`RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs of
+features rotate less. `models.attention.rope` computes the angles.
 """
 
 import math
@@ -19,6 +14,7 @@ from megaprec.errors import Problem, UserError
 
 ORIGINAL = "original_max_position_embeddings"
 """The key of the length that a model was first trained on."""
+
 # The keys that each kind reads. All other keys must keep their defaults.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "none": (),

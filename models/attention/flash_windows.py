@@ -39,6 +39,7 @@ class Documents:
     def starts(self) -> Tensor:
         """Return where each document begins in the samples laid end to end, and where they end:
         int32 [count + 1]."""
+        # False for the first token of a sample, which begins a document.
         same_as_before = F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))
         # The number of each token's document among those of all samples.
         number = (~same_as_before).flatten().cumsum(0) - 1
@@ -49,6 +50,7 @@ class Documents:
     def mask(self, window: int) -> Tensor:
         """Return the mask of attention within these documents, which layers share: bool [b, 1, s,
         s]."""
+        # Kept, because all layers of one window have the same.
         if window not in self._masks:
             self._masks[window] = causal_mask(
                 self.numbers.shape[1], window, self.numbers, self.numbers.device
@@ -65,6 +67,7 @@ def worthwhile(query: Tensor, key: Tensor, value: Tensor) -> bool:
     # ROCm has a kernel of its own, against which these arguments were not checked.
     if query.shape[-1] % 8 or query.shape[-1] > WIDEST or torch.version.hip:
         return False
+    # torch cannot say which kernel it takes for tensors without storage.
     if query.device.type == "meta":
         return True
     grouped = query.shape[1] != key.shape[1]

@@ -55,6 +55,7 @@ class Packing:
     def cut(self, cp: Axis) -> "Packing":
         """Return the packing for a rank of cp: the positions of its tokens, and the documents of
         whole samples."""
+        # Its queries attend to the keys of all ranks, whose documents they must know.
         if self.positions is None:
             return self
         return replace(self, positions=take(self.positions, cp, 1))

@@ -57,6 +57,7 @@ class CachedAttention(Attention):
         """
         past = self._length
         length = past + query.shape[2]
+        # After the rotation, whose angles do not change any more.
         self._keys[:, :, past:length] = key
         self._values[:, :, past:length] = value
         self._length = length
@@ -125,6 +126,7 @@ class CachedStage(Stage):
             for layer in self._attentions():
                 layer.forget()
         self._text = text
+        # The stage counts positions from the tokens that it is given.
         positions = torch.arange(past, len(text), device=ids.device).expand(ids.shape[1], -1)
         return super().forward(ids, None, Packing(positions=positions))[0]
 

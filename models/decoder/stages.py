@@ -115,6 +115,7 @@ class Stage(nn.Module):
             self.embedding = self._make_embedding(tied)
             if config.positions == "learned":
                 self.positions = self._make_position_table()
+        # By name, as in `layers`: a ModuleDict has no other keys.
         recomputed_layers = context.recompute.whole(len(cut.layers))
         self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
         self.layers = nn.ModuleDict(
@@ -122,6 +123,7 @@ class Stage(nn.Module):
         )
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
+            # The modules of multi-token prediction read embeddings here too.
             if config.mtp_layers and not cut.first:
                 self.embedding = self._make_embedding(tied)
             self.head = self._make_head(tied)
@@ -187,6 +189,7 @@ class Stage(nn.Module):
     def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Return the weights that are read after the layers only, with the first module that runs
         there."""
+        # Elsewhere there is nothing after the layers.
         if not self.cut.last:
             return {}
         weights = [*self.final_norm.parameters()]
@@ -209,6 +212,7 @@ class Stage(nn.Module):
         packing: the documents of its samples.
         future: what modules of multi-token prediction read and predict; last stage only.
         """
+        # Ids are not cut over tp, activations may be.
         length = x.shape[0]
         if self.context.cut_sequence and not self.cut.first:
             length *= self.context.tp.size
@@ -279,6 +283,7 @@ class Stage(nn.Module):
         windows = {*self._windows.values()}
         if self.context.cp.size > 1:
             return dict.fromkeys(windows, packing.documents)
+        # On a GPU a mask of tokens x tokens is made only if a kernel asks for it.
         if device.type != "cpu":
             return dict.fromkeys(windows, Documents(packing.documents, sum(packing.counted)))
         documents = packing.documents
@@ -296,6 +301,7 @@ class Stage(nn.Module):
         positions: of the packing, [b, s].
         """
         x = self.embedding(ids)
+        # Rounded to the dtype of the embeddings first, as Gemma does.
         if self.config.embedding_scale != 1:
             x = x * nearest(self.config.embedding_scale, x.dtype)
         if self.config.embedding_grad_scale != 1:
@@ -314,6 +320,7 @@ class Stage(nn.Module):
         positions: of the packing, [b, s].
         """
         context = self.context
+        # Of this rank's shard of the sequence.
         first = context.tp.rank * len(x) if context.cut_sequence else 0
         local_rows = slice(first, first + len(x))
         if positions is not None:
@@ -377,6 +384,7 @@ class Stage(nn.Module):
                 if other[0] != windowed
             }
             cosine, sine = self._make_tables(length, windowed)
+            # Given positions are those of this rank's tokens already.
             if positions is None:
                 cosine = take(cosine, self.context.cp, 0)
                 sine = take(sine, self.context.cp, 0)
@@ -391,6 +399,7 @@ class Stage(nn.Module):
         config = self.config
         scaling = config.rope_scaling
         base = config.rope_base
+        # Within a window positions are never far apart, so that its angles need no scaling.
         if windowed:
             scaling = RopeScaling()
             base = config.window_rope_base

@@ -164,6 +164,7 @@ class Passes:
     def _posts(self) -> Mapping[Instruction, int]:
         """Return the index in `program` before which each receive is posted; empty if the links
         post early."""
+        # The executor then posts each receive as soon as it can.
         if self.links.early:
             return {}
         return posts(self.schedule)[self.optimizer.pp.rank]
@@ -290,6 +291,7 @@ class Passes:
         else:
             x = received.to(plan.residual)
         info = self._microbatch_info(run, rows)
+        # Documents and positions are read on every stage.
         packing = run.share.packing.rows(rows)
         if run.future is not None and stage == self.last:
             output = self.stages[stage](x, info, packing, run.future.of_samples(rows))
@@ -316,6 +318,7 @@ class Passes:
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
         scales router losses."""
+        # An id outside the vocabulary is replaced, and has made `run.loss` NaN already.
         losses = self.stages[stage].losses(logits, self._ids_inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
@@ -353,6 +356,7 @@ class Passes:
         try:
             yield
         finally:
+            # The first pass of the step overwrites what is left in the buffers.
             for buffer in buffers:
                 reset_accumulation(buffer.parameters)
 

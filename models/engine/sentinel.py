@@ -100,7 +100,8 @@ class Sentinel(StepObserver):
         engine = self.engine
         self._number = number
         self._share_of = cache(share_of)
-        engine.fp8.roll()  # as at the start of the step itself
+        # As at the start of the step itself.
+        engine.fp8.roll()
         if self.recomputes:
             self._again = self._recompute(self._lender)
         self._real = self._make_trace()
@@ -156,6 +157,7 @@ class Sentinel(StepObserver):
         """Return the ranks that hold the same weights, and those that hold the same experts if
         these lie apart."""
         engine = self.engine
+        # Ranks that share masters and moments hold different parts of these.
         zero = self.optimizer.shards.size
         weights = Holders(engine.dp, zero, engine.tp)
         experts = engine.experts
@@ -182,6 +184,7 @@ class Sentinel(StepObserver):
         dp = self.optimizer.dp
         if not self.recomputes:
             return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
+        # One message for both digests, of two numbers each.
         both = torch.cat([_digest_trace(self._real), _digest_trace(self._again)])
         real, again = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2).unbind(1)
         if self.recomputes_neighbour:

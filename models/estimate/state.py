@@ -119,6 +119,7 @@ def state_bytes(
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
         kind = (*kinds, ranks_differ and rank)
         if kind not in by_kind:
+            # State is laid out alike on all devices, and meta tensors are faster.
             with without_storage("cuda"):
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
                 buffers = _build_buffers(stages, plan, rank, sharding, rule)
@@ -203,8 +204,10 @@ def _measure(
         by_kind = buffer.bytes_by_kind()
         for kind in totals:
             totals[kind] += by_kind[kind]
+        # Gradients that travel as they are need no copy.
         if buffer.dp.size > 1 and buffer.travels != buffer.grads.dtype:
             reduction += buffer.size * buffer.travels.itemsize
+        # FP8 codes are made again of the masters.
         if not buffer.in_codes:
             owned_weights += buffer.own(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())

@@ -20,6 +20,7 @@ from models.attention.context_limits import require_uncut_sequences
 from models.attention.flash_windows import Documents
 from models.attention.latent_attention import LatentAttention
 from models.attention.packing import Packing, causal_mask
+from models.attention.rope import RotaryTables
 from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from parallel.context import Context
@@ -136,9 +137,9 @@ class CachedStage(Stage):
         scaling = self.config.rope_scaling
         return scaling.kind == "dynamic" and length > scaling.original_max_position_embeddings
 
-    def _rotary(
+    def _find_rotary_tables(
         self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> RotaryTables:
         """Return the tables at the positions of the new tokens, from tables that serve for the
         whole text."""
         table_length = self._capacity
@@ -147,7 +148,7 @@ class CachedStage(Stage):
             # Angles follow from the length of the tables, which up to the original one is constant.
             original = scaling.original_max_position_embeddings
             table_length = max(len(self._text), min(table_length, original))
-        return super()._rotary(table_length, device, positions, windowed)
+        return super()._find_rotary_tables(table_length, device, positions, windowed)
 
     def _logits(self, x: Tensor) -> Tensor:
         return super()._logits(x[-1:])  # only the last token's are wanted

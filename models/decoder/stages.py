@@ -114,7 +114,7 @@ class Stage(nn.Module):
         if cut.first:
             self.embedding = self._make_embedding(tied)
             if config.positions == "learned":
-                self.positions = self._make_position_table()
+                self.position_table = self._make_position_table()
         # By name, as in `layers`: a ModuleDict has no other keys.
         recomputed_layers = context.recompute.whole(len(cut.layers))
         self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
@@ -219,8 +219,8 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, microbatch, packing.positions)
         # Tables and masks are made once for all layers of the stage.
-        rotary = self._rotaries(length * self.context.cp.size, x.device, packing.positions)
-        masks = self._masks(length, x.device, packing)
+        rotary = self._rotary_by_window(length * self.context.cp.size, x.device, packing.positions)
+        masks = self._make_masks(length, x.device, packing)
 
         def with_arguments(run: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
             return partial(
@@ -269,7 +269,7 @@ class Stage(nn.Module):
         """Return True if the layer has the rotary positions of layers with the sliding window."""
         return self.config.window_rope_base > 0 and self._windows[layer] > 0
 
-    def _masks(
+    def _make_masks(
         self, length: int, device: torch.device, packing: Packing
     ) -> Mapping[int, Tensor | Documents]:
         """Return the attention masks of the layers of this stage, by window; empty if each sample
@@ -307,7 +307,7 @@ class Stage(nn.Module):
         if self.config.embedding_grad_scale != 1:
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
-            x = Add.apply(x, self.positions, self._position_rows(x, positions))
+            x = Add.apply(x, self.position_table, self._position_rows(x, positions))
         rate = self.config.embedding_dropout
         # Under "stream" the first layer applies dropout to its input
         if not rate or self.config.dropout_at == "stream":
@@ -356,17 +356,19 @@ class Stage(nn.Module):
         is_training = microbatch is not None
         return logits if is_training and widens else logits.to(output)
 
-    def _rotaries(
+    def _rotary_by_window(
         self, length: int, device: torch.device, positions: Tensor | None
     ) -> dict[bool, RotaryTables]:
-        """Return the tables of `_rotary` that the layers of this stage need, by
-        `_uses_window_rotary`."""
+        """Return the tables that the layers of this stage need, by `_uses_window_rotary`."""
         if self.config.positions != "rope":
             return {}
         kinds = {self._uses_window_rotary(layer) for layer in self.layers}
-        return {windowed: self._rotary(length, device, positions, windowed) for windowed in kinds}
+        return {
+            windowed: self._find_rotary_tables(length, device, positions, windowed)
+            for windowed in kinds
+        }
 
-    def _rotary(
+    def _find_rotary_tables(
         self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
     ) -> RotaryTables:
         """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
@@ -383,7 +385,7 @@ class Stage(nn.Module):
                 for other, tables in self._rotary_tables.items()
                 if other[0] != windowed
             }
-            cosine, sine = self._make_tables(length, windowed)
+            cosine, sine = self._make_rotary_tables(length, windowed)
             # Given positions are those of this rank's tokens already.
             if positions is None:
                 cosine = take(cosine, self.context.cp, 0)
@@ -394,7 +396,7 @@ class Stage(nn.Module):
             return cosine, sine
         return cosine[positions.t(), 0], sine[positions.t(), 0]
 
-    def _make_tables(self, length: int, windowed: bool) -> RotaryTables:
+    def _make_rotary_tables(self, length: int, windowed: bool) -> RotaryTables:
         """Return the cosine and sine of consecutive positions, [length, 1, 1, r / 2] each."""
         config = self.config
         scaling = config.rope_scaling

@@ -54,11 +54,14 @@ class Shadow:
         saturated = {}
         underflowed = {}
         for name, numbers in sums.items():
+            # Three products of a weight's gradients, or four counts of values in casts.
             if len(numbers) == 3:
                 cosines[name] = _cosine(*numbers)
-            else:
-                saturated[name] = numbers[0] / max(1.0, numbers[1])
-                underflowed[name] = numbers[2] / max(1.0, numbers[3])
+                continue
+            num_saturated, num_compared, num_underflowed, num_rounded = numbers
+            # A tensor that was never cast has none of either.
+            saturated[name] = num_saturated / max(1.0, num_compared)
+            underflowed[name] = num_underflowed / max(1.0, num_rounded)
         return Shadow(loss, wide_loss, cosines, saturated, underflowed)
 
     @property
@@ -193,6 +196,7 @@ def _sum_over_ranks(
     names = sorted(sums)
     if not names:
         return {}
+    # One message over each axis for all of them.
     packed = torch.cat([sums[name] for name in names])
     for axis in axes:
         axis.sum_(packed)

@@ -85,16 +85,17 @@ class Relay:
                     dist.send(x.contiguous(), group=self.pp.group, group_dst=target)
         return None
 
-    def _receive(self, source: int, stage: Stage, shape: torch.Size) -> Tensor:
-        """Receive the activations that `stage` reads, from a rank of pp. shape: of the tokens, [s,
-        b]."""
+    def _receive(self, source: int, stage: Stage, tokens_shape: torch.Size) -> Tensor:
+        """Receive the activations that `stage` reads, from a rank of pp.
+
+        tokens_shape: [s, b].
+        """
         context = stage.context
-        length, batch = shape
+        length, batch = tokens_shape
         if context.cut_sequence:
             length //= context.tp.size
-        x = torch.empty(
-            (length, batch, stage.config.hidden), dtype=context.plan.pipeline, device=self.device
-        )
+        shape = (length, batch, stage.config.hidden)
+        activations = torch.empty(shape, dtype=context.plan.pipeline, device=self.device)
         with waiting():
-            dist.recv(x, group=self.pp.group, group_src=source)
-        return x
+            dist.recv(activations, group=self.pp.group, group_src=source)
+        return activations

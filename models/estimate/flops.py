@@ -31,7 +31,7 @@ class StageCost:
     weight: float
     parameters: int
 
-    def of(self, i: Instruction) -> float:
+    def of(self, instruction: Instruction) -> float:
         """Return the FLOPs of an instruction of this stage."""
         costs = {
             Op.FORWARD: self.forward,
@@ -39,7 +39,7 @@ class StageCost:
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        return costs.get(i.op, 0.0)
+        return costs.get(instruction.op, 0.0)
 
 
 def training_flops(config: ModelConfig, seq_length: int) -> int:

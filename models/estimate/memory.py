@@ -66,7 +66,7 @@ class ActivationBytes:
     weight: int
     buffers: int = 0
 
-    def growth(self, i: Instruction) -> int:
+    def growth(self, instruction: Instruction) -> int:
         """Return the change of the memory in use after an instruction of this stage."""
         changes = {
             Op.FORWARD: self.activations,
@@ -74,9 +74,9 @@ class ActivationBytes:
             Op.BACKWARD_INPUT: self.put_off - self.activations,
             Op.BACKWARD_WEIGHT: -self.put_off,
         }
-        return changes.get(i.op, 0)
+        return changes.get(instruction.op, 0)
 
-    def within(self, i: Instruction) -> int:
+    def within(self, instruction: Instruction) -> int:
         """Return the peak memory that an instruction adds while it runs."""
         peaks = {
             Op.FORWARD: self.forward,
@@ -84,7 +84,7 @@ class ActivationBytes:
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        return peaks.get(i.op, 0)
+        return peaks.get(instruction.op, 0)
 
 
 def kept_bytes(

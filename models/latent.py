@@ -62,6 +62,7 @@ class Latent(BaseModel):
 
     def _problems(self) -> Iterator[Problem]:
         """Yield the problems, whose sentences begin with a key of this table."""
+        # Without latents any other size was given for nothing.
         if not self.kv_rank:
             for name, value in self.model_dump(exclude_defaults=True).items():
                 yield Problem.of("model.latent_key_unused", name=name, value=value)

@@ -87,6 +87,7 @@ class RopeScaling(BaseModel):
     def _problems(self) -> Iterator[Problem]:
         """Yield the problems, whose sentences begin with a key of this table."""
         parameters = PARAMETERS[self.kind]
+        # A key that the kind does not read was given for nothing.
         for name, value in self.model_dump(exclude_defaults=True).items():
             if name not in ("kind", *parameters):
                 yield Problem.of(
@@ -110,6 +111,7 @@ def attention_factor(scaling: RopeScaling) -> float:
     """Return the factor of rotated queries and keys: 1, except for YaRN."""
     if scaling.kind != "yarn":
         return 1.0
+    # A factor that is given goes before all others.
     if scaling.attention_factor:
         return scaling.attention_factor
     # DeepSeek: `mscale_all_dim` multiplies scores instead (`score_factor`).

@@ -69,6 +69,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = self._make_qk_norm(stack[0])
             self.key_norm = self._make_qk_norm(stack[1])
+        # Parameters lie in the optimizer's buffers in the order in which they are made.
         self.output = RowParallelLinear(
             context,
             width,
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         name = f"{rows.name}_norm"
         eps = config.norm_eps
         offset = float(config.norm_unit_offset)
+        # All heads lie on several ranks of tp, which sum their squares.
         if config.qk_norm_over == "all":
             return ShardedRMSNorm(
                 self.context, rows.rows, name=name, eps=eps, shards=rows.shards, offset=offset
@@ -178,6 +180,7 @@ class Attention(nn.Module):
         head_rule = HeadRule(
             tuple(self.local_widths), self.config.head_dim, self.context.plan.attention, norm_rule
         )
+        # A region has tensors and one rule as arguments, so the tables come one by one.
         cosine, sine = rotary or (None, None)
         return leaves.through(
             split_heads, projected, cosine, sine, query_weight, key_weight, head_rule

@@ -24,6 +24,7 @@ def context_problems(
     tensor: the ranks over which sequence parallelism cuts them again.
     canonical: sums must have the same bits in every layout.
     """
+    # Nothing is cut.
     if context == 1:
         return
     here = f"{KEY} = {context}"
@@ -43,8 +44,10 @@ def context_problems(
             here=here,
             nearest=f"{below} or {above}" if below else above,
         )
+    # The attention of a user's layers sees this rank's keys only.
     if model.factory:
         yield Problem.of("model.context_factory", factory=model.factory, here=here)
+    # The softmax is merged from parts, whose sums must not be rounded.
     if plan.scores != plan.sensitive:
         yield Problem.of(
             "model.context_scores",

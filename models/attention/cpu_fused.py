@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megaprec.precision.gemm import slow_bf16
 
+# torch has no public function that returns the logs of sums, or takes them.
 _ATEN = torch.ops.aten
 
 
@@ -77,6 +78,7 @@ def backward(
 
 
 def _widen(x: Tensor) -> Tensor:
+    # A CPU with instructions for bf16 needs no cast.
     return x.float() if slow_bf16(x) else x
 
 

@@ -87,6 +87,7 @@ class LatentAttention(Attention):
         config = self.config
         context = self.context
         sizes = config.latent
+        # Products in FP8 would be computed again with other scales.
         if context.fp8.by_microbatch and "attention" in context.recompute.modules:
             raise UserError.of("model.latent_recompute")
         self._make_down(sizes)
@@ -153,6 +154,7 @@ class LatentAttention(Attention):
 
     def key_value_shape(self) -> tuple[int, int]:
         sizes = self.config.latent
+        # Each query head has a key and a value of its own.
         local_heads = self.config.heads // self.context.tp.size
         return local_heads, max(sizes.head_dim, sizes.value_dim)
 

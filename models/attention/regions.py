@@ -58,6 +58,7 @@ class RegionNorm(NamedTuple):
         """
         if not isinstance(norm, RMSNorm | LayerNorm):
             return None
+        # A region does not call the module, so no hook would run.
         if norm._forward_hooks or norm._forward_pre_hooks:
             return None
         plan = norm.context.plan
@@ -117,6 +118,7 @@ def split_heads(
     if cosine is not None:
         query = Rotate.apply(query, cosine, sine)
         key = Rotate.apply(key, cosine, sine)
+    # In the layout of attention: a compiled region writes it at once.
     query, key, value = (
         heads.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for heads in (query, key, value)
     )

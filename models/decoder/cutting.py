@@ -95,6 +95,7 @@ def build(
 
 def _share_embedding(first: Stage, last: Stage) -> None:
     """Make the first stage's embedding that of the last one, for a tied head and for modules."""
+    # One parameter, so that autograd sums the gradients of both uses.
     if last.config.tied:
         last.head = first.embedding.weight
     if last.config.mtp_layers:
@@ -103,6 +104,7 @@ def _share_embedding(first: Stage, last: Stage) -> None:
 
 def layer_costs(config: ModelConfig, seq_length: int, recompute: Recompute) -> list[float]:
     """Return the cost of each layer."""
+    # All layers with experts cost the same, and so do all without.
     usual = _layer_cost(config, seq_length, recompute)
     dense = _layer_cost(config.dense, seq_length, recompute)
     dense_layers = config.dense_layers
@@ -130,6 +132,7 @@ def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> f
     of recomputed layers is the same in every stage, so it does not affect the cut and is left out.
     """
     fraction = 0.0 if recompute.layers else recompute.fraction
+    # A backward pass has twice the products of a forward pass.
     cost = 3 * config.layer_flops(seq_length) + fraction * config.again_flops(seq_length)
     if "attention" in recompute.modules:
         cost += config.attention_again_flops(seq_length)
@@ -167,6 +170,7 @@ def _even_cut(
     the same.
     """
     stages = len(rank_of_stage)
+    # Each stage has one layer to begin with.
     counts = [1] * stages
     work = [cost] * stages
     work[0] += first
@@ -178,6 +182,7 @@ def _even_cut(
     def busyness(stage: int) -> tuple[float, float]:
         return work_of_rank[rank_of_stage[stage]], work[stage]
 
+    # The first of equals, so that early stages get more layers.
     for _ in range(layers - stages):
         stage = min(range(stages), key=busyness)
         counts[stage] += 1

@@ -128,6 +128,7 @@ def future_tokens(
     else:
         weights = mask.double()
 
+    # Shifted before it is cut: the token k later may be one of another rank of cp.
     def local_part(x: Tensor) -> Tensor:
         """Return x at the positions that each module predicts from: [D, samples, s / cp]."""
         distances = range(1, modules + 1)
@@ -178,6 +179,7 @@ class PredictionModule(nn.Module):
         name = f"mtp.{number}"
         self.embedding_norm = make_norm(config, context, f"{name}.embedding_norm")
         self.hidden_norm = make_norm(config, context, f"{name}.hidden_norm")
+        # Cut over tp like any other product; its result is gathered for the layer.
         self.projection = ColumnParallelLinear(
             context,
             2 * config.hidden,
@@ -188,6 +190,7 @@ class PredictionModule(nn.Module):
         )
         # If the layer is recomputed as a whole, its modules have nothing to recompute themselves.
         inner_context = replace(context, recompute=context.recompute.within(whole=recompute_layer))
+        # The layer is such as the model's last one, with its window and its experts.
         last_layer = config.of_layer(config.layers - 1)
         self.layer = DecoderLayer(
             last_layer, inner_context, name, config.layers + number, attention

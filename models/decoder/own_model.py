@@ -49,6 +49,7 @@ def require_builtin(model: ModelConfig, what: str) -> None:
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
     """Raise UserError if `stage` lacks a property that a stage must have."""
     subject = f'model.factory = "{factory}": stage {cut.stage}'
+    # Found here and not in the first pass, where nothing would name the user's function.
     if not isinstance(stage, nn.Module):
         raise UserError.of("model.stage_not_module", subject=subject, kind=type(stage).__name__)
     if cut.last and not callable(getattr(stage, "losses", None)):

@@ -137,6 +137,7 @@ class VirtualStage(nn.Module):
             partial(torch.autograd.backward, (end,), (gradient,))
             for end, gradient in zip(ends, gradients, strict=True)
         ]
+        # A whole backward pass computes weight gradients at once.
         if not self.deferred.is_collecting:
             self.lockstep.run(passes)
             return
@@ -172,6 +173,7 @@ class _Lanes(torch.autograd.Function):
             outputs = stage.lockstep.run(_bind(functions, leaves))
         ctx.stage = stage
         ctx.inputs = leaves
+        # The edges keep the graphs alive, without the outputs.
         ctx.ends = [get_gradient_edge(output) for output in outputs]
         return tuple(output.detach() for output in outputs)
 

@@ -77,6 +77,7 @@ class RankStages:
         settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
             rank's loss is divided by the tokens of the global batch.
         """
+        # The executor sums micro-batches, and the optimizer ranks: both of parts of one mean.
         settings["average"] = False
         if self.virtual is not None:
             settings["virtual"] = self.virtual
@@ -343,6 +344,7 @@ class Engine:
         if run.future is not None:
             losses = self.optimizer.world.sum_(run.future.losses.clone())
             report = replace(report, mtp_loss=losses.mean().item())
+        # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
             return report
         offenders = report.offenders

@@ -53,6 +53,7 @@ class PostValidation:
         lr, wants_outcome: called after the first report, if any, has been consumed: the learning
             rate, and True if this step's own outcome is needed at its end.
         """
+        # The last step's outcome becomes known within these passes.
         last_report = self.accumulate(share, number, recording)
         if last_report is not None:
             yield last_report
@@ -75,6 +76,7 @@ class PostValidation:
             if settled is not None and settled.stands:
                 report = self._explain(settled.report)
             elif settled is not None:
+                # The warm-up has read weights that the correction has changed.
                 executor.abandon(self._unread)
                 run.end()
                 # Explaining a skipped step runs its passes, so the warm-up comes after it.
@@ -82,6 +84,7 @@ class PostValidation:
                 if spans is not None:
                     spans.clear()
                 run, executor = self._warm_up(share, number, spans)
+            # The first backward pass begins here, with weights that stand.
             executor.carry_out(self._warmup, len(executor.program))
             executor.finish()
         self.engine.passes.position.at("gradient reduction")

@@ -66,6 +66,7 @@ class Relay:
         """
         require_uncut_sequences(self.any.context.cp.size, "run batches of any shape")
         x = tokens.to(self.device)
+        # In the order of their numbers, whatever other ranks hold between them.
         for number, stage in sorted(self.stages.items()):
             plan = stage.context.plan
             if number == 0:
@@ -92,6 +93,7 @@ class Relay:
         """
         context = stage.context
         length, batch = tokens_shape
+        # Each rank of tp has sent its own shard.
         if context.cut_sequence:
             length //= context.tp.size
         shape = (length, batch, stage.config.hidden)

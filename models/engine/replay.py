@@ -82,6 +82,7 @@ def trace_modules(
     run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
     # As at the start of the replayed step.
     passes.fp8.roll()
+    # No executor: the instructions of one micro-batch on one stage are its two passes.
     with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
         scaled = passes.forward(run, 0, microbatch, None)
         trace.look("the loss", run.loss)

@@ -39,6 +39,7 @@ class StageCost:
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
+        # Messages and reductions have no products.
         return costs.get(instruction.op, 0.0)
 
 
@@ -52,7 +53,8 @@ def training_flops(config: ModelConfig, seq_length: int) -> int:
     heads. The other rules are in appendix B of PaLM (Chowdhery et al., 2022), there without the
     products of an untied embedding.
     """
-    return 3 * (config.flops_per_token(seq_length) + config.mtp_flops(seq_length))
+    forward = config.flops_per_token(seq_length) + config.mtp_flops(seq_length)
+    return 3 * forward
 
 
 def stage_costs(
@@ -101,6 +103,7 @@ def _count_parameters(config: ModelConfig, cut: Cut) -> int:
         count += embedding
         if config.positions == "learned":
             count += config.max_positions * config.hidden
+    # A stage that has both ends shares one table.
     if cut.first and cut.last and config.tied:
         count -= embedding
     return count

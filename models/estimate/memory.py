@@ -74,6 +74,7 @@ class ActivationBytes:
             Op.BACKWARD_INPUT: self.put_off - self.activations,
             Op.BACKWARD_WEIGHT: -self.put_off,
         }
+        # Messages are counted by `message_bytes`.
         return changes.get(instruction.op, 0)
 
     def within(self, instruction: Instruction) -> int:
@@ -233,6 +234,7 @@ def message_bytes(
     config: ModelConfig, plan: PrecisionPlan, options: EngineOptions, tp: int = 1, cp: int = 1
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
+    # The sequence is cut over cp, and under sequence parallelism over tp too.
     length = options.seq_length // (cp * (tp if options.sequence else 1))
     return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 

@@ -51,6 +51,7 @@ def spread_experts(
     Raises UserError if the model has no experts, or not as many as divide. Collective over the
     world.
     """
+    # Experts that are cut as other feed-forwards need no axes of their own.
     if expert == 1 and not (expert_tensor and config.experts):
         return None
     if not config.experts or config.experts % expert:
@@ -111,6 +112,7 @@ class Dispatch:
     def send(self, rows: Tensor) -> Tensor:
         """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones,
         sorted by expert. Collective over the axis."""
+        # Each source sends its rows by expert, so an expert's rows lie apart.
         by_source = ExchangeRows.apply(rows, self.axis, self.sent, self.received_of_rank)
         return transpose_groups(by_source, self.received)
 

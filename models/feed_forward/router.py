@@ -203,6 +203,7 @@ def choose_experts(
     scores: [..., experts].
     correction: [experts], or None.
     """
+    # The choice itself has no gradient; the weights of what is chosen have one.
     with torch.no_grad():
         ranked = scores if correction is None else scores + correction
         if settings.limits:

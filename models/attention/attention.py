@@ -113,9 +113,13 @@ class Attention(nn.Module):
         return self.context.recompute.run(
             "attention",
             partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
-            self.qkv(x),
+            self._project(x),
             into=self.output,
         )
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return what a layer keeps of x if it recomputes attention: [s, b, features]."""
+        return self.qkv(x)
 
     def _attend(
         self,
@@ -124,8 +128,7 @@ class Attention(nn.Module):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Map the query-key-value projection's output, [s, b, local features], to the output
-        projection's input."""
+        """Map what `_project` returns to the output projection's input, [s, b, local features]."""
         split = self._split_heads_by_region(projected, rotary)
         query, key, value = split or self._split_heads(projected, rotary)
         attended = self._core_attention(query, key, value, microbatch, attn_mask)

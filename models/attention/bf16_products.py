@@ -10,7 +10,6 @@ softmax and the sums inside products are FP32.
 Each head is computed separately, so its numbers do not depend on how many heads a rank has.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from models.attention.packing import bias_of_mask
 
 # Heads at a time: fewer and larger calls. The scores of more do not stay in one core's cache.
 _HEADS = 4
@@ -184,7 +185,7 @@ def _make_bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -
     if attn_mask is not None:
         length = query.shape[2]
         attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
-    return torch.zeros(attends.shape, dtype=query.dtype).masked_fill_(~attends, -math.inf)
+    return bias_of_mask(attends, query.dtype)
 
 
 def _key_heads(heads: slice, queries_of_key: int) -> slice | list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaprec.precision.gemm import slow_bf16
+from models.attention.packing import bias_of_mask
 
 # torch has no public function that returns the logs of sums, or takes them.
 _ATEN = torch.ops.aten
@@ -98,7 +99,8 @@ class _AttendInFP32(torch.autograd.Function):
         attn_mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        output, log_sums = forward(query, key, value, _make_bias(attn_mask), scale)
+        bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
+        output, log_sums = forward(query, key, value, bias, scale)
         # The backward pass reads the rounded output, for the wide one would be saved besides.
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, output, log_sums)
@@ -110,13 +112,6 @@ class _AttendInFP32(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, attn_mask, output, log_sums = ctx.saved_tensors
         # The mask is saved and not the bias, which takes four times its memory.
-        bias = _make_bias(attn_mask)
+        bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
         grads = backward(grad, (query, key, value), bias, output, log_sums, ctx.scale)
         return *grads, None, None
-
-
-def _make_bias(attn_mask: Tensor | None) -> Tensor | None:
-    """Return what is added to the scores: 0 where the mask is True, else -inf."""
-    if attn_mask is None:
-        return None
-    return torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)

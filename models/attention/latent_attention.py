@@ -20,8 +20,6 @@ a head's query and key are first those with rotary positions, then those without
 Recomputation of "attention" begins at the latents: the projections up are computed again too.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -158,21 +156,7 @@ class LatentAttention(Attention):
         local_heads = self.config.heads // self.context.tp.size
         return local_heads, max(sizes.head_dim, sizes.value_dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryTables | None,
-        microbatch: MicrobatchInfo | None,
-        attn_mask: Tensor | Documents | None = None,
-    ) -> Tensor:
-        return self.context.recompute.run(
-            "attention",
-            partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
-            self._project_down(x),
-            into=self.output,
-        )
-
-    def _project_down(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor) -> Tensor:
         """Return what is made of x before heads differ, [s, b, features]: `config.latent.width` of
         them on all ranks.
 
@@ -204,7 +188,7 @@ class LatentAttention(Attention):
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
-        """Map what `_project_down` returns to the output projection's input, [s, b, local
+        """Map what `_project` returns to the output projection's input, [s, b, local
         features]."""
         query, key, value = self._project_up(projected, rotary)
         _, width = self.key_value_shape()

@@ -98,3 +98,9 @@ def causal_mask(
         return attends
     same_document = documents[:, :, None] == documents[:, None, :]
     return attends & same_document.unsqueeze(1)
+
+
+def bias_of_mask(attends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0 where the mask is True, else minus infinity."""
+    bias = torch.zeros(attends.shape, dtype=dtype, device=attends.device)
+    return bias.masked_fill_(~attends, -torch.inf)

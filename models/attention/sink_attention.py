@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from models.attention import cpu_fused
+from models.attention.packing import bias_of_mask
 
 # Elements: kernels want the rows of a bias to begin at multiples of it.
 _BIAS_ALIGNMENT = 16
@@ -134,8 +135,7 @@ class _AttendWithSinks(torch.autograd.Function):
 
 def _make_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
     """Return what a kernel adds to the scores: 0 where the mask is True, else -inf."""
-    bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
-    bias = bias.masked_fill_(~attn_mask, -torch.inf)
+    bias = bias_of_mask(attn_mask, query.dtype)
     if query.device.type == "cpu":
         return bias
     keys = bias.shape[-1]

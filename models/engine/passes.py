@@ -180,22 +180,26 @@ class Passes:
         return self.schedule.microbatches * self.micro_batch
 
     @cached_property
-    def _chunk_of_stage(self) -> dict[int, int]:
+    def chunk_of_stage(self) -> dict[int, int]:
         """Return the index of each stage among the optimizer's parts."""
         return {stage: chunk for chunk, stage in enumerate(self.stages)}
 
     @cached_property
     def _shares_embedding(self) -> bool:
         """Return True if the first stage's embedding is also that of the last stage, and both are
-        on this rank.
-
-        The last stage then accumulates into the gradients of the first stage, possibly after that
-        stage has finished. The gradients of the first stage are therefore reduced by the
-        optimizer's step, which reduces all that are left.
-        """
+        on this rank."""
         end_ranks = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
         used_twice = self.config.tied or self.config.mtp_layers > 0
         return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last > 0
+
+    def is_reduced_late(self, stage: int) -> bool:
+        """Return True if the optimizer's step reduces the gradients of `stage`, and not its
+        program.
+
+        The last stage accumulates into the gradients of an embedding that it shares with the first
+        one, possibly after the first one has finished.
+        """
+        return stage == 0 and self._shares_embedding
 
     def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
         """Prepare the passes of a share. Collective over dp if the share has a mask.
@@ -373,24 +377,6 @@ class Passes:
         inside."""
         return _columns(ids.clamp(0, self.config.vocab - 1))
 
-    def complete(self, stage: int) -> None:
-        """Announce the backward pass that completes the gradients of `stage`."""
-        if not (stage == 0 and self._shares_embedding):
-            self.optimizer.expect(self._chunk_of_stage[stage])
-
-    def reduce(self, stage: int) -> None:
-        """Start the reduction of the gradients of `stage`."""
-        if not (stage == 0 and self._shares_embedding):
-            self.optimizer.reduce(self._chunk_of_stage[stage])
-
-    def end_microbatch(self, backward: Instruction) -> None:
-        """Tell the optimizer that a backward pass, or a half of it, is done."""
-        complete = backward.op is not Op.BACKWARD_INPUT
-        chunk = self._chunk_of_stage[backward.stage]
-        self.optimizer.end_microbatch(
-            backward.microbatch, self.schedule.microbatches, chunk, complete
-        )
-
 
 @dataclass(frozen=True)
 class RunHooks(StageHooks):
@@ -411,11 +397,15 @@ class RunHooks(StageHooks):
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         return self.passes.forward(self.run, stage, microbatch, received)
 
-    def reduce(self, stage: int) -> None:
-        self.passes.reduce(stage)
-
     def complete(self, stage: int) -> None:
-        self.passes.complete(stage)
+        passes = self.passes
+        if not passes.is_reduced_late(stage):
+            passes.optimizer.expect(passes.chunk_of_stage[stage])
+
+    def reduce(self, stage: int) -> None:
+        passes = self.passes
+        if not passes.is_reduced_late(stage):
+            passes.optimizer.reduce(passes.chunk_of_stage[stage])
 
     def after(self, instruction: Instruction) -> None:
         # The order matters: `after_each` sees the gradients before they move into the tree.
@@ -425,7 +415,12 @@ class RunHooks(StageHooks):
         if self.after_each is not None:
             self.after_each(instruction)
         if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
-            self.passes.end_microbatch(instruction)
+            self.passes.optimizer.end_microbatch(
+                instruction.microbatch,
+                self.passes.schedule.microbatches,
+                self.passes.chunk_of_stage[instruction.stage],
+                op is not Op.BACKWARD_INPUT,
+            )
 
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:

@@ -107,7 +107,7 @@ class Attention(nn.Module):
         """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
         the same shape.
 
-        rotary: the tables of `models.rope`; None: heads are not rotated.
+        rotary: the tables of `rope.py`; None: heads are not rotated.
         microbatch: the micro-batch; None (evaluation) drops nothing.
         """
         return self.context.recompute.run(

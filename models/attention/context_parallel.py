@@ -3,7 +3,7 @@
     gather   each rank all-gathers the keys and values of a whole sequence, for one layer at a time
     ring     each rank passes the keys and values of one rank on to the next: none ever holds all
 
-Both are the same sums: attention is merged from the ranks' parts (`partial_attention.py`), in FP32
+Both are the same sums: attention is merged from the ranks' parts (`partial.py`), in FP32
 or wider, beginning with the local part. Only their own query, key, value and result are saved for
 the backward pass, which fetches the other parts again. It sums the gradients of keys and values in
 FP32 or wider, by a reduce-scatter, or on their way round the ring. Communication of a part overlaps

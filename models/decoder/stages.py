@@ -42,7 +42,7 @@ A model without a latent of queries has query.weight [heads * (rope_dim + nope_d
 three of queries.
 
 Weights are [output features, input features]. Rows of query and key are in the order of
-`models.rope`'s rotation.
+`models.attention.rope`'s rotation.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,16 +15,16 @@ class EngineOptions:
     seq_length: tokens of a sequence, before it is cut over ranks of cp.
     sequence: activations between blocks are sharded over tp along the sequence (sequence
         parallelism).
-    canonical_shards: the number of virtual tensor-parallel ranks, so that all sums are the same
-        bits on any number of processes (`models.virtual_stage`); 0: as many as there are processes,
-        and sums as they are fastest.
+    canonical_shards: the number of virtual tensor-parallel ranks (`models.decoder.virtual_stage`),
+        so that all sums are the same bits on any number of processes; 0: as many as there are
+        processes, and sums as they are fastest.
     layers: the number of layers of each stage; empty: decided by cost.
     recompute: the activations that the backward pass recomputes.
     expert: the number of ranks over which the experts of each layer are spread, of the dp x tp
         ranks of a stage.
     expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
-    ring: keys and values go round the ranks of cp (`models.context_attention`); False: each rank
-        gathers those of a whole sequence.
+    ring: keys and values go round the ranks of cp (`models.attention.context_parallel`); False:
+        each rank gathers those of a whole sequence.
     seed: seed of initial weights and dropout.
     blank: initial weights are not drawn; the caller loads others before the first pass.
     trace: a skipped step is run again to find the micro-batch and the samples that broke it.

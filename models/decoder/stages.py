@@ -165,7 +165,7 @@ class Stage(nn.Module):
         context = self.context
         shape = (self.config.max_positions, self.config.hidden)
         table = Part.cut("positions.weight", shape, None, context.tp)
-        # Each tp rank sees its own positions only if the sequence is cut
+        # Each tp rank sees its own positions only if the sequence is cut.
         return parameter(context, [table], self.config.init_std, partial=context.cut_sequence)
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:

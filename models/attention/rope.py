@@ -30,7 +30,11 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, leaves: Leaves = PLAIN
+        ctx: Any,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        leaves: Leaves = PLAIN,
     ) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.leaves = leaves
@@ -39,7 +43,9 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return ctx.leaves(_rotary, grad, cosine, -sine), None, None, None
+        # The opposite angle has the same cosine.
+        grad_x = ctx.leaves(_rotary, grad, cosine, -sine)
+        return grad_x, None, None, None
 
 
 def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -60,7 +66,11 @@ def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotary_tables(
-    scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
+    scaling: RopeScaling,
+    base: float,
+    dims: int,
+    length: int,
+    dtype: torch.dtype,
 ) -> RotaryTables:
     """Return (cosine, sine), each [length, 1, 1, dims / 2], of all positions of a sequence.
 
@@ -89,22 +99,27 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
     if scaling.kind == "dynamic":
         stretch = max(length / scaling.original_max_position_embeddings, 1)
         base_factor = scaling.factor * stretch - (scaling.factor - 1)
-        base *= base_factor ** (dims / (dims - 2))
+        exponent = dims / (dims - 2)
+        base *= base_factor**exponent
     first_features = torch.arange(0, dims, 2, dtype=torch.float64)
     plain = base ** (-first_features / dims)
     if scaling.kind == "linear":
         return plain / scaling.factor
     if scaling.kind == "llama3":
-        return _blend(plain, scaling.factor, _slowness_by_wavelength(scaling, plain))
+        slowness = _slowness_by_wavelength(scaling, plain)
+        return _blend(plain, scaling.factor, slowness)
     if scaling.kind == "yarn":
-        return _blend(plain, scaling.factor, _slowness_by_turns(scaling, base, dims))
+        slowness = _slowness_by_turns(scaling, base, dims)
+        return _blend(plain, scaling.factor, slowness)
     return plain
 
 
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
     """Return the frequencies of slow pairs (slowness 1) divided by `factor`, of fast pairs (0) as
     they are, and of pairs between blended."""
-    return plain * (1 - slowness) + plain / factor * slowness
+    kept = plain * (1 - slowness)
+    slowed = plain / factor * slowness
+    return kept + slowed
 
 
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
@@ -123,8 +138,8 @@ def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
 
     def pair_of_turns(turns: float) -> float:
         """Return the index of the pair that makes `turns` turns over the original length."""
-        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return dims * math.log(wavelength) / (2 * math.log(base))
+        positions_of_radian = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dims * math.log(positions_of_radian) / (2 * math.log(base))
 
     last_fast = pair_of_turns(scaling.beta_fast)
     first_slow = pair_of_turns(scaling.beta_slow)

@@ -112,6 +112,7 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
         narrow = _weight_gradients(buffers, names)
         lost = _count_lost_values(casts, names, buffers)
         sums = _sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
+    # One message, and one wait of the host.
     losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted_part]))
     loss, wide_loss, counted_part = losses.tolist()
     divisor = counted_part or math.nan  # without a token that counts there is no loss

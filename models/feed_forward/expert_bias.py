@@ -22,7 +22,8 @@ from parallel.layers import parameter
 def make_bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
     """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its
     padding."""
-    return parameter(context, [Part.cut(name, (features,), 0, context.tp)], 0.0)
+    part = Part.cut(name, (features,), 0, context.tp)
+    return parameter(context, [part], 0.0)
 
 
 def features_of_bias(bias: nn.Parameter) -> slice:
@@ -42,7 +43,8 @@ def add_biases(
     ends: int32 [experts], the end of each expert's rows; None: all rows are of one expert.
     features: those that biases are added to; None: all.
     """
-    return _AddBiases.apply(y, ends, features or slice(0, y.shape[1]), *biases)
+    all_features = slice(0, y.shape[1])
+    return _AddBiases.apply(y, ends, features or all_features, *biases)
 
 
 class _AddBiases(torch.autograd.Function):
@@ -50,7 +52,11 @@ class _AddBiases(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, ends: Tensor | None, features: slice, *biases: nn.Parameter
+        ctx: Any,
+        y: Tensor,
+        ends: Tensor | None,
+        features: slice,
+        *biases: nn.Parameter,
     ) -> Tensor:
         ctx.biases = biases
         ctx.features = features
@@ -61,9 +67,10 @@ class _AddBiases(torch.autograd.Function):
         # A copy: an input that changes in place would have to be marked for autograd.
         added = y.clone()
         if ctx.expert_of_row is None:
-            added[:, features].add_(unpadded[0])
+            bias_of_rows = unpadded[0]
         else:
-            added[:, features].add_(torch.stack(unpadded)[ctx.expert_of_row])
+            bias_of_rows = torch.stack(unpadded)[ctx.expert_of_row]
+        added[:, features].add_(bias_of_rows)
         return added
 
     @staticmethod

@@ -98,6 +98,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = Expert(shared_config, context, f"{name}.shared", layer)
         self.shared_gate = None
         if config.shared_gate:
+            # On every rank of tp, each of which has a partial gradient.
             gate = Part.cut(f"{name}.shared_gate.weight", (1, config.hidden), None, context.tp)
             self.shared_gate = parameter(context, [gate], config.init_std, partial=True)
 

@@ -204,7 +204,10 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
             stage(x)  # makes rotary tables, which all micro-batches share
         own = {
             p.untyped_storage().data_ptr()
-            for p in [*stage.parameters(), *(t for made in stage._rotary_tables.values() for t in made)]
+            for p in [
+                *stage.parameters(),
+                *(t for made in stage._rotary_tables.values() for t in made),
+            ]
         }
         saved: dict[int, torch.UntypedStorage] = {}
 

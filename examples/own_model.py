@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.packing import UNPACKED, Packing
-from models.stages import Cut
+from models.decoder.stages import Cut
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import (
@@ -44,9 +44,9 @@ class Layer(nn.Module):
         self.up = ColumnParallelLinear(context, config.hidden, config.ffn, name=f"{name}.up")
         self.down = RowParallelLinear(context, config.ffn, config.hidden, name=f"{name}.down")
 
-    def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
+    def forward(self, x: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
         y = self.down(torch.relu(self.up(self.norm(x) * self.scale)).square())
-        return x + dropout(y, self.probability, self.context, self.name, place)
+        return x + dropout(y, self.probability, self.context, self.name, microbatch)
 
 
 class Stage(nn.Module):
@@ -69,15 +69,18 @@ class Stage(nn.Module):
             self.head = parameter(context, [rows], config.init_std)
 
     def forward(
-        self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = UNPACKED
+        self, x: Tensor, microbatch: MicrobatchInfo | None = None, packing: Packing = UNPACKED
     ) -> Tensor:
         """int64 ids [s, b], or activations [s, b, hidden] ([s / tp, ...] where the sequence is cut)
-        of the stage before -> activations, or logits [s, b, own rows of the vocabulary]. place:
-        None in evaluation. packing: where documents end, for models whose tokens see each other."""
+        of the stage before -> activations, or logits [s, b, own rows of the vocabulary].
+
+        microbatch: None in evaluation.
+        packing: where documents end, for models whose tokens see each other.
+        """
         if self.cut.first:
             x = self.embedding(x)
         for layer in self.layers:
-            x = layer(x, place)
+            x = layer(x, microbatch)
         if not self.cut.last:
             return x
         c = self.context

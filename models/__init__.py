@@ -13,13 +13,15 @@ The smallest whole use, in one process:
     report = engine.step(Share(tokens, targets), lr=3e-4, number=1)
 """
 
+from models.attention.packing import Packing
 from models.config import ModelConfig
-from models.cutting import EngineOptions, build, cuts
-from models.engine import Engine, OutsideVocabulary, Share
-from models.packing import Packing
+from models.decoder.cutting import build, cuts
+from models.decoder.stages import Stage
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import OutsideVocabulary, Share
 from models.presets import PRESETS, preset
-from models.rope import RopeScaling
-from models.stages import Stage
+from models.rope_scaling import RopeScaling
 
 __all__ = [
     "PRESETS",

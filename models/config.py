@@ -1,5 +1,4 @@
-"""The configuration of a model: its family, its sizes and the switches by which the families
-differ.
+"""The configuration of a model: its family, its sizes and the switches by which families differ.
 
 `ModelConfig` is resolved as soon as it exists: fields that are not given follow from the family or
 from earlier sizes, and no field means "decide later". The one exception is `vocab`, which only a
@@ -16,11 +15,10 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from megaprec.errors import UserError
-from models.family_defaults import GATED
+from megaprec.errors import Problem, UserError
 from models.initial_weights import InitialStd, Matrix
-from models.model_fields import ModelFields
-from models.router import CORRECTED, PLAIN
+from models.model_fields import GATED, ModelFields
+from models.router_settings import CORRECTED, PLAIN
 
 # In all layers: each expert is a module of its own.
 MOST_EXPERTS = 2**16
@@ -46,7 +44,7 @@ class ModelConfig(ModelFields):
             raise UserError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         """Yield a line for each reason why this is no model, or why a field has no effect."""
         yield from self._head_problems()
         if self.latent:
@@ -58,82 +56,73 @@ class ModelConfig(ModelFields):
             yield from self._expert_problems()
         # The two defaults: any other value was given, for nothing.
         elif self.router not in (PLAIN, CORRECTED):
-            yield "router: there are no experts; give model.experts"
+            yield Problem.of("model.router_without_experts")
         yield from self._mtp_problems()
         yield from self._unused_keys()
 
-    def _head_problems(self) -> Iterator[str]:
+    def _head_problems(self) -> Iterator[Problem]:
         # A head_dim that is given, or follows from latents, need not divide hidden.
         has_default_width = not self.latent and "head_dim" not in self.model_fields_set
         if self.hidden % self.heads and has_default_width:
-            yield (
-                f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or "
-                "give head_dim"
-            )
+            yield Problem.of("model.hidden_not_multiple", hidden=self.hidden, heads=self.heads)
         elif self.positions == "rope":
             yield from self._rotary_problems()
         if self.heads % self.kv_heads:
-            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            yield (
-                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of "
-                f"{', '.join(map(str, divisors))}"
+            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            yield Problem.of(
+                "model.kv_heads_not_divisor",
+                kv_heads=self.kv_heads,
+                heads=self.heads,
+                divisors=", ".join(divisors),
             )
         sets_rotary = self.rope_scaling.kind != "none" or self.rotary_fraction != 1
         if self.positions != "rope" and sets_rotary:
-            yield (
-                f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = '
-                '"rope"'
-            )
+            yield Problem.of("model.rotary_keys_unused", positions=self.positions)
 
-    def _mtp_problems(self) -> Iterator[str]:
+    def _mtp_problems(self) -> Iterator[Problem]:
         # The modules have no table of learned positions.
         if self.mtp_layers and self.positions != "rope":
-            yield (
-                f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": '
-                "change either"
+            yield Problem.of(
+                "model.mtp_positions", mtp_layers=self.mtp_layers, positions=self.positions
             )
         if self.mtp_layers and self.factory:
-            yield (
-                f'mtp_layers {self.mtp_layers}: the model of factory = "{self.factory}" has no '
-                "such modules; leave out mtp_layers"
-            )
+            yield Problem.of("model.mtp_factory", mtp_layers=self.mtp_layers, factory=self.factory)
 
-    def _unused_keys(self) -> Iterator[str]:
+    def _unused_keys(self) -> Iterator[Problem]:
         """Yield keys that change nothing in this model, though they were given."""
         for key in ("swiglu_alpha", "swiglu_limit"):
             value = getattr(self, key)
             default = type(self).model_fields[key].default
             if self.mlp != "swiglu_clamped" and value != default:
-                yield (
-                    f'{key} {value} has no effect with mlp = "{self.mlp}": it is of '
-                    '"swiglu_clamped"'
-                )
+                yield Problem.of("model.clamp_unused", key=key, value=value, mlp=self.mlp)
         for key in ("expert_bias", "router_bias"):
             if getattr(self, key) and not self.experts:
-                yield f"{key} true: the model has no experts; give model.experts"
+                yield Problem.of("model.bias_without_experts", key=key)
 
-    def _window_problems(self) -> Iterator[str]:
+    def _window_problems(self) -> Iterator[Problem]:
         # window_layers and window_rope_base change nothing without a window.
         if self.window_layers and not self.window:
-            yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
+            yield Problem.of("model.window_layers_unused", window_layers=[*self.window_layers])
         rotates_windows = self.window and self.positions == "rope" and self.window_rope_base > 1
         if self.window_rope_base and not rotates_windows:
-            yield (
-                f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" '
-                "and a base above 1"
+            yield Problem.of(
+                "model.window_rope_base_unused", window_rope_base=self.window_rope_base
             )
         if not self._are_layers(self.window_layers):
-            yield (
-                f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} "
-                "in increasing order"
-            )
+            yield self._no_layers("window_layers")
 
     def _are_layers(self, numbers: Sequence[int]) -> bool:
         """Return True if these are numbers of layers in increasing order."""
         valid = {number for number in numbers if 0 <= number < self.layers}
         return sorted(valid) == [*numbers]
 
-    def _latent_problems(self) -> Iterator[str]:
+    def _no_layers(self, key: str) -> Problem:
+        """Return the problem that the value of `key` are no numbers of layers."""
+        return Problem.of(
+            "model.layer_numbers", key=key, value=[*getattr(self, key)], last=self.layers - 1
+        )
+
+    def _latent_problems(self) -> Iterator[Problem]:
         required = {
             "positions": "rope",
             "kv_heads": self.heads,
@@ -147,86 +136,75 @@ class ModelConfig(ModelFields):
         for key, required_value in required.items():
             value = getattr(self, key)
             if value != required_value:
-                yield (
-                    f"{key} {json.dumps(value)}: model.latent needs {key} = "
-                    f"{json.dumps(required_value)}; leave {key} out or set it so"
+                yield Problem.of(
+                    "model.latent_needs",
+                    key=key,
+                    value=json.dumps(value),
+                    required=json.dumps(required_value),
                 )
 
-    def _norm_problems(self) -> Iterator[str]:
+    def _norm_problems(self) -> Iterator[Problem]:
         # LayerNorm has no such offset.
         if self.norm_unit_offset and self.norm != "rms":
-            yield 'norm_unit_offset true needs norm = "rms"'
+            yield Problem.of("model.norm_unit_offset_unused")
         if self.parallel_residual and self.norm_at != "before":
-            yield (
-                'parallel_residual true: both branches read one norm; set norm_at = "before", '
-                f'not "{self.norm_at}"'
-            )
+            yield Problem.of("model.parallel_residual_norm", norm_at=self.norm_at)
 
-    def _rotary_problems(self) -> Iterator[str]:
+    def _rotary_problems(self) -> Iterator[Problem]:
         rotary_dims = self.rotary_dims
         if rotary_dims % 2 or not rotary_dims:
             part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
-            yield (
-                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so "
-                f"their number must be even and above 0, but it is {rotary_dims} ({part}): "
-                "change head_dim or rotary_fraction"
+            yield Problem.of(
+                "model.rotary_dims", head_dim=self.head_dim, rotary_dims=rotary_dims, part=part
             )
         elif self.rope_scaling.kind == "dynamic" and rotary_dims == 2:
             # Its exponent is dims / (dims - 2).
-            yield (
-                "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or "
-                "rotary_fraction"
-            )
+            yield Problem.of("model.dynamic_one_pair")
 
-    def _expert_problems(self) -> Iterator[str]:
+    def _expert_problems(self) -> Iterator[Problem]:
         if self.experts_per_token > self.experts:
-            yield (
-                f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
-                f"choose at most {self.experts}"
+            yield Problem.of(
+                "model.experts_per_token",
+                experts_per_token=self.experts_per_token,
+                experts=self.experts,
             )
         if self.layers * self.experts > MOST_EXPERTS:
-            yield (
-                f"layers {self.layers} x experts {self.experts} are more than "
-                f"{MOST_EXPERTS:,} feed-forwards: choose fewer of either"
+            yield Problem.of(
+                "model.most_experts", layers=self.layers, experts=self.experts, most=MOST_EXPERTS
             )
         yield from self.router.problems(self.experts, self.experts_per_token)
         if self.mlp_bias:
-            yield (
-                f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = "
-                "false, and expert_bias = true if they are to have some"
-            )
+            yield Problem.of("model.mlp_bias_of_experts", experts=self.experts)
 
-    def _dense_problems(self) -> Iterator[str]:
-        """Yield the problems of layers without experts in a model with experts, and of what is
-        beside experts."""
+    def _dense_problems(self) -> Iterator[Problem]:
+        """Yield the problems of the feed-forwards that a model with experts has besides them.
+
+        They are those of layers without experts, and the shared experts of the others.
+        """
+        dense_layers = [*self.dense_layers]
         if not self._are_layers(self.dense_layers):
-            yield (
-                f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} "
-                "in increasing order"
-            )
+            yield self._no_layers("dense_layers")
         elif len(self.dense_layers) == self.layers:
-            yield (
-                f"dense_layers {[*self.dense_layers]}: no layer would have experts; set experts = 0"
-            )
+            yield Problem.of("model.all_layers_dense", dense_layers=dense_layers)
         if not self.experts and (self.dense_layers or self.shared_experts):
             key = "dense_layers" if self.dense_layers else "shared_experts"
             value = json.dumps(getattr(self, key))
-            yield f"{key} {value}: there are no experts; give model.experts"
+            yield Problem.of("model.no_experts_beside", key=key, value=value)
         if self.shared_gate and not self.shared_experts:
-            yield "shared_gate true: there are no shared experts; give model.shared_experts"
+            yield Problem.of("model.shared_gate_unused")
         if not self.dense_layers and self.dense_ffn != self.ffn:
-            yield (
-                f"dense_ffn {self.dense_ffn}: there are no dense_layers; give them, or leave out "
-                "dense_ffn"
-            )
+            yield Problem.of("model.dense_ffn_unused", dense_ffn=self.dense_ffn)
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """Return this model with a vocabulary of `vocab` tokens."""
+        # Built anew and not copied, so that the fields are validated.
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """Return this model as layer `number` sees it: without the window or the experts that the
-        layer has not."""
+        """Return this model as layer `number` sees it.
+
+        It is without the window or the experts that the layer has not.
+        """
         model = self.kind_of_layer(number)
         # Without window_layers the window, if there is one, is that of all layers.
         if self.window_layers and number not in self.window_layers:
@@ -247,8 +225,10 @@ class ModelConfig(ModelFields):
         return self.model_copy(update=without_experts)
 
     def kind_of_layer(self, number: int) -> "ModelConfig":
-        """Return the model that all layers of this kind see, with the sizes of their feed-forward
-        or experts."""
+        """Return this model with the feed-forward or experts of layer `number`.
+
+        It is the same for all layers with experts, and for all without.
+        """
         return self.dense if number in self.dense_layers else self
 
     def over_layers(
@@ -295,12 +275,14 @@ class ModelConfig(ModelFields):
         embedding and head."""
         # From an embedding and a hidden state to a hidden state.
         projection = 2 * self.hidden * self.hidden
+        # Of the embedding, of the hidden state, and the final one.
         norms = 3 * self._norm_parameters
         return self.mtp_layers * (self._last_kind.layer_parameters + norms + projection)
 
     def mtp_flops(self, seq_length: int) -> int:
         """Return the forward FLOPs of the modules of multi-token prediction, each with the head,
         per token."""
+        # Each of the 2 * hidden * hidden weights is one product and one sum.
         projection = 2 * 2 * self.hidden * self.hidden
         layer = self._last_kind.layer_flops(seq_length)
         return self.mtp_layers * (layer + projection + self.head_flops())
@@ -353,6 +335,7 @@ class ModelConfig(ModelFields):
         norms = self._norms_of_layer * self._norm_parameters
         if self.qk_norm:
             norms += self._qk_norm_parameters
+        # Without latents their ranks are 0.
         latent_norms = latent.query_rank + latent.kv_rank
         corrections = self.experts * self.router.correction
         sinks = self.attention_sinks * self.heads
@@ -369,6 +352,7 @@ class ModelConfig(ModelFields):
     @property
     def _bias_parameters(self) -> int:
         """Return the number of elements of all biases of one block but those of norms."""
+        # The projections down to latents have biases, those up to heads have none.
         if self.latent:
             qkv = self.latent.width
         else:
@@ -384,10 +368,12 @@ class ModelConfig(ModelFields):
 
     @property
     def _norms_of_layer(self) -> int:
+        # Before or after attention and feed-forward, or both.
         return 4 if self.norm_at == "around" else 2
 
     @property
     def _qk_norm_parameters(self) -> int:
+        # A norm of one head has the same weight for all heads: one for queries, one for keys.
         heads = self.heads + self.kv_heads if self.qk_norm_over == "all" else 2
         return heads * self.head_dim
 
@@ -397,12 +383,16 @@ class ModelConfig(ModelFields):
 
     @property
     def _mlp_matrices(self) -> int:
+        # Gate, up and down, or up and down.
         return 3 if self.gated else 2
 
     def _mlp_biases(self, width: int) -> int:
         """Return the elements of the biases of a feed-forward of inner size `width`; 0 for one of
         width 0."""
-        return (self._mlp_matrices - 1) * width + self.hidden if width else 0
+        if not width:
+            return 0
+        # Down leads back to the hidden features, all others to the inner ones.
+        return (self._mlp_matrices - 1) * width + self.hidden
 
     @property
     def _attention_weights(self) -> int:
@@ -446,12 +436,15 @@ class ModelConfig(ModelFields):
         If only some layers have a window, this is the mean over the layers. Attention is counted as
         if it were not causal.
         """
+        # Without window_layers all layers have the window, if there is one.
         windowed_layers = len(self.window_layers) or self.layers
         full_layers = self.layers - windowed_layers
         window = min(seq_length, self.window or seq_length)
-        keys = windowed_layers * window + full_layers * seq_length  # of a query, in all layers
+        # Of one query, in all layers.
+        keys = windowed_layers * window + full_layers * seq_length
         key_width = self.head_dim
         value_width = self.latent.value_dim or self.head_dim
+        # Two products: of queries with keys, and of weights with values.
         return 2 * keys * self.heads * (key_width + value_width) // self.layers
 
     def attention_again_flops(self, seq_length: int) -> int:

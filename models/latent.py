@@ -1,5 +1,6 @@
-"""The sizes of multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a
-short vector per token.
+"""The sizes of multi-head latent attention (DeepSeek-V2, 2024).
+
+Keys and values are made from a short vector per token.
 
 A token's hidden features are projected down to a latent of `kv_rank` features, from which all
 heads' keys and values are made, and, if `query_rank` is above 0, to another one for all heads'
@@ -13,7 +14,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 
 # The largest size of any kind: torch and other formats have 32-bit sizes in places.
 LARGEST_SIZE = 2**31 - 1
@@ -54,23 +55,23 @@ class Latent(BaseModel):
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norms of the latents")
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if problems := list(self._problems()):
-            raise UserError(*(f"latent.{problem}" for problem in problems))
+    def _require_valid(self) -> Self:
+        if problems := [problem.within("latent.") for problem in self._problems()]:
+            raise UserError(*problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
+        """Yield the problems, whose sentences begin with a key of this table."""
+        # Without latents any other size was given for nothing.
         if not self.kv_rank:
             for name, value in self.model_dump(exclude_defaults=True).items():
-                yield f"{name} {value} has no effect without latent.kv_rank"
+                yield Problem.of("model.latent_key_unused", name=name, value=value)
             return
         for name in ("rope_dim", "nope_dim", "value_dim"):
             if not getattr(self, name):
-                yield f"{name} is missing: multi-head latent attention needs it"
+                yield Problem.of("model.latent_key_missing", name=name)
         if self.rope_dim % 2:
-            yield (
-                f"rope_dim {self.rope_dim} must be even: rotary positions rotate pairs of features"
-            )
+            yield Problem.of("model.latent_rope_dim", rope_dim=self.rope_dim)
 
     def __bool__(self) -> bool:
         return self.kv_rank > 0

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share, build_stages
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.engine import Engine, build_stages
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from tests.layouts import Fragment, Recording, assemble

@@ -17,9 +17,10 @@ from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.sentinel import Sentinel, SilentFault
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
+from models.engine.sentinel import Sentinel, SilentFault
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor

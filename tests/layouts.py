@@ -14,10 +14,11 @@ from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.packing import UNPACKED, Packing
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule

@@ -1,4 +1,4 @@
-"""The FLOPs of one micro-batch in each stage of a model, computed before anything is built.
+"""The FLOPs of one micro-batch in each stage of a model, and of one token in training.
 
 Only matrix products are counted. The backward pass of a product y = x W.T has two products of the
 same size, one for x (the input gradient) and one for W (the weight gradient). Attention's own
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.config import ModelConfig
-from models.stages import Cut
+from models.decoder.stages import Cut
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.instructions import Instruction, Op
 
@@ -31,7 +31,7 @@ class StageCost:
     weight: float
     parameters: int
 
-    def of(self, i: Instruction) -> float:
+    def of(self, instruction: Instruction) -> float:
         """Return the FLOPs of an instruction of this stage."""
         costs = {
             Op.FORWARD: self.forward,
@@ -39,7 +39,8 @@ class StageCost:
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        return costs.get(i.op, 0.0)
+        # Messages and reductions have no products.
+        return costs.get(instruction.op, 0.0)
 
 
 def training_flops(config: ModelConfig, seq_length: int) -> int:
@@ -52,7 +53,8 @@ def training_flops(config: ModelConfig, seq_length: int) -> int:
     heads. The other rules are in appendix B of PaLM (Chowdhery et al., 2022), there without the
     products of an untied embedding.
     """
-    return 3 * (config.flops_per_token(seq_length) + config.mtp_flops(seq_length))
+    forward = config.flops_per_token(seq_length) + config.mtp_flops(seq_length)
+    return 3 * forward
 
 
 def stage_costs(
@@ -73,43 +75,44 @@ def _stage_cost(
     config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute
 ) -> StageCost:
     """Return the cost of one stage. tokens: of a micro-batch."""
-    # by token: attention's own products, and those with weights
+    # By token: attention's own products, which have no weights, and those with weights.
     modules = config.mtp_layers if cut.last else 0
     attention = (len(cut.layers) + modules) * config.attention_flops(seq_length)
     layers = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
     head = config.head_flops() + config.mtp_flops(seq_length) if cut.last else 0
-    products = layers + head - attention
+    weighted = layers + head - attention
     lookup = config.embedding_flops() if cut.first else 0
     recomputed = _recomputed_flops(config, recompute, cut, seq_length)
     return StageCost(
         cut,
-        forward=tokens * (products + attention),
-        input=tokens * (products + 2 * attention + lookup + recomputed),
-        weight=tokens * products,
-        parameters=_parameters(config, cut),
+        forward=tokens * (weighted + attention),
+        input=tokens * (weighted + 2 * attention + lookup + recomputed),
+        weight=tokens * weighted,
+        parameters=_count_parameters(config, cut),
     )
 
 
-def _parameters(config: ModelConfig, cut: Cut) -> int:
+def _count_parameters(config: ModelConfig, cut: Cut) -> int:
     """Return the number of elements of a stage."""
-    table = config.vocab * config.hidden
+    embedding = config.vocab * config.hidden
     count = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
     if cut.last:
         norm = config.hidden * (2 if config.norm == "layer" else 1)
-        count += norm + table + config.mtp_parameters
+        count += norm + embedding + config.mtp_parameters
     if cut.first:
-        count += table
+        count += embedding
         if config.positions == "learned":
             count += config.max_positions * config.hidden
+    # A stage that has both ends shares one table.
     if cut.first and cut.last and config.tied:
-        count -= table
+        count -= embedding
     return count
 
 
 def _recomputed_flops(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
     """Return the FLOPs, per token, that a stage recomputes."""
     whole_layers = [*cut.layers[: recompute.whole(len(cut.layers))]]
-    # each module has a layer such as the last one, recomputed if all layers are
+    # Each module has a layer such as the last one, recomputed if all layers are.
     modules = config.mtp_layers if cut.last else 0
     if len(whole_layers) == len(cut.layers):
         whole_layers += [config.layers - 1] * modules

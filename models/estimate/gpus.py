@@ -32,13 +32,15 @@ class GPU:
     link: float
 
     def tflops(self, plan: PrecisionPlan) -> float:
-        """Return the peak TFLOP/s of the plan's products; of FP8 ones the peak of bf16, in which
-        others are.
+        """Return the peak TFLOP/s of the plan's products; 0 for FP64, whose peak is not listed.
 
-        0 for FP64.
+        Of FP8 products it is the peak of bf16, in which the others are.
         """
-        by_dtype = {torch.float32: self.tf32 if plan.tf32 else self.single, torch.float64: 0.0}
-        return by_dtype.get(plan.compute, self.half)
+        if plan.compute == torch.float64:
+            return 0.0
+        if plan.compute == torch.float32:
+            return self.tf32 if plan.tf32 else self.single
+        return self.half
 
 
 GPUS = (
@@ -60,7 +62,7 @@ GPUS = (
     GPU("MI300X", 192, 1307, 654, 163, 64),
 )
 
-# such as GeForce RTX 4090 Laptop GPU, or a part of an A100
+# Words that make another device: GeForce RTX 4090 Laptop GPU, or a part (MIG) of an A100.
 OTHERS = {"laptop", "ti", "super", "d", "mig"}
 
 

@@ -1,5 +1,4 @@
-"""The activation memory of a stage for one micro-batch, measured by running the stage on tensors
-without storage.
+"""The activation memory of a stage for one micro-batch, measured on tensors without storage.
 
 The stage is built and run for real (forward, loss and both halves of the backward pass) on tensors
 which have shapes and dtypes but no storage (`models.estimate.storage`). Live bytes are counted when
@@ -25,8 +24,11 @@ from torch.autograd.graph import get_gradient_edge
 from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.cutting import EngineOptions
+from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.stages import Cut, Stage
+from models.engine.options import EngineOptions
 from models.estimate.storage import (
     Device,
     LiveMemory,
@@ -34,15 +36,13 @@ from models.estimate.storage import (
     simulated_experts,
     without_storage,
 )
-from models.mtp import FutureTokens, future_tokens
-from models.packing import UNPACKED, Packing
-from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
 
-FEW = (2, 8, 32)  # layers of the smaller of two stages from which a deeper one is computed
+# Layers of the smaller of two stages from which a deeper one is computed.
+FEW = (2, 8, 32)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ActivationBytes:
     weight: int
     buffers: int = 0
 
-    def growth(self, i: Instruction) -> int:
+    def growth(self, instruction: Instruction) -> int:
         """Return the change of the memory in use after an instruction of this stage."""
         changes = {
             Op.FORWARD: self.activations,
@@ -74,9 +74,10 @@ class ActivationBytes:
             Op.BACKWARD_INPUT: self.put_off - self.activations,
             Op.BACKWARD_WEIGHT: -self.put_off,
         }
-        return changes.get(i.op, 0)
+        # Messages are counted by `message_bytes`.
+        return changes.get(instruction.op, 0)
 
-    def within(self, i: Instruction) -> int:
+    def within(self, instruction: Instruction) -> int:
         """Return the peak memory that an instruction adds while it runs."""
         peaks = {
             Op.FORWARD: self.forward,
@@ -84,7 +85,7 @@ class ActivationBytes:
             Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
-        return peaks.get(i.op, 0)
+        return peaks.get(instruction.op, 0)
 
 
 def kept_bytes(
@@ -136,9 +137,9 @@ class StageMemory:
         If its layers are equal, that is what a stage of few of them keeps, and as much more for
         each further layer as one more adds.
         """
-        # equal layers: a deep stage is computed from two shallow ones, if its peaks grow steadily
         layers = len(cut.layers)
-        if len(set(self._layer_kinds(cut))) == 1:
+        layers_are_equal = len(set(self._layer_kinds(cut))) == 1
+        if layers_are_equal:
             for count in FEW:
                 if count + 1 >= layers:
                     break
@@ -150,13 +151,14 @@ class StageMemory:
 
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
-        # of each layer whether it is recomputed, its kind, and its number if the plan names layers
-        recomputed = self.options.recompute.whole(len(cut.layers))
-        named = by_name(self.plan)
+        recomputed_layers = self.options.recompute.whole(len(cut.layers))
+        names_layers = by_name(self.plan)
         kinds: list[object] = []
         for position, layer in enumerate(cut.layers):
             config = self.config.of_layer(layer)
-            kinds.append((position < recomputed, config.window, config.experts, named and layer))
+            is_recomputed = position < recomputed_layers
+            own_number = names_layers and layer  # each layer may be a kind of its own
+            kinds.append((is_recomputed, config.window, config.experts, own_number))
         return tuple(kinds)
 
     def _run(self, cut: Cut) -> ActivationBytes:
@@ -166,7 +168,7 @@ class StageMemory:
         if key not in self._measured:
             with without_storage(self.device):
                 context = self._context()
-                # a pass begins when all products are registered
+                # A pass begins when all products are registered.
                 stage = Stage(self.config.undrawn, context, cut)
                 with context.fp8.autocast():
                     self._measured[key] = _measure(stage, self)
@@ -175,7 +177,7 @@ class StageMemory:
     def _context(self) -> Context:
         """Return the context of layers on one of the ranks, without the others."""
         options = self.options
-        # torch's casts keep as many bytes as others, and run without values
+        # torch's casts keep as many bytes as others, and run without values.
         recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")
         masters = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
         tp = SimulatedAxis("tp", 0, self.tp)
@@ -206,27 +208,33 @@ def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
     rate. It is steady once it grows as fast as what layers leave behind.
     """
     growth = one_more.activations - fewer.activations
-    put_off = one_more.put_off - fewer.put_off
-    halves = one_more.input - fewer.input == max(0, put_off - growth)
-    return one_more.forward - fewer.forward == growth and (halves or not one_more.input)
+    put_off_growth = one_more.put_off - fewer.put_off
+    forward_is_steady = one_more.forward - fewer.forward == growth
+    input_growth = one_more.input - fewer.input
+    input_is_steady = input_growth == max(0, put_off_growth - growth) or not one_more.input
+    return forward_is_steady and input_is_steady
 
 
 def _extrapolate(
     fewer: ActivationBytes, one_more: ActivationBytes, further: int
 ) -> ActivationBytes:
-    """Return what a stage with `further` layers more than the first keeps. one_more: with one layer
-    more."""
-    values: dict[str, int] = {}
+    """Return what a stage with `further` layers more than the first keeps.
+
+    one_more: what a stage with one layer more than the first keeps.
+    """
+    extrapolated: dict[str, int] = {}
     for part in fields(ActivationBytes):
-        least = getattr(fewer, part.name)
-        values[part.name] = least + further * (getattr(one_more, part.name) - least)
-    return ActivationBytes(**values)
+        base = getattr(fewer, part.name)
+        of_layer = getattr(one_more, part.name) - base
+        extrapolated[part.name] = base + further * of_layer
+    return ActivationBytes(**extrapolated)
 
 
 def message_bytes(
     config: ModelConfig, plan: PrecisionPlan, options: EngineOptions, tp: int = 1, cp: int = 1
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
+    # The sequence is cut over cp, and under sequence parallelism over tp too.
     length = options.seq_length // (cp * (tp if options.sequence else 1))
     return length * options.micro_batch * config.hidden * plan.pipeline.itemsize
 
@@ -236,40 +244,45 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
     seq_length = memory.options.seq_length // memory.cp
     micro_batch = memory.options.micro_batch
     for parameter in stage.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
+        main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)
+        parameter.main_grad = main_grad  # type: ignore[attr-defined]
     with torch.no_grad(), LiveMemory() as live:
-        # allocates the buffers that are kept for good
-        stage(_input(stage, seq_length, micro_batch))
+        # Allocates the buffers that are kept for good.
+        stage(_make_input(stage, seq_length, micro_batch))
         buffers = live.now
     if memory.packed:
         packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64))
     else:
         packing = UNPACKED
-    # separate runs: a whole backward frees what the first half of a split one keeps
-    whole = _passes(stage, seq_length, micro_batch, packing, split=False)
-    split = _passes(stage, seq_length, micro_batch, packing, split=True) if memory.halves else whole
+    # Separate runs: a whole backward frees what the first half of a split one keeps.
+    whole = _run_passes(stage, seq_length, micro_batch, packing, split=False)
+    if not memory.halves:
+        return replace(whole, buffers=buffers)
+    split = _run_passes(stage, seq_length, micro_batch, packing, split=True)
     return replace(split, backward=whole.backward, buffers=buffers)
 
 
-def _passes(
+def _run_passes(
     stage: Stage, seq_length: int, micro_batch: int, packing: Packing, split: bool
 ) -> ActivationBytes:
-    """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is
-    then 0."""
+    """Return the bytes of a micro-batch, run as the executor does.
+
+    split: the backward pass is in halves; `backward` is then 0.
+    """
     deferred = stage.context.deferred
     with LiveMemory() as live:
-        x = _input(stage, seq_length, micro_batch)
-        output = _output(stage, x, seq_length, packing)
+        x = _make_input(stage, seq_length, micro_batch)
+        output = _compute_output(stage, x, seq_length, packing)
         edge = get_gradient_edge(output)
         shape = output.shape
         dtype = output.dtype
         forward = live.peak
-        # the executor keeps the edge of the graph, not the output
+        # The executor keeps the edge of the graph, not the output.
         del output
         activations = live.begin()
         with deferred.collect() if split else nullcontext(Work()) as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
-        # of a split backward the input half alone
+        # Of a split backward this is the input half alone.
         backward = live.peak - activations
         del x, edge
         put_off = live.begin()
@@ -281,7 +294,7 @@ def _passes(
     return ActivationBytes(activations, 0, forward, backward, 0, 0)
 
 
-def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
+def _make_input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     """Return token ids, or an activation such as the stage before sends."""
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
@@ -291,26 +304,26 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
-def _output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tensor:
+def _compute_output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
     micro_batch = x.shape[1]
-    # as in training
+    # Without it the stage would run as in evaluation.
     info = MicrobatchInfo(0, torch.arange(micro_batch), torch.ones(()))
-    ahead = None
+    future = None
     if stage.cut.last and stage.config.mtp_layers:
-        ahead = _ahead(stage, seq_length, micro_batch)
-    output = stage(x if stage.cut.first else x.to(plan.residual), info, packing, ahead)
+        future = _future_tokens(stage, seq_length, micro_batch)
+    output = stage(x if stage.cut.first else x.to(plan.residual), info, packing, future)
     if not stage.cut.last:
         return output.to(plan.pipeline)
     return stage.losses(output, torch.zeros(seq_length, micro_batch, dtype=torch.int64)).sum()
 
 
-def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
+def _future_tokens(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
     """Return what modules of multi-token prediction read and predict of one micro-batch."""
     cp = stage.context.cp
     ids = torch.zeros(micro_batch, seq_length * cp.size, dtype=torch.int64)
-    ahead = future_tokens(
+    future = future_tokens(
         ids,
         ids,
         None,
@@ -321,4 +334,4 @@ def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
         Axis("dp"),
         divides=True,
     )
-    return ahead.of(slice(None))
+    return future.of_samples(slice(None))

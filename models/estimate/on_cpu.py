@@ -1,6 +1,6 @@
-"""Tensors without storage that say that they are on a CPU, so that operators are those of this
-machine's processor.
+"""Tensors without storage that say that they are on a CPU.
 
+Operators on them are those that this machine's processor would run.
 torch's own fake tensors do the same in more time: they check and cache what a compiler needs to
 know.
 """
@@ -17,10 +17,12 @@ _META = torch.device("meta")
 
 
 class _OnCPU(Tensor):
-    """A meta tensor that operators take for one on a CPU until a kernel is chosen: then it is
-    `meta` again."""
+    """A meta tensor that operators take for one on a CPU until a kernel is chosen.
 
-    meta: Tensor  # of the same storage
+    meta: the tensor, of the same storage, that the kernel gets.
+    """
+
+    meta: Tensor
 
     @staticmethod
     def __new__(cls: type["_OnCPU"], meta: Tensor) -> "_OnCPU":
@@ -64,7 +66,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the result of an operator on meta tensors, as one on a CPU."""
     if func is torch.ops.aten.lift_fresh.default:
-        # torch.tensor([1, 2]) has made a real one, which its numbers need
+        # torch.tensor([1, 2]) has made a real tensor, because its numbers need one.
         real = args[0]
         meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
         return _OnCPU(meta)
@@ -97,7 +99,7 @@ def _unwrap(value: Any) -> Any:
         return value.meta
     if isinstance(value, list):
         return [_unwrap(item) for item in value]
-    # the tensor that torch makes of a number has no dimensions
+    # The tensor that torch makes of a number has no dimensions.
     if isinstance(value, Tensor) and value.dim():
         raise TypeError(
             f"a real tensor {list(value.shape)} among tensors without storage: its bytes "

@@ -1,5 +1,4 @@
-"""The bytes of a rank's weights, gradients, master weights and moments, before anything is
-launched.
+"""The bytes of a rank's weights, gradients, master weights and moments, before any launch.
 
 The rank's stages are built on tensors without storage and laid out in the flat buffers of the
 optimizer, by the code that does so in training. So padding, tied embeddings, ZeRO-1's shards,
@@ -26,7 +25,8 @@ from megaprec.optim.replicas import sharing_replicas
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.cutting import build
+from models.decoder.cutting import build
+from models.decoder.stages import Cut, Stage
 from models.estimate.memory import by_name
 from models.estimate.storage import (
     Device,
@@ -35,7 +35,6 @@ from models.estimate.storage import (
     simulated_experts,
     without_storage,
 )
-from models.stages import Cut, Stage
 from parallel.context import Context
 
 
@@ -112,14 +111,15 @@ def state_bytes(
 
     rule: the update rule, which decides the moments.
     """
-    # ranks whose stages are alike are laid out once
+    # Ranks whose stages are alike are laid out once.
     by_kind: dict[tuple[object, ...], StateBytes] = {}
     of_ranks = []
-    named = by_name(plan) or isinstance(rule, Muon)
+    ranks_differ = by_name(plan) or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
-        kind = (*kinds, named and rank)
+        kind = (*kinds, ranks_differ and rank)
         if kind not in by_kind:
+            # State is laid out alike on all devices, and meta tensors are faster.
             with without_storage("cuda"):
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
                 buffers = _build_buffers(stages, plan, rank, sharding, rule)
@@ -160,12 +160,15 @@ def _build_buffers(
     elements = bucket_elements(sharding.bucket, sharding.dp)
     moments = partial(moments_of, rule)
     buffers = list[Buffer]()
-    taken = set[torch.nn.Parameter]()  # a parameter of two stages is in the first one's buffers
+    # A parameter of two stages is in the first one's buffers.
+    in_buffers = set[torch.nn.Parameter]()
     for stage in stages:
-        parameters = [parameter for parameter in parameters_of([stage]) if parameter not in taken]
-        taken.update(parameters)
-        for of_buffer in buckets(parameters, plan, elements, moments):
-            buffers.append(_build_buffer(of_buffer, plan, rank, sharding, moments))
+        parameters = [
+            parameter for parameter in parameters_of([stage]) if parameter not in in_buffers
+        ]
+        in_buffers.update(parameters)
+        for bucket in buckets(parameters, plan, elements, moments):
+            buffers.append(_build_buffer(bucket, plan, rank, sharding, moments))
     return buffers
 
 
@@ -178,7 +181,8 @@ def _build_buffer(
 ) -> Buffer:
     layout = layout_of(parameters[0])
     dp, zero = sharding.replicas(layout.expert)
-    if layout.balancing is not None:  # counts of loads are not sharded
+    # Counts of loads are not sharded.
+    if layout.balancing is not None:
         zero = Axis("zero")
     meta = torch.device("meta")
     return Buffer(parameters, plan, dp, zero, rank, meta, moments(parameters[0]))
@@ -200,12 +204,14 @@ def _measure(
         by_kind = buffer.bytes_by_kind()
         for kind in totals:
             totals[kind] += by_kind[kind]
+        # Gradients that travel as they are need no copy.
         if buffer.dp.size > 1 and buffer.travels != buffer.grads.dtype:
             reduction += buffer.size * buffer.travels.itemsize
+        # FP8 codes are made again of the masters.
         if not buffer.in_codes:
             owned_weights += buffer.own(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
-    # elements of a block of the update; 0: a whole buffer
+    # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
     peaks = [_update_peak(buffer, block) for buffer in buffers]
     if isinstance(rule, Muon):
@@ -249,24 +255,28 @@ def _muon_peak(
     returned = 0  # elements of one buffer's pieces, at most
     for buffer in by_muon:
         by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
-        # other ranks of the stage hold as many other experts
+        # Other ranks of the stage hold as many other experts.
         shapes += [*by_tensor.values()] * (sharding.expert if buffer.of_experts else 1)
         runs = [run_of(buffer, piece, 0, 0) for piece in buffer.pieces]
         given += sum(run.given for run in runs)
         returned = max(returned, sum(run.last - run.first for run in runs))
 
     owned = _most_owned(shapes, rule, ranks)
-    # the peak is on the way to the owners, in an iteration, or on the way back
+    # The peak is on the way to the owners, in an iteration, or on the way back.
     largest = max(shapes, key=prod)
     dtype = rule.iteration_dtype(plan.masters)
     largest_block = max(_block_elements(buffer, block) for buffer in by_muon)
     tile = min(prod(largest), largest_block)
-    received = 2 if ranks > 1 else 1  # one rank alone receives what it gives, without a copy
-    travelling = max(given + owned * received + prod(largest), owned + returned * received)
+    # One rank alone receives what it gives, without a copy.
+    copies = 2 if ranks > 1 else 1
+    to_owners = given + owned * copies + prod(largest)
+    back = owned + returned * copies
+    travelling = max(to_owners, back) * dtype.itemsize
     updating = (max(given, owned) + returned) * dtype.itemsize + 4 * 4 * tile
     with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
-    return max(travelling * dtype.itemsize, updating, owned * dtype.itemsize + live.peak)
+    iterating = owned * dtype.itemsize + live.peak
+    return max(travelling, updating, iterating)
 
 
 def _most_owned(shapes: Sequence[tuple[int, ...]], rule: Muon, ranks: int) -> int:

@@ -1,10 +1,9 @@
-"""Tensors without storage: a model is built and run on them to count its bytes, in no memory and
-little time.
+"""Tensors without storage, on which a model is built and run to count its bytes.
 
-They have shapes and dtypes only. On a CPU they say so (`models.estimate.on_cpu`), so operators are
-those that this machine's processor would run; meta tensors stand for a GPU's, where attention is
-torch's fused kernel. What they cannot say is answered here: which kernel a GPU takes, and how many
-tokens a router sends to each expert.
+That takes no memory and little time. The tensors have shapes and dtypes only. On a CPU they say so
+(`models.estimate.on_cpu`), so operators are those that this machine's processor would run; meta
+tensors stand for a GPU's, where attention is torch's fused kernel. What they cannot say is answered
+here: which kernel a GPU takes, and how many tokens a router sends to each expert.
 """
 
 import weakref
@@ -44,7 +43,7 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.index_add_ and args[0].dtype == torch.int64:
-            # the router counts the choices of each expert
+            # The router counts the choices of each expert.
             return _EvenCounts(args[2].numel(), args[0].numel())
         if func is F.scaled_dot_product_attention and self._device == "cuda":
             return _fused_attention(*args, **kwargs)
@@ -59,8 +58,8 @@ class _EvenCounts:
     experts: int
 
     def tolist(self) -> list[int]:
-        least, larger = divmod(self.choices, self.experts)
-        return [least + 1] * larger + [least] * (self.experts - larger)
+        least, remainder = divmod(self.choices, self.experts)
+        return [least + 1] * remainder + [least] * (self.experts - remainder)
 
 
 def _fused_attention(
@@ -83,7 +82,7 @@ def _fused_attention(
         )
         return output
     if attn_mask is not None:
-        # torch makes a bias of a mask of booleans
+        # torch makes a bias of a mask of booleans.
         bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
     output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -102,7 +101,7 @@ class SimulatedAxis(Axis):
 
     def exchanged_counts(self, counts: Any) -> tuple[list[int], list[int]]:
         sent = counts.tolist()
-        # every rank's router sends as many
+        # Every rank's router sends as many.
         received = sent[: len(sent) // self.size] * self.size
         return sent, received
 
@@ -113,7 +112,8 @@ class SimulatedAxis(Axis):
         return lambda: received
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
+        # As on a CPU: received from all ranks, then summed.
+        received = torch.empty_like(tensor)
         return lambda: received.unflatten(0, (self.size, -1)).sum(0)
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -149,18 +149,19 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
-        # by address
+        # By address.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = tensors_of((*args, *kwargs.values()))
-        before = {tensor.untyped_storage()._cdata for tensor in arguments}
+        argument_storages = {tensor.untyped_storage()._cdata for tensor in arguments}
         result = func(*args, **kwargs)
         for tensor in tensors_of((result,)):
-            # a view or an operator in place has the storage of an argument
-            if tensor.untyped_storage()._cdata not in before:
-                self._count(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            # The result of a view or of an operator in place has the storage of an argument.
+            if storage._cdata not in argument_storages:
+                self._count(storage)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:

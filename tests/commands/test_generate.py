@@ -15,7 +15,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from models.config import ModelConfig
-from models.kv_cache import CachedStage
+from models.decoder.kv_cache import CachedStage
 from tests import oracle
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import save
 from megaprec.precision.plan import plan
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.pipeline.builders import schedule
 from tests.other_systems import CONFIGS, FOR_MEGATRON, WITHOUT_MEGATRON, write_folder
 from tests.ranks import run_ranks

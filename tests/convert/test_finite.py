@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
-from models.cutting import EngineOptions
-from models.engine import Engine
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from parallel.pipeline.builders import schedule
 from tests.other_systems import slow, write_folder
 from tests.ranks import run_ranks

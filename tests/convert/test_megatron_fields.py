@@ -22,8 +22,8 @@ from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from parallel.context import Context
 from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks

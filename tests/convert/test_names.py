@@ -15,8 +15,8 @@ from torch import Tensor
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
-from models.cutting import cuts
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main

@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from megaprec.errors import UserError
-from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
+from models.equivalence import TRAINING, as_computed
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_modules

@@ -24,11 +24,12 @@ from megaprec.optim.update_rules import AdamW
 from megaprec.precision import gemm
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name, plan
 from megaprec.precision.tf32 import round_tf32
-from models.blocks import Attention, DecoderLayer
+from models.attention.attention import Attention
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine
-from models.mlp import MLP
+from models.decoder.layer import DecoderLayer
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.feed_forward.mlp import MLP
 from parallel.norms import RMSNorm
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.p2p import P2P

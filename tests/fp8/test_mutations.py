@@ -16,7 +16,7 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.fp8 import quantize as quantize_module
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.state import FP8State
-from models.engine import Engine
+from models.engine.engine import Engine
 from tests.fp8.test_state import require_fresh_casts, require_saturation
 from tests.fp8.test_training import (
     FIRST,

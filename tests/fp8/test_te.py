@@ -31,8 +31,9 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
-from models.engine import Engine
+from models.decoder.cutting import cuts
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context

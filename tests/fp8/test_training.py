@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling
-from models.engine import Engine
+from models.engine.engine import Engine
 from tests.dialects.test_modes import distance
 from tests.layouts import SAMPLES, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.parallel.pipeline.test_schedules_train import require_same_bits

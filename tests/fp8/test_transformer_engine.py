@@ -22,7 +22,8 @@ from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.engine.options import EngineOptions
 from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
 from tests import transformer_engine as stand_in

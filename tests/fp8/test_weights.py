@@ -23,7 +23,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
-from models.engine import Engine
+from models.engine.engine import Engine
 from parallel.activation_checkpoint import Recompute
 from tests.fp8.test_training import EXPERTS, fp8, run
 from tests.layouts import Run, batches, make_engine, share_of, train_all

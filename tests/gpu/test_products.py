@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megaprec.precision.gemm import add_product_, adds_unrounded, fp32_sums
-from models.grouped_products import GroupedLinear, groups_on
+from models.feed_forward.grouped_products import GroupedLinear, groups_on
 from parallel.weight_grad_queue import WeightGradQueue
 
 ENDS = {"several": (3, 3, 100, 112), "none": (0, 0, 0, 0), "all of one": (0, 0, 64, 64)}

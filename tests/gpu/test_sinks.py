@@ -4,8 +4,8 @@ fused kernel."""
 import pytest
 import torch
 
-from models import sink_attention
-from models.packing import causal_mask
+from models.attention import sink_attention
+from models.attention.packing import causal_mask
 
 B = 2
 N = 4

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from megaprec.precision.plan import plan
-from models.blocks import Attention
+from models.attention.attention import Attention
+from models.attention.flash_windows import Documents, worthwhile
+from models.attention.packing import causal_mask
 from models.config import ModelConfig
-from models.flash_windows import Documents, worthwhile
-from models.packing import causal_mask
 from parallel.context import Context
 
 S = 200

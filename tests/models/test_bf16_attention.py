@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.precision.plan import plan
-from models.bf16_attention import attend, worthwhile
-from models.blocks import Attention
+from models.attention.attention import Attention
+from models.attention.bf16_products import attend, worthwhile
 from models.config import ModelConfig
 from parallel.context import Context
 
@@ -100,7 +100,7 @@ def test_heads_that_are_computed_together_have_the_bits_that_they_have_one_by_on
         return [mixed, *torch.autograd.grad(mixed, (query, key, value), grad)]
 
     together = made()
-    monkeypatch.setattr("models.bf16_attention._HEADS", 1)
+    monkeypatch.setattr("models.attention.bf16_products._HEADS", 1)
     assert all(map(torch.equal, together, made()))
 
 
@@ -118,7 +118,7 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
 
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.bf16_attention.worthwhile", lambda *_: True)
+    monkeypatch.setattr("models.attention.bf16_products.worthwhile", lambda *_: True)
     config = ModelConfig(
         layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0
     )

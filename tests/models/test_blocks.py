@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megaprec.precision.plan import plan
-from models import attention_kernels, bf16_attention, flash_windows
-from models.attention_kernels import KERNELS, AttentionCall, Kernel, choose_kernel
-from models.blocks import Attention
+from models.attention import bf16_products, flash_windows, kernels
+from models.attention.attention import Attention
+from models.attention.flash_windows import Documents
+from models.attention.kernels import KERNELS, AttentionCall, Kernel, choose_kernel
 from models.config import ModelConfig
-from models.flash_windows import Documents
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 
@@ -123,9 +123,9 @@ def test_attention_calls_the_kernel_that_plan_model_mask_and_machine_allow(
             return query
 
         monkeypatch.setitem(KERNELS, each, record)
-    monkeypatch.setattr(bf16_attention, "worthwhile", products)
+    monkeypatch.setattr(bf16_products, "worthwhile", products)
     monkeypatch.setattr(flash_windows, "worthwhile", flash)
-    monkeypatch.setattr(attention_kernels, "slow_bf16", slow)
+    monkeypatch.setattr(kernels, "slow_bf16", slow)
     config = ModelConfig(layers=1, hidden=8, heads=2, **fields)
     attention = Attention(config, Context(plan(compute)), "attention")
     x = torch.zeros(7, 2, 8, dtype=attention.context.plan.compute)

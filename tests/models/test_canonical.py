@@ -18,7 +18,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, save
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
-from models.virtual_stage import VirtualStage
+from models.decoder.virtual_stage import VirtualStage
 from parallel.activation_checkpoint import KEEP, Recompute
 from tests.layouts import SAMPLES, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.ranks import run_ranks

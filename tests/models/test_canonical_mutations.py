@@ -19,7 +19,9 @@ from megaprec.comm import virtual
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import model_buffers, partial_grads
 from megaprec.precision.gemm import Gemm
-from models import cutting, engine, moe
+from models.decoder import cutting
+from models.engine import engine
+from models.feed_forward import moe
 from parallel import layers, linear, norms
 from parallel.lockstep import COLLECTIVES
 from tests.layouts import Run, train

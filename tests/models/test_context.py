@@ -18,17 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
-from models import partial_attention
+from models.attention import partial
+from models.attention.context_limits import require_divisible_context
+from models.attention.context_parallel import attend_over_ranks
+from models.attention.packing import causal_mask
+from models.attention.partial import (
+    AttentionGradients,
+    AttentionRule,
+    MergedAttention,
+    visible_blocks,
+)
 from models.config import ModelConfig
-from models.context_attention import attend_over_ranks
-from models.context_limits import require_divisible_context
-from models.cutting import EngineOptions
-from models.engine import Share
+from models.decoder.stages import Cut, Stage
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from models.estimate.memory import kept_bytes
 from models.estimate.storage import LiveMemory
-from models.packing import causal_mask
-from models.partial_attention import AttentionGradients, MergedAttention, Rule, blocks
-from models.stages import Cut, Stage
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -138,7 +143,7 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
     wanted = torch.autograd.grad(
         whole, (query, key, value) if sinks is None else (query, key, value, sinks), grad
     )
-    rule = Rule(0.3, window, documents, softcap=cap)
+    rule = AttentionRule(0.3, window, documents, softcap=cap)
     wide = torch.float64
     of_key = torch.zeros_like(key)
     of_value = torch.zeros_like(value)
@@ -190,20 +195,18 @@ def scores_computed(rank: int, size: int, window: int) -> int:
     own = 1024 // size
     query = torch.zeros(1, 1, 1, 1024 // size, 8)
     mine = chunks(rank, size, own)
-    rule = Rule(1.0, window)
+    rule = AttentionRule(1.0, window)
     return sum(
         len(block.queries) * len(block.keys)
         for other in range(size)
-        for block in blocks(mine, chunks(other, size, own), rule, query, torch.float32)
+        for block in visible_blocks(mine, chunks(other, size, own), rule, query, torch.float32)
     )
 
 
 def test_no_rank_computes_more_scores_than_another_and_few_that_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(
-        partial_attention._SCORES_BYTES, "cpu", 1
-    )  # the smallest blocks: 16 queries
+    monkeypatch.setitem(partial._SCORES_BYTES, "cpu", 1)  # the smallest blocks: 16 queries
     for size in (1, 2, 4):
         (computed,) = {scores_computed(rank, size, 0) for rank in range(size)}
         assert 1024 * 1024 // 2 < computed * size < 1024 * 1024 * 0.52
@@ -219,7 +222,9 @@ def attend_rank(mesh: DeviceMesh, dtype: torch.dtype) -> dict[bool, list[Tensor]
     own = [take(x, cp, 2).to(dtype).requires_grad_() for x in whole]
     made = {}
     for ring in (False, True):
-        mixed = attend_over_ranks(own[0], own[1], own[2], cp, Rule(0.3, 9), ring, torch.float32)
+        mixed = attend_over_ranks(
+            own[0], own[1], own[2], cp, AttentionRule(0.3, 9), ring, torch.float32
+        )
         made[ring] = [mixed.detach(), *torch.autograd.grad(mixed, own[:3], own[3].detach())]
     return made
 

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaprec.comm.waiting import Pending
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from models.engine.options import EngineOptions
 from models.estimate.flops import stage_costs, training_flops
 from models.estimate.memory import kept_bytes
-from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -203,7 +204,10 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
             stage(x)  # makes rotary tables, which all micro-batches share
         own = {
             p.untyped_storage().data_ptr()
-            for p in [*stage.parameters(), *(t for made in stage._tables.values() for t in made)]
+            for p in [
+                *stage.parameters(),
+                *(t for made in stage._rotary_tables.values() for t in made),
+            ]
         }
         saved: dict[int, torch.UntypedStorage] = {}
 

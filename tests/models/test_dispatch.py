@@ -17,10 +17,10 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes, describe_misfit
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models import dispatch
 from models.config import ModelConfig
-from models.dispatch import rows_of_rank, transpose_groups
-from models.moe import MixtureOfExperts
+from models.feed_forward import dispatch
+from models.feed_forward.dispatch import rows_of_rank, transpose_groups
+from models.feed_forward.moe import MixtureOfExperts
 from parallel.context import Context
 
 RANKS = 2

@@ -15,15 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models.computed import as_computed
+from models.attention.packing import UNPACKED
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.decoder.kv_cache import CachedStage
+from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.stages import Stage
+from models.engine.options import EngineOptions
+from models.equivalence import as_computed
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
-from models.kv_cache import CachedStage
-from models.mtp import FutureTokens, future_tokens
-from models.packing import UNPACKED
-from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -176,13 +177,13 @@ def forward(stage: Stage) -> object:
         x = ids
     else:
         x = torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
-    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, ahead_of(stage))
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, future_of(stage))
     return x, get_gradient_edge(
         stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline)
     )
 
 
-def ahead_of(stage: Stage) -> FutureTokens | None:
+def future_of(stage: Stage) -> FutureTokens | None:
     """What modules of multi-token prediction read and predict."""
     if not (stage.cut.last and (modules := stage.config.mtp_layers)):
         return None
@@ -190,7 +191,7 @@ def ahead_of(stage: Stage) -> FutureTokens | None:
     made = future_tokens(
         ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True
     )
-    return made.of(slice(None))
+    return made.of_samples(slice(None))
 
 
 def job(seed: int, recompute: Recompute = KEEP) -> Job:

@@ -24,13 +24,13 @@ from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.replicas import Replicas
 from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import LossScaling, plan
-from models import moe
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.dispatch import ExchangeRows
+from models.decoder.stages import Cut, Stage
+from models.engine.options import EngineOptions
 from models.estimate.memory import StageMemory
-from models.routing import Router
-from models.stages import Cut, Stage
+from models.feed_forward import moe
+from models.feed_forward.dispatch import ExchangeRows
+from models.feed_forward.router import Router
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from tests import oracle

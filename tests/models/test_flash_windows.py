@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaprec.precision.plan import plan
-from models import flash_windows
+from models.attention import flash_windows
+from models.attention.flash_windows import Documents, attend
+from models.attention.packing import Packing, causal_mask
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.flash_windows import Documents, attend
-from models.packing import Packing, causal_mask
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 

@@ -19,9 +19,9 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.step_report import to_json
 from megaprec.precision.fp8_recipe import Backend
 from megaprec.precision.plan import LossScaling
-from models.engine import Engine
-from models.fp8_shadow import Shadow, run_shadow
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.engine import Engine
+from models.engine.fp8_shadow import Shadow, run_shadow
 from tests.fp8.test_training import EXPERTS, fp8, run
 from tests.fp8.test_weights import kept, require_same, state_of
 from tests.layouts import SAMPLES, Run, batches, make_engine, share_of

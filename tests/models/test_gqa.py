@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from models import bf16_attention
-from models.attention_kernels import takes_groups
+from models.attention import bf16_products
+from models.attention.kernels import takes_groups
 
 S = 128
 D = 16
@@ -36,7 +36,7 @@ def repeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return bf16_attention.attend(query, key, value, rows=48)
+    return bf16_products.attend(query, key, value, rows=48)
 
 
 def products_repeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

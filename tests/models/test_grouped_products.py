@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.grouped_products import GroupedLinear, stack_weights
-from models.moe import Expert, MixtureOfExperts, count_choices
+from models.feed_forward.grouped_products import GroupedLinear, stack_weights
+from models.feed_forward.moe import Expert, MixtureOfExperts, count_choices
 from parallel.activation_checkpoint import Module, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

@@ -11,8 +11,8 @@ import torch
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.data.training import train_hugging_face
 from megaprec.errors import UserError
-from models.cutting import EngineOptions
-from models.engine import Engine
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from parallel import layers
 from parallel.pipeline.builders import schedule
 from tests.other_systems import slow

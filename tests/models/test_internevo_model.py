@@ -17,10 +17,10 @@ from megaprec.dialects.reading import UNKNOWN
 from megaprec.errors import UserError
 from megaprec.precision.gemm import slow_bf16
 from megaprec.precision.plan import plan
-from models.blocks import Attention
+from models.attention.attention import Attention
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.stages import Cut, Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all
@@ -523,8 +523,8 @@ def test_dropout_is_where_internevo_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     for parameter in stage.parameters():
         for part, first, last in layout_of(parameter).spans():
             parameter.data.view(-1)[first:last] = part.take(logical[part.name]).reshape(-1)
-    monkeypatch.setattr("models.blocks.dropout", stand_in)
-    monkeypatch.setattr("models.stages.dropout", stand_in)
+    monkeypatch.setattr("models.decoder.layer.dropout", stand_in)
+    monkeypatch.setattr("models.decoder.stages.dropout", stand_in)
     made = stage(ids.t().contiguous(), MicrobatchInfo(0, torch.arange(2))).transpose(0, 1)
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
     assert not factors, f"nothing was dropped at {[*factors]}"

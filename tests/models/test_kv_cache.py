@@ -10,9 +10,9 @@ import torch
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.kv_cache import CachedStage
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.kv_cache import CachedStage
+from models.decoder.stages import Stage
 from parallel.context import Context
 from tests.families import CASES, config_of
 

@@ -14,9 +14,9 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
+from models.attention.latent_attention import LatentAttention
 from models.config import ModelConfig
 from models.estimate.storage import SimulatedAxis
-from models.latent_attention import LatentAttention
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from tools.config.run_file import load_run

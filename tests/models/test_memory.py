@@ -19,12 +19,14 @@ from megaprec.comm.axis import Axis
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
-from models.engine import Engine, Share
+from models.decoder.cutting import cuts
+from models.decoder.stages import Cut, Stage
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from models.estimate import memory
 from models.estimate.memory import ActivationBytes, StageMemory, kept_bytes, message_bytes
 from models.estimate.storage import Device
-from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

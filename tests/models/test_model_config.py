@@ -10,8 +10,8 @@ from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.decoder.stages import Cut, Stage
 from models.presets import PRESETS, preset
-from models.stages import Cut, Stage
 from parallel.context import Context
 from tests.families import CASES, config_of
 

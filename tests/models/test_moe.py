@@ -11,10 +11,10 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import LossScaling, plan
-from models import routing
 from models.config import ModelConfig
-from models.moe import MixtureOfExperts
-from models.routing import Router, WithLoss
+from models.feed_forward import router
+from models.feed_forward.moe import MixtureOfExperts
+from models.feed_forward.router import Router, WithLoss
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests import oracle
@@ -101,7 +101,7 @@ def test_the_balance_loss_is_one_if_balanced_and_as_many_as_experts_if_one_gets_
     one = torch.eye(4)[[2] * 8].unsqueeze(1)
     for probabilities, expected in ((even, 1.0), (one, 4.0)):
         chosen = probabilities.argmax(-1, keepdim=True)
-        assert routing.router_losses(
+        assert router.router_losses(
             config, probabilities, probabilities, chosen, Axis("cp")
         ).tolist() == [expected]
 
@@ -109,7 +109,7 @@ def test_the_balance_loss_is_one_if_balanced_and_as_many_as_experts_if_one_gets_
 def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
     experts, _ = layer()
     with pytest.raises(
-        ValueError, match=r"place.weight: the loss scale over the samples of a batch"
+        ValueError, match=r"microbatch.weight: the loss scale over the samples of a batch"
     ):
         experts(some(7, 3, 8), MicrobatchInfo(0, torch.arange(3)))
 
@@ -160,8 +160,8 @@ def test_experts_train_in_half_precision(compute: str) -> None:
 
 
 def the_router_is_not_summed_over_tp() -> None:
-    inner = routing.parameter
-    routing.parameter = lambda *arguments, partial: inner(*arguments, partial=False)
+    inner = router.parameter
+    router.parameter = lambda *arguments, partial: inner(*arguments, partial=False)
 
 
 def every_tp_rank_adds_the_losses_of_routers() -> None:
@@ -191,10 +191,10 @@ def the_balance_is_of_a_micro_batch() -> None:
         ]
         return ROUTER_LOSSES(config, joined[0], joined[1], joined[2], cp) * samples
 
-    routing.router_losses = losses
+    router.router_losses = losses
 
 
-ROUTER_LOSSES = routing.router_losses
+ROUTER_LOSSES = router.router_losses
 
 
 @pytest.mark.cases(0, sample=2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.decoder.cutting import cuts
 from models.estimate.flops import stage_costs, training_flops
 from parallel.activation_checkpoint import Recompute
 from tests import oracle

@@ -15,9 +15,10 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.post_validation import PostValidation
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
+from models.engine.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
 from tests import oracle
 from tests.families import put

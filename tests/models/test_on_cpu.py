@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
+from models.engine.options import EngineOptions
 from models.estimate.memory import ActivationBytes, StageMemory
 from models.estimate.on_cpu import OnCPU
 from models.estimate.storage import LiveMemory

@@ -17,8 +17,9 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.optim.buckets import bucket_elements
 from megaprec.optim.grad_sync import ParamGatherer
-from models import passes, token_count
-from models.stages import Stage
+from models.decoder import token_count
+from models.decoder.stages import Stage
+from models.engine import passes
 from parallel.mesh import make_mesh
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS

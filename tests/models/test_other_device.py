@@ -34,9 +34,9 @@ from megaprec.optim.step_report import StepReport
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
-from models.engine import Share
-from models.kv_cache import CachedStage
-from models.replay import trace_modules
+from models.decoder.kv_cache import CachedStage
+from models.engine.passes import Share
+from models.engine.replay import trace_modules
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend

@@ -4,7 +4,7 @@ cure."""
 import pytest
 
 from megaprec.errors import UserError
-from models.own_model import stage_maker
+from models.decoder.own_model import stage_maker
 
 
 @pytest.mark.parametrize("package", ["megaprec", "models", "parallel", "tools"])

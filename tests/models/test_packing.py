@@ -15,12 +15,15 @@ from megaprec.comm.layout import layout_of
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples
 from megaprec.precision.plan import plan
-from models import attention_kernels, stages
+from models.attention import kernels
+from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
-from models.engine import Engine, Share, build_stages
-from models.packing import UNPACKED, Packing, causal_mask
-from models.stages import Stage
+from models.decoder import stages
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from models.engine.engine import Engine, build_stages
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.context import Context
 from parallel.pipeline.builders import schedule
 from tests import oracle, runs
@@ -207,7 +210,7 @@ def test_all_layers_of_a_stage_share_one_mask(monkeypatch: pytest.MonkeyPatch) -
         made.append(causal_mask(*given))
         return made[-1]
 
-    for module in (stages, attention_kernels):
+    for module in (stages, kernels):
         monkeypatch.setattr(module, "causal_mask", noted)
     config = CONFIGS["mistral with a window"]
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])

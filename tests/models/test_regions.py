@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megaprec.precision.plan import plan
+from models.attention.regions import HeadRule, NormRule, add_norm, split_heads
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.regions import HeadRule, NormRule, add_norm, heads
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
 from parallel.leaves import PLAIN, Call, Leaves, call_of
 from parallel.pipeline.builders import schedule
@@ -85,7 +86,7 @@ def test_a_model_computed_by_regions_trains_the_same_to_the_bit(name: str) -> No
 def expected(config: ModelConfig) -> set[str]:
     names = set()
     if not config.latent and not (config.qk_norm and config.qk_norm_over == "all"):
-        names.add("heads")
+        names.add("split heads")
     if config.norm_at != "after" and not config.parallel_residual:
         names.add("add norm")
     return names
@@ -113,7 +114,7 @@ def test_a_region_keeps_no_more_than_its_modules() -> None:
     table = torch.randn(16, 1, 1, 8)
     rule = HeadRule((64, 16, 16), 16, torch.bfloat16)
     passes = compiled_region(
-        call_of(heads, (y, table, table, None, None, rule)), lambda graph, _: graph
+        call_of(split_heads, (y, table, table, None, None, rule)), lambda graph, _: graph
     )
     assert [("y", "cosine", "sine")[n] for n in passes.needed] == ["cosine", "sine"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.rope import RopeScaling, attention_factor, frequencies, rotary_tables
-from models.rotate import Rotate
+from models.attention.rope import Rotate, frequencies, rotary_tables
+from models.rope_scaling import RopeScaling, attention_factor
 
 DIMS = 64
 BASE = 10000.0

@@ -14,11 +14,12 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.errors import UserError
 from megaprec.optim.load_balance import corrections
 from megaprec.precision.plan import LossScaling
-from models import routing
-from models.best_cut import best_cut
 from models.config import ModelConfig
+from models.decoder.cutting import best_cut
+from models.feed_forward import router
+from models.feed_forward.router import choose_experts, expert_weights
 from models.presets import PRESETS, preset
-from models.router import RouterSettings, choose_experts, expert_weights
+from models.router_settings import RouterSettings
 from parallel.activation_checkpoint import Recompute
 from tests import oracle
 from tests.layouts import Result, Run, batches, fragments, make_engine, share_of, train, train_all
@@ -222,18 +223,18 @@ def test_corrections_are_resumed_in_another_layout(tmp_path: Path) -> None:
 
 
 def the_counts_are_of_a_micro_batch() -> None:
-    inner = routing.WithLoads.backward
+    inner = router.WithLoads.backward
 
     def last(ctx: Any, grad: Tensor) -> Any:
         ctx.like.megaprec_has_gradient = False
         return inner(ctx, grad)
 
-    routing.WithLoads.backward = staticmethod(last)
+    router.WithLoads.backward = staticmethod(last)
 
 
 def the_correction_enters_the_weights() -> None:
-    inner = routing.expert_weights
-    routing.expert_weights = lambda settings, scores, chosen, normalize: inner(
+    inner = router.expert_weights
+    router.expert_weights = lambda settings, scores, chosen, normalize: inner(
         settings, scores + 0.01, chosen, normalize
     )
 
@@ -245,8 +246,8 @@ def the_correction_enters_the_weights() -> None:
 def test_the_law_of_layouts_finds(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(GLM, steps=2)
     expected: Any = oracle.train(run.config, train(run).before, batches(run), run.lr, run.clip)
-    monkeypatch.setattr(routing, "expert_weights", routing.expert_weights)
-    monkeypatch.setattr(routing.WithLoads, "backward", routing.WithLoads.backward)
+    monkeypatch.setattr(router, "expert_weights", router.expert_weights)
+    monkeypatch.setattr(router.WithLoads, "backward", router.WithLoads.backward)
     good = train(run)
     assert not differing(good.grads[0], expected[0]["grads"])
     bad = train(replace(run, before=bug))

@@ -14,8 +14,8 @@ import torch
 
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
-from models.engine import Engine
-from models.sentinel import Sentinel
+from models.engine.engine import Engine
+from models.engine.sentinel import Sentinel
 from parallel.activation_checkpoint import Recompute
 from tests.flips import SAMPLES, Flip, Setting, all_found, clean, make_engine, same, state, take
 from tests.ranks import run_ranks

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.precision.plan import plan
-from models import sink_attention
-from models.blocks import Attention
+from models.attention import sink_attention
+from models.attention.attention import Attention
+from models.attention.kernels import softcap
+from models.attention.packing import causal_mask
 from models.config import ModelConfig
-from models.packing import causal_mask
-from models.softcap import softcap
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 

@@ -13,10 +13,10 @@ from megaprec.optim.newton_schulz import orthogonalized
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision import gemm
 from megaprec.precision.plan import plan
-from models import cpu_attention
+from models.attention import cpu_fused
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, CASES, LENGTH, OURS
@@ -101,7 +101,7 @@ def attention(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor
 def test_attention_and_its_gradients_are_those_of_float64_rounded(mask: str) -> None:
     seen = MASKS[mask]
     held, grad = attention(torch.bfloat16)
-    mixed = cpu_attention.attend(*held, seen, None)
+    mixed = cpu_fused.attend(*held, seen, None)
     wide, wanted = attention(torch.float64)
     exact = F.scaled_dot_product_attention(*wide, attn_mask=seen, is_causal=seen is None)
     ours = torch.autograd.grad(mixed, held, grad)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.best_cut import best_cut
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.decoder.cutting import best_cut, cuts
 from models.estimate.flops import stage_costs
 from models.presets import preset
 from parallel.activation_checkpoint import KEEP, Recompute

@@ -15,8 +15,9 @@ from megaprec.optim.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
-from models.engine import Engine
+from models.decoder.cutting import cuts
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from models.estimate.state import Sharding, StateBytes, state_bytes
 from models.estimate.storage import LiveMemory
 from parallel.pipeline.builders import schedule

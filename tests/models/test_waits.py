@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.fp8 import matmul
 from megaprec.precision.plan import LossScaling
-from models import moe
-from models.engine import Share
-from models.passes import Passes
+from models.engine.passes import Passes, Share
+from models.feed_forward import moe
 from parallel.activation_checkpoint import KEEP, Recompute
 from tests import pretend
 from tests.layouts import SAMPLES, Run, batches, make_engine, share_of

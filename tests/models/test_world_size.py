@@ -20,8 +20,8 @@ from megaprec.comm.axis import Axis
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from parallel.mesh import make_mesh
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.p2p import CPU, P2P

@@ -15,7 +15,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.gemm import add_product_, product
 from megaprec.precision.plan import LossScaling, plan
-from models.blocks import Attention
+from models.attention.attention import Attention
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.precision.plan import LossScaling, plan
-from models.cutting import EngineOptions
-from models.engine import Engine
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.schedules import complete
 from tests.layouts import LENGTH, Run, batches, make_engine, share_of, train

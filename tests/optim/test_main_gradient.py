@@ -15,7 +15,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import add_product_
 from megaprec.precision.plan import LossScaling, plan
-from models.engine import Engine
+from models.engine.engine import Engine
 from parallel.linear import Widen
 from tests.layouts import Recording, Run, batches, make_engine, share_of
 

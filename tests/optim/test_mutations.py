@@ -26,7 +26,7 @@ from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import PrecisionPlan
-from models.passes import Passes
+from models.engine.passes import Passes
 from parallel.layers import RowParallelLinear
 from tests.checkpoint.test_checkpoint import resume_and_compare
 from tests.layouts import Run, train

@@ -23,9 +23,10 @@ from megaprec.optim.step_report import StepReport
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, plan
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.post_validation import PostValidation
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
+from models.engine.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction

@@ -17,7 +17,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import build, cuts
+from models.decoder.cutting import build, cuts
 from parallel.context import Context
 from tests.given import declare
 from tests.layouts import Run, train_all

@@ -15,7 +15,7 @@ from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import build, cuts
+from models.decoder.cutting import build, cuts
 from parallel.context import Context
 from tests.layouts import Result, Run, train_all
 from tests.models.test_parity import MODELS

@@ -15,9 +15,9 @@ import torch
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
+from models.decoder.stages import Cut
+from models.engine.options import EngineOptions
 from models.estimate.memory import kept_bytes
-from models.stages import Cut
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from tests.project.test_readme import ROOT
 

@@ -15,11 +15,11 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, set_fp32_attr_to_module
 from megaprec.precision.plan import PrecisionPlan, plan
+from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine
-from models.packing import UNPACKED, Packing
-from models.stages import Cut, Stage
+from models.decoder.stages import Cut, Stage
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32

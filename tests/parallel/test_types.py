@@ -29,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models import clamped_gate, expert_bias, mlp, moe, rotate, routing, sink_attention
+from models.attention import rope, sink_attention
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from models.feed_forward import expert_bias, mlp, moe, router
 from parallel import collectives, dropout, layers, linear, loss, norms, sharded_norm
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -140,14 +141,14 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         ),
         mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
-        clamped_gate.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        mlp.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         expert_bias._AddBiases: lambda out, *, y, biases: stamp(out, tp, met(tp, y, *biases)),
         sink_attention._AttendWithSinks: attend,
         dropout._Dropout: lambda out, *, x: stamp(out, tp, kind(x, tp)),
-        rotate.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        rope.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         loss.CrossEntropy: cross_entropy,
-        routing.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
-        routing.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        router.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
+        router.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         moe.TakeRows: lambda out, *, x: stamp(out, tp, kind(x, tp)),
     }
 

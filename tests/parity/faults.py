@@ -23,9 +23,9 @@ from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.update_tile import Tile
-from models.blocks import DecoderLayer
-from models.passes import Passes
-from models.stages import Stage
+from models.decoder.layer import DecoderLayer
+from models.decoder.stages import Stage
+from models.engine.passes import Passes
 from parallel import collectives, dropout, layers, linear
 from parallel.pipeline.instructions import Message, MessageType
 from parallel.pipeline.p2p import P2P

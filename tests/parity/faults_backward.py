@@ -12,8 +12,8 @@ from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from megaprec.optim.update_tile import Tile as Run
-from models import routing
-from models.passes import Passes
+from models.engine.passes import Passes
+from models.feed_forward import router
 from parallel import collectives, layers, loss, norms
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import MessageType
@@ -153,7 +153,7 @@ FAULTS = {
         "backward",
         MLP,
         change(
-            routing.WithLoss,
+            router.WithLoss,
             "forward",
             lambda inner: lambda ctx, x, value, weight: inner(ctx, x, value, weight * 2),
         ),

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from models import attention_kernels, moe, routing, stages
-from models.blocks import Attention, DecoderLayer
-from models.passes import Passes
-from models.stages import Stage
+from models.attention import kernels
+from models.attention.attention import Attention
+from models.decoder import stages
+from models.decoder.layer import DecoderLayer
+from models.decoder.stages import Stage
+from models.engine.passes import Passes
+from models.feed_forward import moe, router
 from parallel import collectives, layers, linear, loss, norms
 from parallel.pipeline.instructions import MessageType
 from tests.parity.faults import (
@@ -198,7 +201,7 @@ FAULTS = {
         "forward",
         r"layers\.0\.attention\.output",
         change(
-            attention_kernels,
+            kernels,
             "attention_dropout",
             lambda inner: (
                 lambda w, p, context, *rest: inner(
@@ -278,7 +281,7 @@ FAULTS = {
         "forward",
         r"layers\.0\.mlp",
         change(
-            routing.Router,
+            router.Router,
             "forward",
             only(
                 1,

@@ -13,8 +13,8 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.fp8.state import FP8State
+from models.decoder.stages import Stage
 from models.estimate.storage import SimulatedAxis, without_storage
-from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tools.config.layouts import layout_problems

@@ -15,8 +15,8 @@ from megaprec.precision import gemm
 from megaprec.precision.plan import PrecisionPlan, plan
 from megaprec.precision.tf32 import round_tf32
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

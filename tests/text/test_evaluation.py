@@ -20,9 +20,9 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.relay import Relay
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
+from models.engine.relay import Relay
 from parallel.context import Context
 from tests import oracle
 from tests.families import CASES, config_of

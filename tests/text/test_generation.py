@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from models.kv_cache import CachedStage
+from models.decoder.kv_cache import CachedStage
 from tools.text.generation import Generation
 from tools.text.load import LoadedModel
 from tools.text.sampling import Sampling

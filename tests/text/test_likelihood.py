@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine
-from models.relay import Relay
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.relay import Relay
 from parallel.pipeline.builders import schedule
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, train, write_run

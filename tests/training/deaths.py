@@ -25,7 +25,7 @@ from tools.training.skipped_steps import TrainingDiverged
 
 PLACES = {
     "boot": ("tools.commands.train", "load_run"),
-    "model": ("models.engine", "Engine.__init__"),
+    "model": ("models.engine.engine", "Engine.__init__"),
     "forward": ("parallel.pipeline.executor", "Executor._forward"),
     "backward": ("parallel.pipeline.executor", "Executor._backward"),
     "step": ("megaprec.optim.optimizer", "ParallelAMPOptimizer.step"),

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.errors import UserError
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
-from models.packing import Packing
+from models.attention.packing import Packing
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.leaves import PLAIN, Call, Leaves
 from tests.optim.test_native import needs_compiler
 from tests.ranks import run_ranks

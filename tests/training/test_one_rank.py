@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
-from models.passes import OutsideVocabulary
+from models.engine.passes import OutsideVocabulary
 from tests.runs import checkpoint, write_run
 from tests.training.test_hangs import ROOT, planted
 from tools import cli

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
-from models.mlp import MLP
+from models.feed_forward.mlp import MLP
 from tests.flips import flip_, flipped
 from tests.project.test_glossary import explained
 from tests.ranks import run_ranks

@@ -24,8 +24,9 @@ from megaprec.fp8.matmul import describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import schedule
 from tools.commands.fp8_timing import Shape, linear_times, synchronize

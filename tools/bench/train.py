@@ -29,8 +29,9 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import DTYPES
-from models.engine import Engine, Share, build_stages
-from models.sentinel import Sentinel
+from models.engine.engine import Engine, build_stages
+from models.engine.passes import Share
+from models.engine.sentinel import Sentinel
 from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import KINDS

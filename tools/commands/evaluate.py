@@ -26,8 +26,8 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import read_record
 from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
-from models.relay import Relay
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.relay import Relay
 from parallel.described_world import joined_world
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import tokens_progress

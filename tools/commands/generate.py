@@ -15,7 +15,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
-from models.kv_cache import CachedStage
+from models.decoder.kv_cache import CachedStage
 from tools.text.generation import Generation, escape_control_characters
 from tools.text.load import LoadedModel, load_model
 from tools.text.sampling import Sampling

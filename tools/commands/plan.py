@@ -25,7 +25,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
-from models.own_model import require_builtin
+from models.decoder.own_model import require_builtin
 from tools.config.run_file import RunConfig, load_run
 from tools.console.tables import add_json
 from tools.console.wrapped import say

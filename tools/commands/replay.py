@@ -21,7 +21,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
-from models.replay import trace_modules
+from models.engine.replay import trace_modules
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
 from tools.config.run_file import SAVED, RunConfig, load_run

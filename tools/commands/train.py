@@ -27,7 +27,7 @@ from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
-from models.own_model import require_builtin
+from models.decoder.own_model import require_builtin
 from parallel.described_world import joined_world
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world

@@ -1,14 +1,15 @@
 """Settings of a run file under which sequences cannot be cut over ranks (`parallel.context`).
 
-The rules about the model and its precision are those of the engine (`models.context_limits`).
+The rules about the model and its precision are those of the engine
+(`models.attention.context_limits`).
 """
 
 from collections.abc import Iterator
 from contextlib import suppress
 
 from megaprec.errors import UserError
+from models.attention.context_limits import context_problems
 from models.config import ModelConfig
-from models.context_limits import context_problems
 from tools.config.data_settings import Data
 from tools.config.native_keys import plan_of
 from tools.config.precision_settings import FP8, Precision

@@ -29,9 +29,10 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
-from models.computed import TRAINING
 from models.config import ModelConfig
-from models.cutting import EngineOptions, cuts
+from models.decoder.cutting import cuts
+from models.engine.options import EngineOptions
+from models.equivalence import TRAINING
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute

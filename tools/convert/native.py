@@ -21,8 +21,8 @@ from megaprec.errors import UserError
 from megaprec.optim.muon import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
-from models.own_model import require_builtin
-from models.router import is_correction
+from models.decoder.own_model import require_builtin
+from models.feed_forward.router import is_correction
 from tools.convert.core.rules import Match, logical_shapes
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import JOURNAL, Location, Target, Write

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.router import is_correction
+from models.feed_forward.router import is_correction
 from tools.parity.borders import BACKWARD, FORWARD, BorderValues
 from tools.parity.gather import Record, Tensors
 from tools.parity.noise import Noise, count_zeros, error_scales, relative_error, tensor_error

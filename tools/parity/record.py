@@ -29,7 +29,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import report_fields
-from models.stages import Stage
+from models.decoder.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.borders import BorderRecorder, BorderValues, RunSize
 from tools.parity.progress import Trail

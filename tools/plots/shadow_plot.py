@@ -1,12 +1,12 @@
 """The records, the alarm and the plot of a run's comparisons of FP8 with precision.compute
-(`models.fp8_shadow`)."""
+(`models.engine.fp8_shadow`)."""
 
 import math
 import re
 from pathlib import Path
 from typing import Any
 
-from models.fp8_shadow import Shadow
+from models.engine.fp8_shadow import Shadow
 from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
 from tools.plots.run_plots import BLUE, GREY, ORANGE, RED, plain

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.relay import Relay
+from models.engine.relay import Relay
 from tools.text.windows import Document, Window, windows
 
 POOL = 512  # windows that are sorted by length together, so that little is padded

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
-from models.kv_cache import CachedStage
+from models.decoder.kv_cache import CachedStage
 from tools.text.load import LoadedModel
 from tools.text.sampling import Sampling
 

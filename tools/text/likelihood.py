@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.layout import layout_of
-from models.relay import Relay
-from models.stages import Stage
+from models.decoder.stages import Stage
+from models.engine.relay import Relay
 from tools.text.evaluation import LOGITS, batches, padded
 from tools.text.windows import Window
 

@@ -22,9 +22,9 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import cuts
-from models.own_model import require_builtin
-from models.stages import Stage
+from models.decoder.cutting import cuts
+from models.decoder.own_model import require_builtin
+from models.decoder.stages import Stage
 from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS

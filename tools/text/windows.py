@@ -23,7 +23,7 @@ from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
-from models.stages import Stage
+from models.decoder.stages import Stage
 from tools.text.load import LoadedModel
 
 Ids = NDArray[np.int64]

@@ -13,7 +13,7 @@ from megaprec.optim.muon import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.precision.plan import dtype_name
-from models.kv_cache import CachedStage
+from models.decoder.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig

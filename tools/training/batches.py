@@ -9,8 +9,8 @@ from megaprec.comm.axis import Axis
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
 from megaprec.diagnose.position import Position
-from models.packing import Packing
-from models.passes import Share
+from models.attention.packing import Packing
+from models.engine.passes import Share
 from tools.config.run_file import RunConfig
 from tools.config.settings import Train
 from tools.training.prefetch import Prefetch

@@ -16,7 +16,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
-from models.computed import TRAINING
+from models.equivalence import TRAINING
 from tools.config.checks import lr_schedule
 from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import RunConfig

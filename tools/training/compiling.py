@@ -23,7 +23,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.everyones import gather_entries
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.decoder.cutting import cuts
 from models.estimate.memory import StageMemory
 from parallel.compiled_leaves import compiled, hindrance
 from parallel.leaves import PLAIN, Call, Leaves

@@ -19,7 +19,7 @@ from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
 from megaprec.resources import cores
-from models.router import PLAIN
+from models.router_settings import PLAIN
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml

@@ -20,9 +20,9 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from models.estimate.storage import simulated_experts
-from models.stages import Stage
 from parallel.context import Context
 from tools.config.precision_modules import layer_spans
 from tools.config.run_file import RunConfig

@@ -15,8 +15,8 @@ from megaprec.data.intact import read_record
 from megaprec.data.tokenizer import FILE_DIGEST, has_built, same_tokens
 from megaprec.errors import Problem, UserError
 from megaprec.optim.torch_rule import Torch
-from models.computed import TRAINING
 from models.config import ModelConfig
+from models.equivalence import TRAINING
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml

@@ -17,7 +17,7 @@ from megaprec.checkpoint.atomic import latest, step_of
 from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
-from models.engine import Engine
+from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
 from tools.training.arithmetic import arithmetic
 from tools.training.changed_keys import keys_of

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from models.engine import Engine, Share
-from models.microbatch_trace import TRACED_MICROBATCH
-from models.sentinel import Sentinel, SilentFault
+from models.engine.engine import Engine
+from models.engine.microbatch_trace import TRACED_MICROBATCH
+from models.engine.passes import Share
+from models.engine.sentinel import Sentinel, SilentFault
 from tools.config.run_file import RunConfig
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaprec.diagnose.state_digest import StateDigest, fold_digests
 from megaprec.optim.step_report import StepReport
-from models.engine import Engine
+from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST

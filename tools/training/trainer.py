@@ -31,11 +31,12 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
-from models.engine import Engine, OutsideVocabulary, Share, build_stages
-from models.fp8_shadow import Shadow, run_shadow
-from models.own_model import stage_maker
-from models.post_validation import PostValidation
-from models.sentinel import SilentFault
+from models.decoder.own_model import stage_maker
+from models.engine.engine import Engine, build_stages
+from models.engine.fp8_shadow import Shadow, run_shadow
+from models.engine.passes import OutsideVocabulary, Share
+from models.engine.post_validation import PostValidation
+from models.engine.sentinel import SilentFault
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig

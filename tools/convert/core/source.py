@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.router import is_correction
+from models.feed_forward.router import is_correction
 from tools.convert.core.tensors import PIECE
 
 

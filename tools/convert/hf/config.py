@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.rope import ORIGINAL
+from models.rope_scaling import ORIGINAL
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.experts import by_groups, experts, feed_forwards, qwen_experts
 from tools.convert.hf.keys import Keys, require

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.attention.rope import frequencies
 from models.config import ModelConfig
-from models.rope import RopeScaling, frequencies
+from models.rope_scaling import RopeScaling
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.keys import Keys

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprec.errors import UserError
-from models.rope import ORIGINAL, PARAMETERS
+from models.rope_scaling import ORIGINAL, PARAMETERS
 from tools.convert.hf.keys import Keys, require
 
 REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megaprec.errors import UserError
-from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
-from models.family_defaults import default_attention_scalar, default_embedding_scale
-from models.rope import ORIGINAL, PARAMETERS
-from models.router import PLAIN
+from models.equivalence import TRAINING, as_computed
+from models.model_fields import default_attention_scalar, default_embedding_scale
+from models.rope_scaling import ORIGINAL, PARAMETERS
+from models.router_settings import PLAIN
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import DEFAULTS
 from tools.convert.hf.rope import BY_LAYER

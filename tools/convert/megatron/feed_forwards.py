@@ -2,7 +2,7 @@
 
 Megatron has one feed-forward in a layer, or experts with a router, and perhaps shared ones;
 `moe_layer_freq` says which layers have experts. What its args say of a router is not quite what
-`models.router` says:
+`models.router_settings` says:
 
     pre-softmax   without it, probabilities are of the chosen experts alone, and so sum to one;
                   groups are then compared by logits

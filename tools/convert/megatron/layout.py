@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.errors import UserError
-from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
-from models.router import PLAIN
+from models.equivalence import TRAINING, as_computed
+from models.router_settings import PLAIN
 from tools.convert.core.rules import Cut
 from tools.convert.hf.config import make_model
 from tools.convert.hf.write_config import NAMES

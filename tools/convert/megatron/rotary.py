@@ -13,8 +13,8 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.family_defaults import default_attention_scalar
-from models.rope import ORIGINAL, RopeScaling
+from models.model_fields import default_attention_scalar
+from models.rope_scaling import ORIGINAL, RopeScaling
 from tools.convert.megatron.keys import Args, argument_or
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there

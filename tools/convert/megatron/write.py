@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megaprec.durable import reading
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.router import is_correction
+from models.feed_forward.router import is_correction
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, head_sizes, matches
 from tools.convert.core.source import Source

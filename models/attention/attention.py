@@ -1,0 +1,215 @@
+"""Self-attention of a decoder layer, sharded over tensor-parallel ranks by heads.
+
+Shapes: s sequence, b micro-batch, n heads of this rank, d head_dim. A rank has heads / tp query
+heads; if there are fewer key/value heads than ranks, neighbouring ranks hold the same one.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from megaprec.comm.layout import Part
+from models.attention.flash_windows import Documents
+from models.attention.kernels import KERNELS, KernelInputs, choose_kernel, describe_call
+from models.attention.regions import HeadRule, RegionNorm, split_heads
+from models.attention.rope import RotaryTables, Rotate
+from models.config import ModelConfig
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
+from parallel.norms import RMSNorm
+from parallel.sharded_norm import ShardedRMSNorm
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads, over all earlier tokens or the last
+    `window` ones.
+
+    Query, key and value enter the two attention products in the plan's `attention` dtype,
+    independently of the layers' dtype. Scores and weights are in the sensitive dtype, or rounded to
+    the plan's `scores` dtype.
+    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if the mask differs
+        between samples; or the documents that attention is restricted to. Under context
+        parallelism, which makes masks in parts, it is int64 [b, whole s] instead: the number of
+        each token's document.
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        self.name = name
+        # The usual factor is left to the kernels, which compute it from the width of a head.
+        has_usual_scale = config.attention_scalar == config.head_dim
+        self.scale = None if has_usual_scale else config.attention_scalar**-0.5
+        self._make_projections(layer)
+        self.sinks = None
+        if config.attention_sinks:
+            local_heads = Part.cut(f"{name}.sinks.weight", (config.heads,), 0, context.tp)
+            self.sinks = parameter(context, [local_heads], config.init_std)
+
+    def _make_projections(self, layer: int) -> None:
+        """Make the projections to heads and from them, and the norms of queries and keys."""
+        config = self.config
+        context = self.context
+        name = self.name
+        # Ranks beyond the number of key/value heads hold the same ones as their neighbours.
+        kv_shards = min(context.tp.size, config.kv_heads)
+        width = config.heads * config.head_dim
+        kv_width = config.kv_heads * config.head_dim
+        stack = [
+            Rows(f"{name}.query", width),
+            Rows(f"{name}.key", kv_width, kv_shards),
+            Rows(f"{name}.value", kv_width, kv_shards),
+        ]
+        self.local_widths = [rows.rows // (rows.shards or context.tp.size) for rows in stack]
+        self.qkv = ColumnParallelLinear(
+            context, config.hidden, stack, bias=config.qkv_bias, std=config.initial_std("qkv")
+        )
+        if config.qk_norm:
+            self.query_norm = self._make_qk_norm(stack[0])
+            self.key_norm = self._make_qk_norm(stack[1])
+        # Parameters lie in the optimizer's buffers in the order in which they are made.
+        self.output = RowParallelLinear(
+            context,
+            width,
+            config.hidden,
+            name=f"{name}.output",
+            bias=config.output_bias,
+            std=config.initial_std("output", layer),
+        )
+
+    def _make_qk_norm(self, rows: Rows) -> nn.Module:
+        """Return the norm of queries or keys: over all heads, or over each one."""
+        config = self.config
+        name = f"{rows.name}_norm"
+        eps = config.norm_eps
+        offset = float(config.norm_unit_offset)
+        # All heads lie on several ranks of tp, which sum their squares.
+        if config.qk_norm_over == "all":
+            return ShardedRMSNorm(
+                self.context, rows.rows, name=name, eps=eps, shards=rows.shards, offset=offset
+            )
+        return RMSNorm(self.context, config.head_dim, name=name, eps=eps, own=True, offset=offset)
+
+    def key_value_shape(self) -> tuple[int, int]:
+        """Return the number of this rank's key/value heads, and the width in which the attention
+        core gets each of them."""
+        return self.local_widths[1] // self.config.head_dim, self.config.head_dim
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None = None,
+    ) -> Tensor:
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
+        the same shape.
+
+        rotary: the tables of `rope.py`; None: heads are not rotated.
+        microbatch: the micro-batch; None (evaluation) drops nothing.
+        """
+        return self.context.recompute.run(
+            "attention",
+            partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
+            self._project(x),
+            into=self.output,
+        )
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Return what a layer keeps of x if it recomputes attention: [s, b, features]."""
+        return self.qkv(x)
+
+    def _attend(
+        self,
+        projected: Tensor,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Map what `_project` returns to the output projection's input, [s, b, local features]."""
+        split = self._split_heads_by_region(projected, rotary)
+        query, key, value = split or self._split_heads(projected, rotary)
+        attended = self._core_attention(query, key, value, microbatch, attn_mask)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def _split_heads(
+        self, projected: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
+        config = self.config
+        norms_all_heads = config.qk_norm and config.qk_norm_over == "all"
+        norms_each_head = config.qk_norm and not norms_all_heads
+        query, key, value = projected.split(self.local_widths, -1)
+        if norms_all_heads:
+            query = self.query_norm(query)
+            key = self.key_norm(key)
+        # [s, b, n, d]
+        query, key, value = (x.unflatten(-1, (-1, config.head_dim)) for x in (query, key, value))
+        if norms_each_head:
+            query = self.query_norm(query)
+            key = self.key_norm(key)
+        if rotary is not None:
+            query = Rotate.apply(query, *rotary, self.context.leaves)
+            key = Rotate.apply(key, *rotary, self.context.leaves)
+        dtype = self.context.plan.attention
+        query, key, value = (x.permute(1, 2, 0, 3).to(dtype) for x in (query, key, value))
+        if rotary is not None or config.qk_norm:
+            # Query and key are tensors of their own by now. A value that stays a view would keep
+            # the whole product that it belongs to.
+            value = value.contiguous()
+        return query, key, value
+
+    def _split_heads_by_region(
+        self, projected: Tensor, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return query, key and value as `_split_heads` does, computed as one region.
+
+        None if regions are not wanted, or a norm of heads cannot be part of one.
+        """
+        leaves = self.context.leaves
+        if not leaves.by_region:
+            return None
+        norm_rule = query_weight = key_weight = None
+        if self.config.qk_norm:
+            query_norm = RegionNorm.of(self.query_norm)
+            key_norm = RegionNorm.of(self.key_norm)
+            if query_norm is None or key_norm is None:
+                return None
+            norm_rule = query_norm.rule
+            query_weight = query_norm.weight
+            key_weight = key_norm.weight
+        head_rule = HeadRule(
+            tuple(self.local_widths), self.config.head_dim, self.context.plan.attention, norm_rule
+        )
+        # A region has tensors and one rule as arguments, so the tables come one by one.
+        cosine, sine = rotary or (None, None)
+        return leaves.through(
+            split_heads, projected, cosine, sine, query_weight, key_weight, head_rule
+        )
+
+    def _core_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None = None,
+    ) -> Tensor:
+        """Return attention of query, key, value [b, n, s, d] each, as [b, n, s, d] in the dtype of
+        products.
+
+        Key and value may have fewer heads than query. Collective over cp.
+        """
+        inputs = KernelInputs(
+            self.config,
+            self.context,
+            self.name,
+            self.scale,
+            self.sinks,
+            microbatch,
+            attn_mask,
+        )
+        kernel = choose_kernel(describe_call(query, key, value, inputs))
+        return KERNELS[kernel](query, key, value, inputs).to(self.context.plan.compute)

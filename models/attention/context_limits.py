@@ -1,0 +1,80 @@
+"""The runs whose sequences cannot be cut over ranks (`parallel.context`), and why."""
+
+from collections.abc import Iterator
+
+from megaprec.errors import Problem, UserError
+from megaprec.precision.plan import PrecisionPlan, dtype_name
+from models.config import ModelConfig
+from parallel.sequence_cut import unit
+
+KEY = "parallel.context"
+
+
+def context_problems(
+    model: ModelConfig,
+    plan: PrecisionPlan,
+    context: int,
+    length: int,
+    tensor: int = 1,
+    canonical: bool = False,
+) -> Iterator[Problem]:
+    """Yield a line for each reason why sequences of `length` tokens cannot be cut over `context`
+    ranks.
+
+    tensor: the ranks over which sequence parallelism cuts them again.
+    canonical: sums must have the same bits in every layout.
+    """
+    # Nothing is cut.
+    if context == 1:
+        return
+    here = f"{KEY} = {context}"
+    multiple = unit(context, tensor)
+    if length % multiple:
+        below = length // multiple * multiple
+        above = below + multiple
+        if tensor == 1:
+            rule = f"2 x {KEY}"
+        else:
+            rule = f"{KEY} x the least common multiple of 2 and parallel.tensor"
+        yield Problem.of(
+            "model.context_length",
+            length=length,
+            multiple=multiple,
+            rule=rule,
+            here=here,
+            nearest=f"{below} or {above}" if below else above,
+        )
+    # The attention of a user's layers sees this rank's keys only.
+    if model.factory:
+        yield Problem.of("model.context_factory", factory=model.factory, here=here)
+    # The softmax is merged from parts, whose sums must not be rounded.
+    if plan.scores != plan.sensitive:
+        yield Problem.of(
+            "model.context_scores",
+            scores=dtype_name(plan.scores),
+            here=here,
+            sensitive=dtype_name(plan.sensitive),
+        )
+    if canonical:
+        yield Problem.of("model.context_canonical", here=here)
+
+
+def require_divisible_context(
+    model: ModelConfig,
+    plan: PrecisionPlan,
+    context: int,
+    length: int,
+    tensor: int = 1,
+    canonical: bool = False,
+) -> None:
+    """Raise UserError, with a line for each reason, if sequences cannot be cut; as in
+    `context_problems`."""
+    if problems := [*context_problems(model, plan, context, length, tensor, canonical)]:
+        raise UserError(*problems)
+
+
+def require_uncut_sequences(context: int, what: str) -> None:
+    """Raise UserError if sequences are cut over `context` ranks. what: the task that needs full
+    ones."""
+    if context > 1:
+        raise UserError.of("model.cut_sequences", key=KEY, context=context, what=what)

@@ -1,0 +1,117 @@
+"""torch's fused attention for a CPU, in FP32 where bf16 products are slow.
+
+On a CPU without instructions for bf16 the fused kernel takes five times as long in bf16 as in FP32.
+There query, key and value are cast for the time of a pass, and only their bf16 forms are kept for
+the backward pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaprec.precision.gemm import slow_bf16
+from models.attention.packing import bias_of_mask
+
+# torch has no public function that returns the logs of sums, or takes them.
+_ATEN = torch.ops.aten
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return attention of query, key and value [b, n, s, d], in their dtype.
+
+    attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to
+        itself and all earlier ones.
+    scale: None: 1 / sqrt(d).
+    """
+    return _AttendInFP32.apply(query, key, value, attn_mask, scale)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention [b, n, s, d], in FP32 or in the dtype of the query, and its logs of sums [b,
+    n, s].
+
+    bias: [s, t] or [b, 1, s, t], which is added to the scores; None: causal attention.
+    """
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        _widen(query),
+        _widen(key),
+        _widen(value),
+        0.0,
+        bias is None,
+        attn_mask=_widen_bias(bias),
+        scale=scale,
+    )
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    output: Tensor,
+    log_sums: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, in the dtype of `grad`.
+
+    inputs: query, key and value.
+    output, log_sums: of the attention, as `forward` returns them.
+    """
+    query, key, value = inputs
+    grad_query, grad_key, grad_value = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        _widen(grad),
+        _widen(query),
+        _widen(key),
+        _widen(value),
+        _widen(output),
+        log_sums,
+        0.0,
+        bias is None,
+        attn_mask=_widen_bias(bias),
+        scale=scale,
+    )
+    return grad_query.to(grad.dtype), grad_key.to(grad.dtype), grad_value.to(grad.dtype)
+
+
+def _widen(x: Tensor) -> Tensor:
+    # A CPU with instructions for bf16 needs no cast.
+    return x.float() if slow_bf16(x) else x
+
+
+def _widen_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else _widen(bias)
+
+
+class _AttendInFP32(torch.autograd.Function):
+    """Attention in FP32, of which only the bf16 tensors are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
+        output, log_sums = forward(query, key, value, bias, scale)
+        # The backward pass reads the rounded output, for the wide one would be saved besides.
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attn_mask, output, log_sums)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, attn_mask, output, log_sums = ctx.saved_tensors
+        # The mask is saved and not the bias, which takes four times its memory.
+        bias = None if attn_mask is None else bias_of_mask(attn_mask, torch.float32)
+        grads = backward(grad, (query, key, value), bias, output, log_sums, ctx.scale)
+        return *grads, None, None

@@ -1,0 +1,125 @@
+"""The regions of a decoder layer: all that lies between two of its products.
+
+`train.compile = "block"` compiles each region as a whole. Between attention's first product and the
+attention itself: cut into heads, norms of queries and keys, rotation and the layout of attention.
+Between the products of attention and those of the feed-forward: the residual sum and the norm. The
+gate of the feed-forward lies alone between two products, and is a leaf.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.attention.rope import Rotate
+from parallel.linear import Widen
+from parallel.norms import LayerNorm, Normalize, RMSNorm, layer_norm
+
+
+@dataclass(frozen=True)
+class NormRule:
+    """The settings of a norm: LayerNorm if it has a bias, otherwise RMSNorm.
+
+    eps: added to the variance.
+    sensitive: the dtype in which it computes.
+    compute: the dtype of its result.
+    offset: added to the weight.
+    """
+
+    eps: float
+    sensitive: torch.dtype
+    compute: torch.dtype
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x normalized over its last dimension."""
+        if bias is None:
+            return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
+        return layer_norm(x, weight, bias, self.eps, self.compute)
+
+
+class RegionNorm(NamedTuple):
+    """A norm as a region computes it: its settings, weight and bias.
+
+    weight, bias: in the sensitive dtype, so that their gradients are not rounded; bias is None for
+        an RMSNorm.
+    """
+
+    rule: NormRule
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(norm: nn.Module | None) -> "RegionNorm | None":
+        """Return a module's norm; None if a region cannot contain it.
+
+        It cannot if there is none, it is of another kind, or a hook waits for its result.
+        """
+        if not isinstance(norm, RMSNorm | LayerNorm):
+            return None
+        # A region does not call the module, so no hook would run.
+        if norm._forward_hooks or norm._forward_pre_hooks:
+            return None
+        plan = norm.context.plan
+        weight = Widen.apply(norm.weight, plan.sensitive)
+        if isinstance(norm, RMSNorm):
+            rule = NormRule(norm.eps, plan.sensitive, plan.compute, norm.offset)
+            return RegionNorm(rule, weight, None)
+        rule = NormRule(norm.eps, plan.sensitive, plan.compute)
+        return RegionNorm(rule, weight, Widen.apply(norm.bias, plan.sensitive))
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """The settings of `split_heads`.
+
+    local_widths: this rank's features of queries, keys and values.
+    dtype: that of attention.
+    norm: of queries and keys; None: they have none.
+    """
+
+    local_widths: tuple[int, ...]
+    head_dim: int
+    dtype: torch.dtype
+    norm: NormRule | None = None
+
+
+def add_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+) -> tuple[Tensor, Tensor]:
+    """Return x + branch in the dtype of x, and its norm."""
+    total = (x + branch).to(x.dtype)
+    return total, rule(total, weight, bias)
+
+
+def split_heads(
+    projected: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    rule: HeadRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value [b, n, s, d], normalized and rotated.
+
+    projected: [s, b, local features], the output of attention's first product.
+    cosine, sine: as `Rotate` takes them; None: without rotation.
+    query_weight, key_weight: of the norms; None: without.
+    """
+    # [s, b, n, d]
+    query, key, value = (
+        features.unflatten(-1, (-1, rule.head_dim))
+        for features in projected.split(rule.local_widths, -1)
+    )
+    if rule.norm is not None and query_weight is not None and key_weight is not None:
+        query = rule.norm(query, query_weight)
+        key = rule.norm(key, key_weight)
+    if cosine is not None:
+        query = Rotate.apply(query, cosine, sine)
+        key = Rotate.apply(key, cosine, sine)
+    # In the layout of attention: a compiled region writes it at once.
+    query, key, value = (
+        heads.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for heads in (query, key, value)
+    )
+    return query, key, value

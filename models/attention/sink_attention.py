@@ -1,0 +1,209 @@
+"""Attention whose softmax has one more logit in its denominator: the sink, a number that each head
+learns.
+
+    weight[i, j] = exp(score[i, j]) / (exp(sink) + sum over k of exp(score[i, k]))
+
+Weights of a token sum to less than one, so a head may attend to nothing (Xiao et al., 2023;
+gpt-oss). The fused kernels know no sinks, but they return the log of the sum of exponentials of
+each token, l. The attention with a sink is theirs times exp(l - m), where m = log(exp(l) +
+exp(sink)). Their backward pass recomputes the weights from l: given m and the new output in place
+of l and the old one, it computes the gradients of query, key and value of the attention with a
+sink. The gradient of the sink is minus the sum over tokens of exp(sink - m) * (gradient of the
+output) . (output).
+
+So a sink costs two passes over the output, and no matrix of scores is kept. In half precision the
+output is rounded once more than without a sink.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models.attention import cpu_fused
+from models.attention.packing import bias_of_mask
+
+# Elements: kernels want the rows of a bias to begin at multiples of it.
+_BIAS_ALIGNMENT = 16
+# Features of a head: flash attention takes no more.
+_FLASH_WIDEST = 256
+_ATEN = torch.ops.aten
+
+
+def fuses(query: Tensor) -> bool:
+    """Return True if `attend` has a kernel for such a query [b, n, s, d].
+
+    A GPU's want d in eights, and no float64. Flash attention, in half precision, wants a GPU of
+    compute capability 8.
+    """
+    if query.device.type == "cpu":
+        return True
+    width = query.shape[-1]
+    if width % 8 or query.dtype.itemsize > 4:
+        return False
+    # Without flash attention, in FP32, every GPU has a kernel.
+    if query.dtype.itemsize != 2:
+        return True
+    if width > _FLASH_WIDEST:
+        return False
+    # Meta tensors stand for a GPU's.
+    if query.device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention with sinks [n]: [b, n, s, d] like `query`, in its dtype.
+
+    key, value: [b, n, t, d], or fewer heads where `takes_groups` of `models.attention.kernels` is
+        True.
+    attn_mask: bool [s, t] or [b, 1, s, t], True where a token (row) attends to another; None: to
+        itself and all earlier ones.
+    scale: None: 1 / sqrt(d).
+    """
+    bias = None if attn_mask is None else _make_bias(attn_mask, query)
+    return _AttendWithSinks.apply(query, key, value, sinks, bias, scale)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [b, n, s, t] over t, with the sinks [n] in the denominator if
+    there are any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+
+
+class _FusedAttention(NamedTuple):
+    """The result of a fused kernel that knows no sinks."""
+
+    output: Tensor
+    log_sums: Tensor  # [b, n, >= s], of the exponentials of each token's scores
+    backward_inputs: tuple[Any, ...]  # what else the kernel's backward pass needs
+
+
+class _AttendWithSinks(torch.autograd.Function):
+    """A fused attention, corrected for sinks; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        bias: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        fused = _fused_forward(query, key, value, bias, scale)
+        length = query.shape[2]
+        log_sums = fused.log_sums[..., :length]  # a kernel may return more rows than tokens
+        log_sums_with_sinks = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
+        factors = (log_sums - log_sums_with_sinks).exp().unsqueeze(-1)
+        output = (fused.output * factors).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, bias, output, log_sums_with_sinks)
+        ctx.backward_inputs = fused.backward_inputs
+        ctx.scale = scale
+        ctx.padding = fused.log_sums.shape[-1] - length
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, bias, output, log_sums = ctx.saved_tensors
+        grad_dot_output = (grad.to(log_sums.dtype) * output).sum(-1)
+        sink_weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()
+        grad_sinks = -(sink_weights * grad_dot_output).sum((0, 2)).to(sinks.dtype)
+        # The kernel reads its added rows too. Infinity, which it makes there itself, gives them no
+        # weight.
+        if ctx.padding:
+            log_sums = F.pad(log_sums, (0, ctx.padding), value=torch.inf)
+        grads = _fused_backward(
+            grad, query, key, value, bias, output, log_sums, ctx.backward_inputs, ctx.scale
+        )
+        return *grads, grad_sinks, None, None
+
+
+def _make_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """Return what a kernel adds to the scores: 0 where the mask is True, else -inf."""
+    bias = bias_of_mask(attn_mask, query.dtype)
+    if query.device.type == "cpu":
+        return bias
+    keys = bias.shape[-1]
+    # Padded and cut again: a view whose rows begin where the kernel wants them.
+    aligned = F.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+    return aligned.expand(*query.shape[:3], keys)
+
+
+def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
+    """Return True if a GPU takes flash attention: half precision without a mask; else its other
+    fused kernel."""
+    return bias is None and query.dtype.itemsize == 2
+
+
+def _fused_forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
+) -> _FusedAttention:
+    """Return the attention without sinks."""
+    causal = bias is None
+    if query.device.type == "cpu":
+        output, log_sums = cpu_fused.forward(query, key, value, bias, scale)
+        return _FusedAttention(output, log_sums, ())
+    if _takes_flash(query, bias):
+        results = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        # The last result is a mask of dropout, which torch returns for debugging.
+        return _FusedAttention(results[0], results[1], tuple(results[2:8]))
+    output, log_sums, *others = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )
+    return _FusedAttention(output, log_sums, tuple(others))
+
+
+def _fused_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    log_sums: Tensor,
+    backward_inputs: tuple[Any, ...],
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of an attention with this output and these logs
+    of sums."""
+    causal = bias is None
+    attended = (query, key, value)
+    if query.device.type == "cpu":
+        return cpu_fused.backward(grad, attended, bias, output, log_sums, scale)
+    if _takes_flash(query, bias):
+        # The kernel takes dropout and `causal` between these inputs.
+        *lengths, seed, offset = backward_inputs
+        return _ATEN._scaled_dot_product_flash_attention_backward(
+            grad, *attended, output, log_sums, *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+    wanted_gradients = (True, True, True, False)  # none of the bias
+    grads = _ATEN._scaled_dot_product_efficient_attention_backward(
+        grad,
+        *attended,
+        bias,
+        output,
+        log_sums,
+        *backward_inputs,
+        0.0,
+        wanted_gradients,
+        causal,
+        scale=scale,
+    )
+    return grads[:3]

@@ -1,0 +1,149 @@
+"""A decoder layer: attention, followed by a feed-forward or experts.
+
+Activations are [s, b, h]: s sequence, b micro-batch, h hidden. Under sequence parallelism they are
+[s / tp, b, h] between layers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+from models.attention.attention import Attention
+from models.attention.flash_windows import Documents
+from models.attention.regions import RegionNorm, add_norm
+from models.attention.rope import RotaryTables
+from models.config import ModelConfig
+from models.feed_forward.mlp import MLP
+from models.feed_forward.moe import MixtureOfExperts
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo, dropout
+from parallel.norms import LayerNorm, RMSNorm
+
+
+def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
+    """Return the norm of the model's family, over the hidden features."""
+    if config.norm == "layer":
+        return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps)
+    offset = float(config.norm_unit_offset)
+    return RMSNorm(context, config.hidden, name=name, eps=config.norm_eps, offset=offset)
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of
+    the same x.
+
+    `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional.
+    The residual stream x, input and output, has its own dtype; the branches compute in the dtype of
+    products.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+        attention: type[Attention] = Attention,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        self.name = name
+        before = config.norm_at != "after"
+        after = config.norm_at != "before"
+        # Parameters lie in the optimizer's buffers in the order in which modules are made.
+        self.attention_norm = self._make_norm("attention_norm", before)
+        self.attention = attention(config, context, f"{name}.attention", layer)
+        self.attention_post_norm = self._make_norm("attention_post_norm", after)
+        self.mlp_norm = self._make_norm("mlp_norm", before)
+        feed_forward = MixtureOfExperts if config.experts else MLP
+        self.mlp = feed_forward(config, context, f"{name}.mlp", layer)
+        self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
+
+    def _make_norm(self, part: str, wanted: bool) -> nn.Module | None:
+        return make_norm(self.config, self.context, f"{self.name}.{part}") if wanted else None
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None = None,
+    ) -> Tensor:
+        """Map the residual stream x to the one after this layer.
+
+        x: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+        The other parameters are those of `Attention`.
+        """
+        drops_stream = self.config.dropout_at == "stream"
+        if drops_stream:
+            x = self._drop(x, "input", microbatch)
+        attend = partial(self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
+        mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
+        mixed = self._drop(mixed, "attention", microbatch)
+        sum_and_branch = self._feed_by_region(x, mixed, microbatch)
+        attended, fed = sum_and_branch or self._add_and_feed(x, mixed, microbatch)
+        if not drops_stream:
+            fed = self._drop(fed, "mlp", microbatch)
+        # The stream keeps its dtype, which may be wider than that of branches.
+        return (attended + fed).to(x.dtype)
+
+    def _add_and_feed(
+        self, x: Tensor, mixed: Tensor, microbatch: MicrobatchInfo | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + mixed, and the feed-forward's branch."""
+        attended = (x + mixed).to(x.dtype)
+        branch_input = x if self.config.parallel_residual else attended
+        feed = partial(self._feed, microbatch=microbatch)
+        fed = self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
+        return attended, fed
+
+    def _feed_by_region(
+        self, x: Tensor, mixed: Tensor, microbatch: MicrobatchInfo | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what `_add_and_feed` does, with sum and norm as one region.
+
+        None if regions are not wanted, or the norm cannot be part of one.
+        """
+        leaves = self.context.leaves
+        norm_is_recomputed = "norm" in self.context.recompute.modules
+        # Parallel branches norm x and not the sum, and a recomputed norm is a unit of its own.
+        if not leaves.by_region or self.config.parallel_residual or norm_is_recomputed:
+            return None
+        norm = RegionNorm.of(self.mlp_norm)
+        if norm is None:
+            return None
+        attended, normalized = leaves.through(add_norm, x, mixed, norm.weight, norm.bias, norm.rule)
+        fed = self._feed(normalized, microbatch)
+        if self.mlp_post_norm is not None:
+            fed = self.mlp_post_norm(fed)
+        return attended, fed
+
+    def _branch(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        compute: Callable[[Tensor], Tensor],
+        post_norm: nn.Module | None,
+    ) -> Tensor:
+        """Return compute(norm(x)), normalized by `post_norm` if there is one."""
+        if norm is None:
+            # A norm would round to the dtype of products; without one it is done here.
+            output = compute(x.to(self.context.plan.compute))
+        else:
+            output = self.context.recompute.run("norm", norm, x, into=compute)
+        return output if post_norm is None else post_norm(output)
+
+    def _feed(self, normalized: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+        # Only a router needs to know the micro-batch: its losses are weighted by it.
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(normalized, microbatch)
+        return self.mlp(normalized)
+
+    def _drop(self, x: Tensor, branch: str, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Return x with dropout, if the model has any. branch: its name in the layer."""
+        rate = self.config.dropout
+        if rate == 0:
+            return x
+        return dropout(x, rate, self.context, f"{self.name}.{branch}", microbatch)

@@ -1,0 +1,439 @@
+"""A decoder cut into pipeline stages.
+
+A stage is a run of consecutive layers; the first stage also has the embedding, the last one the
+final norm, the head and the modules of multi-token prediction (`models.decoder.mtp`), which read
+the embedding too. `models.decoder.cutting` chooses the cut.
+
+Logical names, the same for every layout:
+
+    embedding.weight [vocab, hidden]
+    positions.weight [max_positions, hidden] (learned positions)
+    layers.N.attention_norm.weight|bias
+    layers.N.attention.query|key|value|output.weight|bias
+    layers.N.attention.query_norm|key_norm.weight [head_dim] or [all heads]
+    layers.N.attention.sinks.weight [heads]
+    layers.N.attention_post_norm.weight
+    layers.N.mlp_norm.weight|bias
+    layers.N.mlp.gate|up|down.weight|bias, or with experts
+        layers.N.mlp.router.weight|bias [experts, hidden] or [experts]
+        layers.N.mlp.router.correction [experts]
+        layers.N.mlp.experts.E.gate|up|down.weight|bias
+        layers.N.mlp.shared.gate|up|down.weight
+        layers.N.mlp.shared_gate.weight [1, hidden]
+    layers.N.mlp_post_norm.weight
+    final_norm.weight|bias
+    head.weight [vocab, hidden] (a tied head is embedding.weight)
+    mtp.N.embedding_norm|hidden_norm|final_norm.weight|bias
+    mtp.N.projection.weight [hidden, 2 * hidden]
+    mtp.N.attention_norm and so on as of layers
+
+Multi-head latent attention has in layers.N.attention, instead of query, key and value:
+
+    query_down.weight|bias [query_rank, hidden]
+    query_down_norm.weight [query_rank]
+    query_up.weight [heads * (rope_dim + nope_dim), query_rank]
+    key_value_down.weight|bias [kv_rank, hidden]
+    key_value_down_norm.weight [kv_rank]
+    key_up.weight [heads * nope_dim, kv_rank]
+    key_rope.weight|bias [rope_dim, hidden]
+    value_up.weight [heads * value_dim, kv_rank]
+
+A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its
+three of queries.
+
+Weights are [output features, input features]. Rows of query and key are in the order of
+`models.attention.rope`'s rotation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.layout import Part, layout_of
+from megaprec.precision.rounding import nearest
+from models.attention.attention import Attention
+from models.attention.flash_windows import Documents
+from models.attention.kernels import softcap
+from models.attention.latent_attention import LatentAttention
+from models.attention.packing import UNPACKED, Packing, causal_mask
+from models.attention.rope import RotaryTables, rotary_tables
+from models.config import ModelConfig
+from models.decoder.layer import DecoderLayer, make_norm
+from models.decoder.mtp import FutureTokens, PredictionModule
+from models.rope_scaling import RopeScaling
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo, dropout
+from parallel.layers import VocabParallelEmbedding, parameter
+from parallel.linear import Add, InputLayout, Linear
+from parallel.loss import cross_entropy
+from parallel.recomputation import recomputed
+from parallel.sequence_cut import positions_between, take
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The layers of one stage.
+
+    stage: its number.
+    layers: the numbers of its layers.
+    first, last: it is the model's first stage, with the embedding, or the last one, with the head.
+    """
+
+    stage: int
+    layers: range
+    first: bool
+    last: bool
+
+
+class Stage(nn.Module):
+    """One pipeline stage: the layers of `cut`, with what only the first or the last stage has.
+
+    tied: the pipeline ranks that both have the embedding (`models.decoder.cutting.MakeStage`).
+
+    `forward` maps int64 ids [s, b] (first stage) or an activation to an activation or, on the last
+    stage, to logits. Activations are [s, b, hidden] in the dtype of the residual stream, or
+    [s / tp, b, hidden] under sequence parallelism; logits are [s, b, local vocabulary]. Under
+    context parallelism s are this rank's tokens (`parallel.sequence_cut`), and so are the positions
+    of a packing, but its documents are those of whole samples.
+    """
+
+    attention: ClassVar[type[Attention]] = Attention
+    latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
+
+    def __init__(
+        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        self.cut = cut
+        if cut.first:
+            self.embedding = self._make_embedding(tied)
+            if config.positions == "learned":
+                self.position_table = self._make_position_table()
+        # By name, as in `layers`: a ModuleDict has no other keys.
+        recomputed_layers = context.recompute.whole(len(cut.layers))
+        self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
+        self.layers = nn.ModuleDict(
+            {str(number): self._make_layer(number) for number in cut.layers}
+        )
+        if cut.last:
+            self.final_norm = make_norm(config, context, "final_norm")
+            # The modules of multi-token prediction read embeddings here too.
+            if config.mtp_layers and not cut.first:
+                self.embedding = self._make_embedding(tied)
+            self.head = self._make_head(tied)
+            self.mtp = nn.ModuleDict(
+                {str(number): self._make_module(number) for number in range(config.mtp_layers)}
+            )
+        self._windows = {str(number): config.of_layer(number).window for number in cut.layers}
+        # By window or not, length, and for consecutive positions or any.
+        self._rotary_tables: dict[tuple[bool, int, bool], RotaryTables] = {}
+
+    def _make_layer(self, number: int) -> DecoderLayer:
+        is_recomputed = str(number) in self.recomputed_layers
+        inner = self.context.recompute.within(whole=is_recomputed)
+        context = replace(self.context, recompute=inner)
+        config = self.config.of_layer(number)
+        return DecoderLayer(config, context, f"layers.{number}", number, self._attention_type())
+
+    def _make_module(self, number: int) -> PredictionModule:
+        # Its layer is recomputed if all layers of the stage are.
+        recompute_layer = len(self.recomputed_layers) == len(self.cut.layers)
+        return PredictionModule(
+            self.config, self.context, number, self._attention_type(), recompute_layer
+        )
+
+    def _attention_type(self) -> type[Attention]:
+        return self.latent_attention if self.config.latent else self.attention
+
+    def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(
+            self.context,
+            self.config.vocab,
+            self.config.hidden,
+            name="embedding",
+            tied=tied,
+            std=self.config.initial_std("embedding"),
+        )
+
+    def _make_position_table(self) -> nn.Parameter:
+        context = self.context
+        shape = (self.config.max_positions, self.config.hidden)
+        table = Part.cut("positions.weight", shape, None, context.tp)
+        # Each tp rank sees its own positions only if the sequence is cut.
+        return parameter(context, [table], self.config.init_std, partial=context.cut_sequence)
+
+    def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
+        """Return the weight of the head, which may be that of this stage's embedding."""
+        config = self.config
+        # The modules' embedding is the head's copy.
+        has_own_embedding = config.mtp_layers and not self.cut.first
+        shares_first_embedding = self.cut.first and not tied
+        if config.tied and (has_own_embedding or shares_first_embedding):
+            return self.embedding.weight
+        shape = (config.vocab, config.hidden)
+        if not config.tied:
+            rows = Part.cut("head.weight", shape, 0, self.context.tp)
+            return parameter(self.context, [rows], config.initial_std("head"))
+        rows = Part.cut("embedding.weight", shape, 0, self.context.tp)
+        # The embedding and the head may be two parameters on one rank.
+        again = len(set(tied)) < len(tied)
+        std = config.initial_std("embedding")
+        return parameter(self.context, [rows], std, tied=tied, again=again)
+
+    def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Return the weights that are read after the layers only, with the first module that runs
+        there."""
+        # Elsewhere there is nothing after the layers.
+        if not self.cut.last:
+            return {}
+        weights = [*self.final_norm.parameters()]
+        if not (self.config.tied and self.cut.first):
+            weights.append(self.head)
+        if self.config.mtp_layers and not self.cut.first:
+            weights.append(self.embedding.weight)
+        return {self.final_norm: weights}
+
+    def forward(
+        self,
+        x: Tensor,
+        microbatch: MicrobatchInfo | None = None,
+        packing: Packing = UNPACKED,
+        future: FutureTokens | None = None,
+    ) -> Tensor:
+        """Compute the stage; shapes as above.
+
+        microbatch: what dropout and router losses need to know of it; None in evaluation.
+        packing: the documents of its samples.
+        future: what modules of multi-token prediction read and predict; last stage only.
+        """
+        # Ids are not cut over tp, activations may be.
+        length = x.shape[0]
+        if self.context.cut_sequence and not self.cut.first:
+            length *= self.context.tp.size
+        if self.cut.first:
+            x = self._embed(x, microbatch, packing.positions)
+        # Tables and masks are made once for all layers of the stage.
+        rotary = self._rotary_by_window(length * self.context.cp.size, x.device, packing.positions)
+        masks = self._make_masks(length, x.device, packing)
+
+        def with_arguments(run: Callable[..., Tensor], layer: str) -> Callable[..., Tensor]:
+            return partial(
+                run,
+                rotary=rotary.get(self._uses_window_rotary(layer)),
+                microbatch=microbatch,
+                attn_mask=masks.get(self._windows[layer]),
+            )
+
+        for number, layer in self.layers.items():
+            run = with_arguments(layer, number)
+            x = recomputed(run, x) if number in self.recomputed_layers else run(x)
+        if not self.cut.last:
+            return x
+        if future is None:
+            return self._hand_out(self._logits(x), microbatch)
+        # The modules attend as the last layer does.
+        predict = with_arguments(self._predict_future, str(self.cut.layers[-1]))
+        hidden = predict(self.final_norm(x), future=future)
+        return self._hand_out(self._logits_of_normalized(hidden), microbatch)
+
+    def _predict_future(
+        self,
+        hidden: Tensor,
+        future: FutureTokens,
+        rotary: RotaryTables | None,
+        microbatch: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Return hidden states of the final norm, whose backward pass also starts those of the
+        modules' losses."""
+        x = hidden
+        parts = []
+        for name, module in self.mtp.items():
+            number = int(name)
+            embedding_name = f"mtp.{number}.embedding"
+            embedded = self._embed(future.tokens[number], microbatch, None, embedding_name)
+            # Each module reads the hidden states of the one before.
+            x = module(embedded, x, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
+            token_losses = self.losses(self._logits_of_normalized(x), future.targets[number])
+            parts.append(future.part_of_loss(number, token_losses))
+        # Other tp ranks have the same losses.
+        return future.attach(hidden, parts, record=self.context.tp.rank == 0)
+
+    def _uses_window_rotary(self, layer: str) -> bool:
+        """Return True if the layer has the rotary positions of layers with the sliding window."""
+        return self.config.window_rope_base > 0 and self._windows[layer] > 0
+
+    def _make_masks(
+        self, length: int, device: torch.device, packing: Packing
+    ) -> Mapping[int, Tensor | Documents]:
+        """Return the attention masks of the layers of this stage, by window; empty if each sample
+        is one document.
+
+        On a GPU these are the documents: attention that needs no mask makes none. Under context
+        parallelism they are the numbers of documents, from which attention makes masks in parts.
+        """
+        if packing.documents is None:
+            return {}
+        windows = {*self._windows.values()}
+        if self.context.cp.size > 1:
+            return dict.fromkeys(windows, packing.documents)
+        # On a GPU a mask of tokens x tokens is made only if a kernel asks for it.
+        if device.type != "cpu":
+            return dict.fromkeys(windows, Documents(packing.documents, sum(packing.counted)))
+        documents = packing.documents
+        return {window: causal_mask(length, window, documents, device) for window in windows}
+
+    def _embed(
+        self,
+        ids: Tensor,
+        microbatch: MicrobatchInfo | None,
+        positions: Tensor | None,
+        name: str = "embedding",
+    ) -> Tensor:
+        """Return the embeddings of ids [s, b], with dropout that `name` identifies.
+
+        positions: of the packing, [b, s].
+        """
+        x = self.embedding(ids)
+        # Rounded to the dtype of the embeddings first, as Gemma does.
+        if self.config.embedding_scale != 1:
+            x = x * nearest(self.config.embedding_scale, x.dtype)
+        if self.config.embedding_grad_scale != 1:
+            x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
+        if self.config.positions == "learned":
+            x = Add.apply(x, self.position_table, self._position_rows(x, positions))
+        rate = self.config.embedding_dropout
+        # Under "stream" the first layer applies dropout to its input
+        if not rate or self.config.dropout_at == "stream":
+            return x
+        return dropout(x, rate, self.context, name, microbatch)
+
+    def _position_rows(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
+        """Return the rows of the position table for activations x.
+
+        positions: of the packing, [b, s].
+        """
+        context = self.context
+        # Of this rank's shard of the sequence.
+        first = context.tp.rank * len(x) if context.cut_sequence else 0
+        local_rows = slice(first, first + len(x))
+        if positions is not None:
+            return positions.t()[local_rows]
+        if context.cp.size == 1:
+            return local_rows
+        return positions_between(context, len(x), x.device).unsqueeze(1).expand(x.shape[:2])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the logits of hidden states before the final norm."""
+        logits = self.context.recompute.run("norm", self.final_norm, x, into=self._head_products)
+        return softcap(logits, self.config.final_softcap)
+
+    def _logits_of_normalized(self, x: Tensor) -> Tensor:
+        """Return the logits of hidden states after the final norm."""
+        return softcap(self._head_products(x), self.config.final_softcap)
+
+    def _head_products(self, x: Tensor) -> Tensor:
+        context = self.context
+        layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
+        name = layout_of(self.head).parts[0].name
+        products = context.products_of_head(name, self.config.head_grad_scale)
+        return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)
+
+    def _hand_out(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+        """Return the logits in the plan's `output` dtype.
+
+        Training does not widen them: that would not change the loss, which is computed in the
+        sensitive dtype in any case.
+        """
+        output = self.context.plan.output
+        widens = torch.promote_types(logits.dtype, output) == output
+        is_training = microbatch is not None
+        return logits if is_training and widens else logits.to(output)
+
+    def _rotary_by_window(
+        self, length: int, device: torch.device, positions: Tensor | None
+    ) -> dict[bool, RotaryTables]:
+        """Return the tables that the layers of this stage need, by `_uses_window_rotary`."""
+        if self.config.positions != "rope":
+            return {}
+        kinds = {self._uses_window_rotary(layer) for layer in self.layers}
+        return {
+            windowed: self._find_rotary_tables(length, device, positions, windowed)
+            for windowed in kinds
+        }
+
+    def _find_rotary_tables(
+        self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
+    ) -> RotaryTables:
+        """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
+        positions [b, s].
+
+        length: of whole sequences. The tables are computed once per length, because under dynamic
+        scaling the angles depend on the length.
+        """
+        key = windowed, length, positions is None
+        if key not in self._rotary_tables:
+            # Tables of one length are kept at a time.
+            others = {
+                other: tables
+                for other, tables in self._rotary_tables.items()
+                if other[0] != windowed
+            }
+            cosine, sine = self._make_rotary_tables(length, windowed)
+            # Given positions are those of this rank's tokens already.
+            if positions is None:
+                cosine = take(cosine, self.context.cp, 0)
+                sine = take(sine, self.context.cp, 0)
+            self._rotary_tables = others | {key: (cosine.to(device), sine.to(device))}
+        cosine, sine = self._rotary_tables[key]
+        if positions is None:
+            return cosine, sine
+        return cosine[positions.t(), 0], sine[positions.t(), 0]
+
+    def _make_rotary_tables(self, length: int, windowed: bool) -> RotaryTables:
+        """Return the cosine and sine of consecutive positions, [length, 1, 1, r / 2] each."""
+        config = self.config
+        scaling = config.rope_scaling
+        base = config.rope_base
+        # Within a window positions are never far apart, so that its angles need no scaling.
+        if windowed:
+            scaling = RopeScaling()
+            base = config.window_rope_base
+        dtype = self.context.plan.buffers
+        return rotary_tables(scaling, base, config.rotary_dims, length, dtype)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like
+        `targets`.
+
+        The backward pass overwrites the logits with their gradient.
+        """
+        context = self.context
+        return cross_entropy(
+            logits,
+            targets,
+            layout_of(self.head).parts[0],
+            context.tp,
+            context.plan.sensitive,
+            consume=True,
+            leaves=context.leaves,
+        )
+
+
+class ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None

@@ -1,0 +1,368 @@
+"""The engine: a model placed on a mesh, ready to train.
+
+It has the rank's stages, their schedule and connections, and the optimizer, and does the whole of a
+training step. It takes batches and does not know their source; the trainer decides when to log, to
+save and to stop.
+
+A skipped step is run a second time to find the micro-batch in which it became non-finite
+(`models.engine.replay`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.virtual import VirtualAxis
+from megaprec.diagnose.position import Position
+from megaprec.errors import UserError
+from megaprec.fp8.state import FP8State
+from megaprec.optim.canonical_consensus import summed_loss
+from megaprec.optim.observer import StepObserver
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
+from megaprec.precision.plan import PrecisionPlan
+from models.attention.context_limits import require_divisible_context
+from models.config import ModelConfig
+from models.decoder.cutting import MakeStage, build, cuts
+from models.decoder.stages import Stage
+from models.decoder.virtual_stage import over_virtual_ranks
+from models.engine.options import EngineOptions
+from models.engine.passes import Passes, Running, Share
+from models.engine.replay import trace_offenders
+from models.feed_forward.dispatch import spread_experts
+from parallel.context import Context
+from parallel.fp32_marks import compute_marked_in_fp32
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.p2p import P2P
+from parallel.pipeline.schedules import Schedule, forward_only
+from parallel.pipeline.simulation import Span, sends_under_way
+from parallel.pipeline.timeline import Recording
+from parallel.pipeline.verify import check
+
+OptimizerType = TypeVar("OptimizerType", bound=ParallelAMPOptimizer)
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The stages that one rank holds of a model, without an optimizer yet. Built by
+    `build_stages`.
+
+    by_number: the stages, by their number in the model.
+    context: what their layers share.
+    virtual: the virtual tensor-parallel ranks; None unless numerics are canonical.
+    """
+
+    config: ModelConfig
+    plan: PrecisionPlan
+    mesh: DeviceMesh | None
+    schedule: Schedule
+    options: EngineOptions
+    by_number: Mapping[int, Stage]
+    context: Context
+    virtual: VirtualAxis | None
+
+    def make_optimizer(
+        self,
+        kind: Callable[..., OptimizerType] = ParallelAMPOptimizer,
+        **settings: Any,
+    ) -> OptimizerType:
+        """Return an optimizer over these stages. Collective over the world.
+
+        kind: ParallelAMPOptimizer, a subclass, or a function with its arguments.
+        settings: keyword arguments of ParallelAMPOptimizer. `average` is always False, because each
+            rank's loss is divided by the tokens of the global batch.
+        """
+        # The executor sums micro-batches, and the optimizer ranks: both of parts of one mean.
+        settings["average"] = False
+        if self.virtual is not None:
+            settings["virtual"] = self.virtual
+            settings["canonical"] = True
+        if self.context.experts is not None:
+            settings["experts"] = self.context.experts
+        return kind(list(self.by_number.values()), self.plan, self.mesh, **settings)
+
+
+def build_stages(
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    mesh: DeviceMesh | None,
+    schedule: Schedule,
+    options: EngineOptions,
+    make_stage: MakeStage = Stage,
+) -> RankStages:
+    """Build the stages that this rank holds by `schedule`. Collective over the world.
+
+    mesh: of AXES; None for one process without torch.distributed.
+    make_stage: builds each stage.
+    Raises UserError for arguments that do not fit together.
+    """
+    if not config.vocab:
+        raise UserError.of("model.vocab_unknown")
+    # A schedule that can deadlock, or leaves something out, is refused before anything is built.
+    check(schedule)
+    check(forward_only(schedule))
+    pp = Axis.of(mesh, "pp")
+    tp = Axis.of(mesh, "tp")
+    cp = Axis.of(mesh, "cp")
+    canonical = options.canonical_shards > 0
+    require_divisible_context(
+        config,
+        plan,
+        cp.size,
+        options.seq_length,
+        tp.size if options.sequence else 1,
+        canonical,
+    )
+    # Collective from here on: all ranks make their groups in this order.
+    fp8 = FP8State.over(mesh, plan.fp8, config.layers)
+    virtual = VirtualAxis(tp, options.canonical_shards) if canonical else None
+    if virtual is not None:
+        make_stage = over_virtual_ranks(make_stage, virtual)
+    experts = spread_experts(
+        config, mesh, options.expert, options.expert_tensor, options.canonical_shards
+    )
+    context = Context(
+        plan,
+        tp,
+        # Virtual ranks always cut the sequence.
+        options.sequence or canonical,
+        options.seed,
+        recompute=options.recompute,
+        fp8=fp8,
+        blank=options.blank,
+        experts=experts,
+        cp=cp,
+        ring=options.ring,
+        leaves=options.leaves,
+    )
+    rank_of_stage = schedule.rank_of_stage
+    stage_cuts = cuts(
+        config,
+        len(rank_of_stage),
+        options.seq_length,
+        options.layers,
+        rank_of_stage,
+        options.recompute,
+    )
+    stages = build(config, context, stage_cuts, rank_of_stage, pp.rank, make_stage, canonical)
+    for stage in stages.values():
+        compute_marked_in_fp32(stage, plan)
+    return RankStages(config, plan, mesh, schedule, options, stages, context, virtual)
+
+
+class Engine:
+    """Trains a model over the mesh of its stages, by their schedule.
+
+    The ranks of cp share samples: each is given the share of its dp rank, and computes its part of
+    each sequence.
+
+    rank_stages: the stages of this rank.
+    optimizer: over these stages, as `RankStages.make_optimizer` makes it.
+    observers: additional observers of the optimizer's steps.
+    position: told of each instruction of the passes.
+
+    watch: an attribute that may be set: called with the executor of each training step before it
+        runs.
+
+    Collective over the world. Raises ValueError for an optimizer that averages over dp.
+    """
+
+    def __init__(
+        self,
+        rank_stages: RankStages,
+        optimizer: ParallelAMPOptimizer,
+        observers: Sequence[StepObserver] = (),
+        position: Position | None = None,
+    ) -> None:
+        mesh = rank_stages.mesh
+        options = rank_stages.options
+        context = rank_stages.context
+        self.trace = options.trace
+        self.leaves = options.leaves
+        self.schedule = rank_stages.schedule
+        self.stages = rank_stages.by_number
+        self.optimizer = optimizer
+        self.device = device_of(mesh)
+        self.pp = Axis.of(mesh, "pp")
+        self.dp = Axis.of(mesh, "dp")
+        self.tp = Axis.of(mesh, "tp")
+        self.cp = Axis.of(mesh, "cp")
+        self.fp8 = context.fp8
+        self.experts = context.experts
+        self.watch: Callable[[Executor], None] | None = None
+        # Parity and the sentinel compare the work of ranks in full; this check is for users' loops.
+        optimizer.checks_loop = False
+        if optimizer.average:
+            raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
+        evaluation = forward_only(self.schedule)
+        activation_shape = (options.seq_length, options.micro_batch, rank_stages.config.hidden)
+        links = self._connect(activation_shape, context, (self.schedule, evaluation))
+        self.passes = Passes(
+            rank_stages.config,
+            self.schedule,
+            self.stages,
+            optimizer,
+            self.fp8,
+            links,
+            context.deferred,
+            options.micro_batch,
+            position or Position(),
+            cp=self.cp,
+        )
+        self.last = self.passes.last  # the number of the model's last stage
+        self._evaluation_program = evaluation.programs[self.pp.rank]
+        optimizer.observers += observers
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        plan: PrecisionPlan,
+        mesh: DeviceMesh | None,
+        schedule: Schedule,
+        options: EngineOptions,
+        *,
+        make_stage: MakeStage = Stage,
+        **settings: Any,
+    ) -> "Engine":
+        """Build the stages of this rank, a ParallelAMPOptimizer over them, and their engine.
+        Collective over the world.
+
+        settings: keyword arguments of `RankStages.make_optimizer`.
+        """
+        rank_stages = build_stages(config, plan, mesh, schedule, options, make_stage)
+        return cls(rank_stages, rank_stages.make_optimizer(**settings))
+
+    def _connect(
+        self,
+        activation_shape: tuple[int, int, int],
+        context: Context,
+        schedules: Sequence[Schedule],
+    ) -> P2P:
+        """Return the links to other stages. Collective over the world.
+
+        activation_shape: [s, b, hidden], before it is cut over ranks.
+        schedules: all whose messages go over these links.
+        """
+        length, *rest = activation_shape
+        sequence_ranks = self.cp.size * (self.tp.size if context.cut_sequence else 1)
+        return P2P.open(
+            self.pp,
+            self.schedule.rank_of_stage,
+            (length // sequence_ranks, *rest),
+            context.plan.pipeline,
+            self.device,
+            sends=max(sends_under_way(schedule) for schedule in schedules),
+            # Activations that are not cut are the same on all ranks of tp.
+            shared=None if context.cut_sequence else self.tp,
+        )
+
+    def step(
+        self, share: Share, lr: float, number: int, recording: Recording | None = None
+    ) -> StepReport:
+        """Run training step `number`; every rank gets the same report. Collective over the whole
+        mesh.
+
+        recording: receives the time span of each instruction.
+        Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
+        for an error.
+        """
+        run = self.accumulate(share, number, recording)
+        return self.update(run, lr)
+
+    def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
+        """Run the first half of `step`: all passes. Returns the argument of the second half."""
+        spans = recording.spans if recording else None
+        run, executor = self.begin_passes(share, number, spans)
+        # The outermost autocast of FP8's state is one pass of its histories, so one for the step.
+        with self.passes.in_fp8():
+            executor.run()
+        self.passes.position.at("gradient reduction")
+        return run
+
+    def begin_passes(
+        self, share: Share, number: int, spans: list[Span] | None
+    ) -> tuple[Running, Executor]:
+        """Prepare the passes of training step `number`, and the executor that is to run them."""
+        run = self.passes.begin(share, number, self.optimizer.scale)
+        executor = self.passes.executor(run, spans=spans)
+        if self.watch is not None:
+            self.watch(executor)
+        return run, executor
+
+    def update(self, run: Running, lr: float) -> StepReport:
+        """Run the second half of `step`: apply or skip it."""
+        try:
+            report = self.optimizer.step(lr, run.loss, run.token_count.total)
+        except NonFiniteStep as error:
+            raise NonFiniteStep(self.explain(error.report, run)) from None
+        return self.explain(report, run)
+
+    def evaluate(self, share: Share) -> float:
+        """Return the mean loss over the tokens of all shares that count, NaN if none does.
+        Collective over the mesh."""
+        loss, _ = self.evaluate_counted(share)
+        return loss
+
+    @torch.no_grad()
+    def evaluate_counted(self, share: Share) -> tuple[float, float]:
+        """Return the mean loss over the tokens of all shares that count, and their number, or the
+        sum of their weights.
+
+        The loss is NaN if none counts. Collective over the whole mesh.
+        """
+        # Weights of the last update may still travel.
+        self.optimizer.wait()
+        run = self.passes.begin(share, None, self.optimizer.scale)
+        with self.passes.in_fp8():
+            self.passes.executor(run, self._evaluation_program).run()
+        loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
+        # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
+        if math.isnan(loss):
+            self.passes.require_ids(run)
+        # NaN on ranks that do not hold the last stage, which alone counts them.
+        local_count = run.token_count.total.nan_to_num(nan=-math.inf)
+        tokens = self.optimizer.world.max_(local_count).item()
+        if tokens <= 0:
+            return math.nan, 0.0
+        return loss, tokens
+
+    def explain(self, report: StepReport, run: Running) -> StepReport:
+        """Return the report of a step with the loss of multi-token prediction; of a skipped step
+        with offenders traced.
+
+        Collective: the step may be run again. Raises OutsideVocabulary, on every rank, if the step
+        had ids outside the vocabulary.
+        """
+        if math.isnan(report.loss):
+            self.passes.require_ids(run)
+        if run.future is not None:
+            losses = self.optimizer.world.sum_(run.future.losses.clone())
+            report = replace(report, mtp_loss=losses.mean().item())
+        # Only a step that was skipped for its numbers has offenders to explain.
+        if report.changed or not report.overflowed:
+            return report
+        offenders = report.offenders
+        if offenders and offenders[0].name == LOSS:
+            # The optimizer does not know which rank computes the loss.
+            last_rank = self.schedule.rank_of_stage[-1]
+            offenders = (replace(offenders[0], stage=last_rank), *offenders[1:])
+        if self.trace and offenders and not self._searches_scale(report):
+            offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)
+        return replace(report, offenders=offenders)
+
+    def _searches_scale(self, report: StepReport) -> bool:
+        """Return True if the loss scale is still falling to its first usable value.
+
+        A skip is then due to the scale, and says nothing about the samples.
+        """
+        scaling = self.optimizer.plan.scaling
+        may_fall = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum
+        if not may_fall or not math.isfinite(report.loss):
+            return False
+        return self.optimizer.numbers()["steps"] == 0

@@ -1,0 +1,210 @@
+"""A comparison of one micro-batch with FP8 and without FP8.
+
+Compared are the loss and each weight gradient; the values that casts lose are counted.
+
+The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient
+is the true gradient: independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2).
+Gradients of dp ranks are not summed before the comparison, so each rank's micro-batch counts. A
+value is saturated if it is beyond the largest number of its format, and underflowed if it is not
+zero and is rounded to zero.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.everyones import gather_entries
+from megaprec.comm.layout import layout_of
+from megaprec.fp8.state import ROLES
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.partial_grads import sum_partial
+from models.engine.passes import Passes, Share, require_steady_scales
+from parallel.pipeline.instructions import Op
+
+Sums = dict[str, list[float]]
+"""Sums over all ranks, by name: three products of a weight's gradients, or four counts of values in
+casts (saturated, of all; underflowed, of all)."""
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """The comparison of one micro-batch on each dp rank.
+
+    loss, wide_loss: the losses with FP8 and without, means over the tokens of the micro-batches
+        that count.
+    cosines: by logical weight; nan if a gradient is zero or not finite.
+    saturated, underflowed: ratios by "<first logical weight of a product>.<role>", with the roles
+        input, weight and gradient.
+    """
+
+    loss: float
+    wide_loss: float
+    cosines: Mapping[str, float]
+    saturated: Mapping[str, float]
+    underflowed: Mapping[str, float]
+
+    @staticmethod
+    def of(loss: float, wide_loss: float, sums: Sums) -> "Shadow":
+        """Return the Shadow of two losses. sums: those of all stages."""
+        cosines = {}
+        saturated = {}
+        underflowed = {}
+        for name, numbers in sums.items():
+            # Three products of a weight's gradients, or four counts of values in casts.
+            if len(numbers) == 3:
+                cosines[name] = _cosine(*numbers)
+                continue
+            num_saturated, num_compared, num_underflowed, num_rounded = numbers
+            # A tensor that was never cast has none of either.
+            saturated[name] = num_saturated / max(1.0, num_compared)
+            underflowed[name] = num_underflowed / max(1.0, num_rounded)
+        return Shadow(loss, wide_loss, cosines, saturated, underflowed)
+
+    @property
+    def gap(self) -> float:
+        """Return (loss - wide_loss) / wide_loss; inf if only the loss with FP8 is not finite."""
+        if not math.isfinite(self.loss) and math.isfinite(self.wide_loss):
+            return math.inf
+        if self.wide_loss:
+            return (self.loss - self.wide_loss) / self.wide_loss
+        return math.nan
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Return the weight with the lowest cosine, and that cosine; ("", nan) if there is none."""
+        finite = {name: cosine for name, cosine in self.cosines.items() if not math.isnan(cosine)}
+        name = min(finite, key=finite.__getitem__, default="")
+        return name, finite.get(name, math.nan)
+
+
+def _cosine(product: float, square: float, other_square: float) -> float:
+    """Return the cosine of two vectors from their scalar products; NaN if one of them is zero or
+    not finite."""
+    squares = square * other_square
+    return product / math.sqrt(squares) if squares > 0 else math.nan
+
+
+def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
+    """Compare the first micro-batch of step `number` on each dp rank with FP8 and without.
+
+    The step must be the next one. The micro-batch is run two extra times, without FP8 and with it,
+    with the same weights, scales and dropout. The training step is unaffected. The comparison needs
+    as much extra memory as the gradients of the FP8 weights. Collective over the whole mesh.
+    """
+    fp8 = passes.fp8
+    optimizer = passes.optimizer
+    require_steady_scales(fp8, "compare a micro-batch with itself")
+    fp8.roll()  # as at the start of the step itself
+    buffers = optimizer.all_buffers()
+    names = fp8.narrow
+    with passes.gradients_aside(), fp8.autocast(enabled=False):
+        wide_loss, counted_part = _run_first_microbatch(passes, share, number)
+        gradients = _weight_gradients(buffers, names)
+        # Copies, because the second run overwrites the buffers.
+        wide = {name: gradient.clone() for name, gradient in gradients.items()}
+    with passes.gradients_aside():
+        with fp8.replayed(), fp8.watching() as casts:
+            loss, _ = _run_first_microbatch(passes, share, number)
+        narrow = _weight_gradients(buffers, names)
+        lost = _count_lost_values(casts, names, buffers)
+        sums = _sum_over_ranks(wide, narrow, lost, (optimizer.tp, optimizer.dp))
+    # One message, and one wait of the host.
+    losses = optimizer.world.sum_(torch.stack([loss, wide_loss, counted_part]))
+    loss, wide_loss, counted_part = losses.tolist()
+    divisor = counted_part or math.nan  # without a token that counts there is no loss
+    sums_of_all_stages = gather_entries(sums, optimizer.world, optimizer.device)
+    return Shadow.of(loss / divisor, wide_loss / divisor, sums_of_all_stages)
+
+
+def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
+    """Run the first micro-batch, forward and backward, through all stages.
+
+    Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of
+    the tokens that count, divided by the same: float64 []. Their quotient, of sums over all ranks,
+    is the loss of the micro-batch. The gradients stay in the buffers, summed over tp but not over
+    dp.
+    """
+    run = passes.begin(share, number, passes.optimizer.scale)
+    program = [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]
+    passes.executor(run, program).run()
+    for buffer in passes.optimizer.all_buffers():
+        sum_partial(buffer.parameters, passes.optimizer.tp)
+    counted_part = torch.zeros_like(run.num_tokens)
+    if passes.last in passes.stages and passes.optimizer.tp.rank == 0:
+        targets = run.share.targets[: passes.micro_batch]
+        mask = run.share.mask
+        if mask is None:
+            tokens = float(targets.numel())
+        else:
+            tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
+        counted_part = tokens / run.num_tokens
+    return run.loss.sum(), counted_part
+
+
+def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
+    """Return flat views of this rank's gradients of the FP8 weights, by logical name.
+
+    A view is empty if another tensor-parallel rank counts the slice.
+    names: the first logical tensor of each parameter.
+    """
+    gradients: dict[str, Tensor] = {}
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            layout = layout_of(parameter)
+            if layout.parts[0].name not in names:
+                continue
+            flat_gradient = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
+            for part, first, last in layout.spans():
+                end = last if part.copy == 0 else first
+                gradients[part.name] = flat_gradient[first:end]
+    return gradients
+
+
+def _count_lost_values(
+    casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]
+) -> dict[str, Tensor]:
+    """Return the counts of values that casts lost, with zeros for tensors without a cast.
+
+    For weights that are kept as FP8 codes the counts are read from the parameter.
+    casts: the result of `FP8State.watching`.
+    names: as in `_weight_gradients`.
+    """
+    zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
+    counts = {f"{name}.{role}": zeros for name in names for role in ROLES}
+    counts |= casts
+    for buffer in buffers:
+        for shard in buffer.owned:
+            counts[f"{shard.param.name}.weight"] = shard.lost()
+    return counts
+
+
+def _sum_over_ranks(
+    wide: Mapping[str, Tensor],
+    narrow: Mapping[str, Tensor],
+    lost: Mapping[str, Tensor],
+    axes: Sequence[Axis],
+) -> Sums:
+    """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
+    same names."""
+    sums: dict[str, Tensor] = {}
+    for name, values in wide.items():
+        sums[name] = _scalar_products(values.double(), narrow[name].double())
+    sums |= lost
+    names = sorted(sums)
+    if not names:
+        return {}
+    # One message over each axis for all of them.
+    packed = torch.cat([sums[name] for name in names])
+    for axis in axes:
+        axis.sum_(packed)
+    parts = packed.split([len(sums[name]) for name in names])
+    return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
+
+
+def _scalar_products(wide: Tensor, narrow: Tensor) -> Tensor:
+    """Return the product of two vectors, and the squares of each: [3]."""
+    return torch.stack([wide @ narrow, wide @ wide, narrow @ narrow])

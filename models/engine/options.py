@@ -1,0 +1,46 @@
+"""The settings of an engine."""
+
+from dataclasses import dataclass, field
+
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.leaves import PLAIN, Leaves
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The settings of an engine, besides the precision plan and the sizes of the mesh: the cut of
+    the model into stages, their layout and the way in which they are computed.
+
+    micro_batch: samples of a micro-batch.
+    seq_length: tokens of a sequence, before it is cut over ranks of cp.
+    sequence: activations between blocks are sharded over tp along the sequence (sequence
+        parallelism).
+    canonical_shards: the number of virtual tensor-parallel ranks (`models.decoder.virtual_stage`),
+        so that all sums are the same bits on any number of processes; 0: as many as there are
+        processes, and sums as they are fastest.
+    layers: the number of layers of each stage; empty: decided by cost.
+    recompute: the activations that the backward pass recomputes.
+    expert: the number of ranks over which the experts of each layer are spread, of the dp x tp
+        ranks of a stage.
+    expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
+    ring: keys and values go round the ranks of cp (`models.attention.context_parallel`); False:
+        each rank gathers those of a whole sequence.
+    seed: seed of initial weights and dropout.
+    blank: initial weights are not drawn; the caller loads others before the first pass.
+    trace: a skipped step is run again to find the micro-batch and the samples that broke it.
+    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
+    """
+
+    micro_batch: int
+    seq_length: int
+    sequence: bool = False
+    canonical_shards: int = 0
+    layers: tuple[int, ...] = ()
+    recompute: Recompute = KEEP
+    expert: int = 1
+    expert_tensor: int = 0
+    ring: bool = True
+    seed: int = 0
+    blank: bool = False
+    trace: bool = True
+    leaves: Leaves = field(default=PLAIN, compare=False)

@@ -1,0 +1,435 @@
+"""The forward and backward passes of a dp rank's samples through a rank's stages, and their loss.
+
+Every caller of passes (a training step, an evaluation, the replay of a step) starts with a
+`Running` and lets an executor run instructions with it. No pass changes a weight; gradients
+accumulate in the optimizer's buffers.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis, copy_to_device
+from megaprec.diagnose.position import Position
+from megaprec.errors import Problem, UserError
+from megaprec.fp8.state import FP8State
+from megaprec.optim.main_grad import reset_accumulation
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from models.attention.packing import UNPACKED, Packing
+from models.config import ModelConfig
+from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.stages import Stage
+from models.decoder.token_count import TokenCount, count_tokens
+from parallel.dropout import MicrobatchInfo
+from parallel.pipeline.executor import Executor, StageHooks
+from parallel.pipeline.instructions import (
+    INPUT_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    Instruction,
+    Op,
+    Program,
+)
+from parallel.pipeline.p2p import P2P
+from parallel.pipeline.posting import posts
+from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.simulation import Span
+from parallel.sequence_cut import take
+from parallel.weight_grad_queue import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a global batch that one dp rank trains on.
+
+    tokens, targets: int64 [micro-batches * micro_batch, s].
+    mask: float of the same shape, the weights of the targets in the loss; None, on all dp ranks or
+        on none: all count.
+    first: the number of the first of these samples within the global batch.
+    packing: the document boundaries of these samples, required on every stage.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    mask: Tensor | None = None
+    first: int = 0
+    packing: Packing = UNPACKED
+
+    def cut(self, cp: Axis) -> "Share":
+        """Return the part of this share that a rank of cp computes: its tokens of every sample."""
+        if cp.size == 1:
+            return self
+        return replace(
+            self,
+            tokens=take(self.tokens, cp, 1),
+            targets=take(self.targets, cp, 1),
+            mask=None if self.mask is None else take(self.mask, cp, 1),
+            packing=self.packing.cut(cp),
+        )
+
+    def on(self, device: torch.device) -> "Share":
+        """Return this share on a device."""
+        return replace(
+            self,
+            tokens=copy_to_device(self.tokens, device),
+            targets=copy_to_device(self.targets, device),
+            mask=None if self.mask is None else copy_to_device(self.mask, device),
+            packing=self.packing.on(device),
+        )
+
+
+@dataclass
+class Running:
+    """A share whose passes are in progress.
+
+    share: the part of `full_share` that this rank of cp computes.
+    token_count: the number of tokens in the loss, over the global batch.
+    step: number of the training step; None in evaluation.
+    scale: factor of the loss (the loss scale).
+    loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer
+        is canonical.
+    outside_vocabulary: bool [samples, s], True where the share has ids outside the vocabulary.
+    full_share: the share of this dp rank.
+    future: what the modules of multi-token prediction read and predict; None if there are none, and
+        in evaluation.
+    """
+
+    share: Share
+    token_count: TokenCount
+    step: int | None
+    scale: Tensor
+    loss: Tensor
+    outside_vocabulary: Tensor
+    full_share: Share
+    future: FutureTokens | None = None
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Return the number of tokens that the loss is divided by: float64 [].
+
+        The first call may wait for a sum over dp.
+        """
+        return self.token_count.divisor
+
+    def end(self) -> None:
+        """Wait for sums under way, of passes that will not divide by them."""
+        self.token_count.end()
+        if self.future is not None:
+            for token_count in self.future.token_counts:
+                token_count.end()
+
+
+class OutsideVocabulary(UserError):
+    """A step had an id outside the vocabulary; the step changed nothing.
+
+    sample: the number of the first such sample within the global batch.
+    """
+
+    def __init__(self, sample: int, vocab: int) -> None:
+        super().__init__(Problem.of("model.outside_vocabulary", sample=sample, vocab=vocab))
+        self.sample = sample
+        self.vocab = vocab
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A rank's stages, by number, with everything that passes through them need.
+
+    deferred: the queue in which the stages' layers put weight gradients.
+    position: told of each instruction.
+    cp: the ranks that share each sample, of which each computes its part of the sequence.
+    """
+
+    config: ModelConfig
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    optimizer: ParallelAMPOptimizer
+    fp8: FP8State
+    links: P2P
+    deferred: WeightGradQueue
+    micro_batch: int
+    position: Position
+    cp: Axis = Axis("cp")
+
+    @cached_property
+    def program(self) -> Program:
+        """Return this rank's instructions of a training step."""
+        return self.schedule.programs[self.optimizer.pp.rank]
+
+    @cached_property
+    def _posts(self) -> Mapping[Instruction, int]:
+        """Return the index in `program` before which each receive is posted; empty if the links
+        post early."""
+        # The executor then posts each receive as soon as it can.
+        if self.links.early:
+            return {}
+        return posts(self.schedule)[self.optimizer.pp.rank]
+
+    @cached_property
+    def last(self) -> int:
+        """Return the number of the model's last stage."""
+        return len(self.schedule.rank_of_stage) - 1
+
+    @cached_property
+    def _samples(self) -> int:
+        """Return the number of samples of a share."""
+        return self.schedule.microbatches * self.micro_batch
+
+    @cached_property
+    def chunk_of_stage(self) -> dict[int, int]:
+        """Return the index of each stage among the optimizer's parts."""
+        return {stage: chunk for chunk, stage in enumerate(self.stages)}
+
+    @cached_property
+    def _shares_embedding(self) -> bool:
+        """Return True if the first stage's embedding is also that of the last stage, and both are
+        on this rank."""
+        end_ranks = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
+        used_twice = self.config.tied or self.config.mtp_layers > 0
+        return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last > 0
+
+    def is_reduced_late(self, stage: int) -> bool:
+        """Return True if the optimizer's step reduces the gradients of `stage`, and not its
+        program.
+
+        The last stage accumulates into the gradients of an embedding that it shares with the first
+        one, possibly after the first one has finished.
+        """
+        return stage == 0 and self._shares_embedding
+
+    def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
+        """Prepare the passes of a share. Collective over dp if the share has a mask.
+
+        The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
+        """
+        if len(share.tokens) != self._samples:
+            raise ValueError(
+                f"a share has {len(share.tokens)} samples, but the schedule takes {self._samples}"
+            )
+        device = self.optimizer.device
+        canonical = self.optimizer.canonical
+        # The full share is kept as it is: the replay of a skipped step begins with it.
+        local = share.cut(self.cp).on(device)
+        token_count = count_tokens(
+            local.targets.numel(),
+            local.mask,
+            self.optimizer.dp,
+            self.last in self.stages,  # only the last stage divides by the number of tokens
+            device,
+            canonical,
+        )
+        outside = self._is_outside(local.tokens) | self._is_outside(local.targets)
+        # NaN from the start: all ranks learn of such ids from the loss, and no host waits.
+        loss = torch.where(outside.any(), math.nan, 0.0).double()
+        # Canonical sums add the micro-batches in an order of their own.
+        if canonical:
+            loss = loss.repeat(self.schedule.microbatches)
+        future = self._look_ahead(share, step, scale)
+        return Running(local, token_count, step, scale, loss, outside, share, future)
+
+    def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> FutureTokens | None:
+        """Return what the modules of multi-token prediction read and predict in training;
+        collective over dp."""
+        config = self.config
+        if step is None or not config.mtp_layers:
+            return None
+        # The full share, because modules read tokens that other ranks of cp hold.
+        return future_tokens(
+            share.tokens.clamp(0, config.vocab - 1),
+            share.targets.clamp(0, config.vocab - 1),
+            share.mask,
+            share.packing.documents,
+            config.mtp_layers,
+            scale.double() * config.mtp_loss_weight,
+            self.cp,
+            self.optimizer.dp,
+            self.last in self.stages,
+        )
+
+    def in_fp8(self) -> AbstractContextManager[None]:
+        """Return the context of all passes of a step or an evaluation: that of FP8, if the plan has
+        FP8 products."""
+        return nullcontext() if self.fp8.recipe is None else self.fp8.autocast()
+
+    def executor(
+        self,
+        run: Running,
+        program: Sequence[Instruction] | None = None,
+        spans: list[Span] | None = None,
+        after_each: Callable[[Instruction], None] | None = None,
+    ) -> Executor:
+        """Return an executor for the passes of `run`.
+
+        program: the instructions; None: this rank's program of a training step.
+        spans: as in `Executor`.
+        after_each: called after each instruction.
+        """
+        is_training_step = program is None
+        hooks = RunHooks(
+            self,
+            run,
+            advances_fp8=run.step is not None and self.fp8.by_microbatch,
+            sums_by_tree=self.optimizer.canonical and is_training_step,
+            after_each=after_each,
+        )
+        return Executor(
+            self.program if program is None else program,
+            self.links,
+            hooks,
+            spans=spans,
+            deferred=self.deferred,
+            position=self.position,
+            posts=self._posts if is_training_step else None,
+        )
+
+    def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        """Run one micro-batch through one stage, as `StageHooks.forward` does."""
+        rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
+        plan = self.optimizer.plan
+        if received is None:
+            x = self._ids_inside(run.share.tokens[rows])
+        else:
+            x = received.to(plan.residual)
+        info = self._microbatch_info(run, rows)
+        # Documents and positions are read on every stage.
+        packing = run.share.packing.rows(rows)
+        if run.future is not None and stage == self.last:
+            output = self.stages[stage](x, info, packing, run.future.of_samples(rows))
+        else:
+            # A stage of the user's takes no more than three.
+            output = self.stages[stage](x, info, packing)
+        if stage < self.last:
+            return output.to(plan.pipeline)
+        return self.scaled_loss(run, stage, output, rows)
+
+    def _microbatch_info(self, run: Running, rows: slice) -> MicrobatchInfo | None:
+        """Return what dropout and router losses need to know of a micro-batch; None in
+        evaluation."""
+        if run.step is None:
+            return None
+        samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device)
+        samples = samples + run.share.first
+        # The optimizer's dp holds the ranks of cp too, which share samples.
+        replicas = self.optimizer.dp.size // self.cp.size
+        # In FP64 the weight of a sample is not one of FP32.
+        scale = run.scale.to(self.optimizer.plan.sensitive)
+        return MicrobatchInfo(run.step, samples, scale / (self._samples * replicas))
+
+    def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
+        """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
+        scales router losses."""
+        # An id outside the vocabulary is replaced, and has made `run.loss` NaN already.
+        losses = self.stages[stage].losses(logits, self._ids_inside(run.share.targets[rows]))
+        if run.share.mask is not None:
+            losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
+        loss = losses.sum() / run.num_tokens.to(losses.dtype)
+        # Other tp ranks hold the same loss, and losses are summed over the world.
+        if self.optimizer.tp.rank == 0:
+            by_microbatch = run.loss.dim() > 0
+            total = run.loss[rows.start // self.micro_batch] if by_microbatch else run.loss
+            total += loss.detach()  # in place: a view of run.loss
+        return loss * run.scale
+
+    def require_ids(self, run: Running) -> None:
+        """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the
+        vocabulary.
+
+        Collective, so it is called only if the loss is NaN.
+        """
+        rows = run.outside_vocabulary.any(1).nonzero()[:, 0]
+        samples = (rows + run.share.first).tolist()
+        # The smallest number over all ranks, by a maximum.
+        negated = torch.tensor(
+            -min(samples, default=math.inf), dtype=torch.float64, device=self.optimizer.device
+        )
+        first_sample = -self.optimizer.world.max_(negated).item()
+        if math.isfinite(first_sample):
+            raise OutsideVocabulary(int(first_sample), self.config.vocab)
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Provide gradients for passes that belong to no step: they start at zero and are discarded
+        at the end."""
+        buffers = self.optimizer.all_buffers()
+        for buffer in buffers:
+            buffer.grads.zero_()
+        try:
+            yield
+        finally:
+            # The first pass of the step overwrites what is left in the buffers.
+            for buffer in buffers:
+                reset_accumulation(buffer.parameters)
+
+    def _is_outside(self, ids: Tensor) -> Tensor:
+        """Return bool [samples, s], True where an id is outside the vocabulary.
+
+        The loss is NaN in that case. All ranks thus learn of it from the values that they reduce
+        anyway, and no step is taken.
+        """
+        return (ids < 0) | (ids >= self.config.vocab)
+
+    def _ids_inside(self, ids: Tensor) -> Tensor:
+        """Return the ids of a micro-batch, with each id outside the vocabulary replaced by one
+        inside."""
+        return _columns(ids.clamp(0, self.config.vocab - 1))
+
+
+@dataclass(frozen=True)
+class RunHooks(StageHooks):
+    """The hooks of an executor that runs the passes of one run.
+
+    advances_fp8: FP8's amax histories advance after each pass.
+    sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
+        by a tree.
+    after_each: called after each instruction.
+    """
+
+    passes: Passes
+    run: Running
+    advances_fp8: bool = False
+    sums_by_tree: bool = False
+    after_each: Callable[[Instruction], None] | None = None
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        return self.passes.forward(self.run, stage, microbatch, received)
+
+    def complete(self, stage: int) -> None:
+        passes = self.passes
+        if not passes.is_reduced_late(stage):
+            passes.optimizer.expect(passes.chunk_of_stage[stage])
+
+    def reduce(self, stage: int) -> None:
+        passes = self.passes
+        if not passes.is_reduced_late(stage):
+            passes.optimizer.reduce(passes.chunk_of_stage[stage])
+
+    def after(self, instruction: Instruction) -> None:
+        # The order matters: `after_each` sees the gradients before they move into the tree.
+        op = instruction.op
+        if self.advances_fp8 and op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            self.passes.fp8.advance()
+        if self.after_each is not None:
+            self.after_each(instruction)
+        if self.sums_by_tree and op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+            self.passes.optimizer.end_microbatch(
+                instruction.microbatch,
+                self.passes.schedule.microbatches,
+                self.passes.chunk_of_stage[instruction.stage],
+                op is not Op.BACKWARD_INPUT,
+            )
+
+
+def require_steady_scales(fp8: FP8State, purpose: str) -> None:
+    """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs
+    them steady."""
+    if fp8.by_microbatch:
+        raise UserError.of("model.fp8_history_unsteady", purpose=purpose)
+
+
+def _columns(samples: Tensor) -> Tensor:
+    """Return samples [b, s] of the data set as [s, b] of the model."""
+    return samples.t().contiguous()

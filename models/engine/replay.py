@@ -1,0 +1,91 @@
+"""The replay of a skipped step, which finds where it became non-finite: micro-batch and module.
+
+A skipped step changes no weight, and dropout depends only on the step's number and the samples, so
+the replay computes the same gradients again. They are examined after each micro-batch and are never
+reduced. Applied steps have no extra cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.optim.attribution import Onset
+from megaprec.optim.step_report import Offender
+from models.engine.passes import Passes, Running, Share, require_steady_scales
+from parallel.pipeline.instructions import Instruction, Message, Op
+
+
+def trace_offenders(
+    passes: Passes, offenders: Sequence[Offender], scale: float, skipped: Running
+) -> tuple[Offender, ...]:
+    """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
+    Collective."""
+    optimizer = passes.optimizer
+    loss_scale = torch.tensor(scale, device=optimizer.device)
+    run = passes.begin(skipped.full_share, skipped.step, loss_scale)
+    onset = Onset(offenders, optimizer.all_buffers(), run.loss)
+
+    def look(instruction: Instruction) -> None:
+        if Message.of(instruction) is None:
+            onset.look(instruction.microbatch * optimizer.dp.size + optimizer.dp.rank)
+
+    # Gradients that are reduced would no longer tell the ranks apart.
+    program = [i for i in passes.program if i.op is not Op.REDUCE]
+    with passes.gradients_aside(), passes.fp8.replayed():
+        passes.executor(run, program, after_each=look).run()
+    first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
+    first_samples = optimizer.dp.gather(first_sample).tolist()
+    moments = onset.agreed(optimizer.world)
+    return tuple(
+        _with_origin(offender, moment, first_samples, passes)
+        for offender, moment in zip(offenders, moments, strict=True)
+    )
+
+
+def _with_origin(
+    offender: Offender, moment: int | None, first_samples: Sequence[int], passes: Passes
+) -> Offender:
+    """Return the offender with its micro-batch and samples.
+
+    moment: micro-batch * dp ranks + dp rank after which it was not finite first; None if it stayed
+        finite.
+    first_samples: of each dp rank in the global batch.
+    """
+    if moment is None:
+        return replace(offender, traced=True)
+    microbatch, dp_rank = divmod(moment, len(first_samples))
+    first = first_samples[dp_rank] + microbatch * passes.micro_batch
+    return replace(
+        offender,
+        traced=True,
+        microbatch=microbatch,
+        # Neighbouring ranks of the optimizer's dp share samples if these are cut over cp.
+        dp_rank=dp_rank // passes.cp.size,
+        samples=(first, first + passes.micro_batch),
+    )
+
+
+def trace_modules(
+    passes: Passes, share: Share, number: int, microbatch: int, scale: float
+) -> Trace:
+    """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in
+    the model.
+
+    For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for
+    more stages.
+    """
+    if passes.last:
+        raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")
+    require_steady_scales(passes.fp8, "look at a micro-batch alone")
+    run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
+    # As at the start of the replayed step.
+    passes.fp8.roll()
+    # No executor: the instructions of one micro-batch on one stage are its two passes.
+    with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
+        scaled = passes.forward(run, 0, microbatch, None)
+        trace.look("the loss", run.loss)
+        trace.look("the loss times its scale", scaled)
+        scaled.backward()
+    return trace

@@ -1,0 +1,329 @@
+"""The sentinel: a check, made while a training step is taken, that it was computed rightly.
+
+Wrong numbers that are finite train on unseen. Two things are checked. What several ranks hold must
+be the same bits (`megaprec.diagnose.held_state`). And one micro-batch of the step is computed a
+second time, before the step: by the next data-parallel replica, or by the same ranks if there is
+one replica. Weights, samples and dropout are the same, so every activation, gradient and message
+must be the same bits.
+
+The comparison comes after the passes and before the update. If something differs, every replica
+computes the micro-batch twice more, which tells who is to blame (`megaprec.diagnose.silent_fault`),
+and `SilentFault` is raised on every rank: no weight, moment or scale has changed. Outside of
+checked steps there are no hooks and no calls.
+"""
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.everyones import gather_entries
+from megaprec.comm.random import key
+from megaprec.diagnose.bit_digest import digest, hexadecimal
+from megaprec.diagnose.held_state import (
+    GRADIENT,
+    HeldDigest,
+    Holders,
+    compare,
+    digest_held_state,
+    find_strayed,
+)
+from megaprec.diagnose.silent_fault import Fault, Testimony, judge, read_trace
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.main_grad import begin_accumulation, has_gradient
+from megaprec.optim.observer import StepObserver
+from megaprec.optim.replicas import sharing_replicas
+from models.attention.context_limits import require_uncut_sequences
+from models.engine.engine import Engine
+from models.engine.microbatch_trace import TRACED_MICROBATCH, MicrobatchTrace, message_name
+from models.engine.passes import Share, require_steady_scales
+from parallel.pipeline.instructions import Op
+
+ShareOf = Callable[[int], Share]
+
+
+class SilentFault(Exception):
+    """A step was computed wrongly, and was not applied. Raised on every rank, with the same
+    fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+class Sentinel(StepObserver):
+    """Checks single steps of `engine`.
+
+    exact: True if the model and its device are known to compute the same bits each time. If they
+    are not, and a micro-batch computed twice by the same ranks differs on all of them, no rank is
+    accused: `recomputes` becomes False, and from then on only what the ranks hold is compared.
+    """
+
+    def __init__(self, engine: Engine, exact: bool) -> None:
+        require_steady_scales(engine.fp8, "compute a micro-batch again")
+        require_uncut_sequences(engine.cp.size, "check steps for hardware that computes wrongly")
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.exact = exact
+        self.recomputes = True
+        dp = self.optimizer.dp
+        # Where tokens travel to experts, replicas compute a micro-batch together.
+        self.replicas_together = engine.experts is not None
+        # True if a replica computes its neighbour's micro-batch, False if its own.
+        self.recomputes_neighbour = (
+            dp.size > 1
+            and self._same_hardware()
+            and not engine.fp8.differs_over_dp
+            and not self.replicas_together
+        )
+        # The dp rank whose micro-batch this rank computes again.
+        self._lender = (dp.rank - 1) % dp.size if self.recomputes_neighbour else dp.rank
+        # The backward pass of a step's only micro-batch already reduces its gradients.
+        self._reduces_in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
+        self._number = 0
+        self._share_of = _no_share
+        self._real = self._make_trace()
+        self._again = self._real
+
+    @contextmanager
+    def checking(self, number: int, share_of: ShareOf) -> Iterator[None]:
+        """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the
+        step's update.
+
+        share_of: returns the share of a data-parallel rank in this step. The step before must be
+            settled. Collective.
+        """
+        engine = self.engine
+        self._number = number
+        self._share_of = cache(share_of)
+        # As at the start of the step itself.
+        engine.fp8.roll()
+        if self.recomputes:
+            self._again = self._recompute(self._lender)
+        self._real = self._make_trace()
+        # The step's own executor is traced, and the optimizer's step calls `gradients_ready`.
+        engine.watch = self._real.watch
+        self.optimizer.observers.append(self)
+        if self._reduces_in_flight:
+            self.optimizer.watch_local_gradients(
+                lambda buffer: self._real.look_at(buffer.parameters)
+            )
+        try:
+            with self._real.recording():
+                yield
+        finally:
+            engine.watch = None
+            self.optimizer.observers.remove(self)
+            self.optimizer.watch_local_gradients(None)
+            self._share_of = _no_share
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        """Compare, after the passes and before the update."""
+        engine = self.engine
+        optimizer = self.optimizer
+        stages = engine.stages.values()
+        all_held = digest_held_state(buffers, stages)
+        strays = find_strayed(buffers, optimizer.steps)
+        agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
+        no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
+        any_strays = torch.stack([*strays.values(), no_stray]).any()
+        state_differs = torch.stack(
+            [agreement.weights | any_strays, agreement.gradients, self._messages_differ()]
+        )
+        # One maximum over all ranks, and the only wait of the host.
+        flags = torch.cat([state_differs, self._suspects()]).float()
+        flags = optimizer.world.max_(flags).bool().tolist()
+        if not any(flags):
+            return
+        suspects = [replica for replica, differs in enumerate(flags[3:]) if differs]
+        suspect = suspects[0] if suspects else None
+        if suspects and self.replicas_together:
+            suspect = 0
+        fault = self._find_fault(all_held, strays, suspect)
+        if fault is None:
+            # A micro-batch differs each time it is computed, and so says nothing about hardware.
+            self.recomputes = False
+            return
+        # The step leaves neither gradients nor amaxes behind.
+        optimizer.zero_grad()
+        engine.fp8.forget()
+        raise SilentFault(fault)
+
+    def _holders(self) -> tuple[Holders, Holders | None]:
+        """Return the ranks that hold the same weights, and those that hold the same experts if
+        these lie apart."""
+        engine = self.engine
+        # Ranks that share masters and moments hold different parts of these.
+        zero = self.optimizer.shards.size
+        weights = Holders(engine.dp, zero, engine.tp)
+        experts = engine.experts
+        if experts is None:
+            return weights, None
+        if zero == engine.dp.size:
+            among = experts.replicas.size
+        else:
+            among = sharing_replicas(engine.tp.size, zero, experts.spread.size, experts.tp.size)
+        return weights, Holders(experts.replicas, among, experts.tp)
+
+    def _coordinates(self) -> tuple[int, int, int]:
+        """Return this rank's pp, dp and tp; replicas that compute together count as one."""
+        pp = self.optimizer.pp
+        dp = self.optimizer.dp
+        tp = self.optimizer.tp
+        if self.replicas_together:
+            return (pp.rank, 0, dp.rank * tp.size + tp.rank)
+        return (pp.rank, dp.rank, tp.rank)
+
+    def _suspects(self) -> Tensor:
+        """Return bool [dp], True for replicas whose micro-batch was not computed again as it
+        was."""
+        dp = self.optimizer.dp
+        if not self.recomputes:
+            return torch.zeros(dp.size, dtype=torch.bool, device=self.optimizer.device)
+        # One message for both digests, of two numbers each.
+        both = torch.cat([_digest_trace(self._real), _digest_trace(self._again)])
+        real, again = dp.gather(both.unsqueeze(0)).view(dp.size, 2, 2).unbind(1)
+        if self.recomputes_neighbour:
+            again = again.roll(-1, 0)  # the next replica computed it
+        return (real != again).any(1)
+
+    def _messages_differ(self) -> Tensor:
+        """Return bool [], True if a message of this pipeline was received with other bits than it
+        was sent with."""
+        messages = 2 * self.engine.last  # an activation and a gradient at each border of stages
+        # By message and side: the digest, and 1 if this rank has noted it.
+        table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
+        for (number, side), bits in self._real.messages.items():
+            table[number, side, :2] = bits
+            table[number, side, 2] = 1
+        sent, received = self.optimizer.pp.sum_(table).unbind(1)
+        # A message between stages of one rank is noted once only.
+        noted_twice = sent[:, 2] + received[:, 2] == 2
+        return ((sent != received).any(1) & noted_twice).any()
+
+    def _find_fault(
+        self, all_held: Sequence[HeldDigest], strays: Mapping[str, Tensor], suspect: int | None
+    ) -> Fault | None:
+        """Return who is to blame, the same on every rank; None if no rank is. Collective.
+
+        suspect: a replica whose micro-batch is in doubt.
+        """
+        optimizer = self.optimizer
+        world = optimizer.world
+        traces = {"real": self._real, "again": self._again}
+        if suspect is not None:
+            lender = suspect if self.recomputes_neighbour else optimizer.dp.rank
+            with self._restored_gradients():
+                traces |= {name: self._recompute(lender) for name in ("first", "second")}
+        weights: dict[str, str] = {}
+        gradients: dict[str, str] = {}
+        for held_values in all_held:
+            digests = gradients if held_values.kind == GRADIENT else weights
+            digests[held_values.key] = hexadecimal(held_values.digest)
+        testimony = Testimony(
+            rank=world.rank,
+            host=socket.gethostname(),
+            place=self._coordinates(),
+            weights=weights,
+            gradients=gradients,
+            strayed=[name for name, strayed_here in strays.items() if strayed_here],
+            messages=_digests_of_messages(self._real),
+            traces={name: read_trace(trace.entries) for name, trace in traces.items()},
+        )
+        records = gather_entries({str(world.rank): asdict(testimony)}, world, optimizer.device)
+        testimonies = [Testimony.read(records[str(rank)]) for rank in range(world.size)]
+        return judge(testimonies, suspect, self.recomputes_neighbour, self.exact)
+
+    def _recompute(self, lender: int) -> MicrobatchTrace:
+        """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
+        of this step.
+
+        No gradient is left, and torch's random numbers stand where they stood. Collective.
+        """
+        passes = self.engine.passes
+        optimizer = self.optimizer
+        number = self._number
+        # The loss of the lent samples is divided by the tokens of this step, as there.
+        local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
+        lent = passes.begin(self._share_of(lender), number, optimizer.scale)
+        lent.end()
+        run = replace(lent, token_count=local.token_count)
+        trace = self._make_trace(alone=True)
+        program = [
+            i for i in passes.program if i.microbatch == TRACED_MICROBATCH and i.op is not Op.REDUCE
+        ]
+        # What draws from torch's generators draws the same in the step itself.
+        devices = [optimizer.device] if optimizer.device.type == "cuda" else []
+        with ExitStack() as inside:
+            inside.enter_context(torch.enable_grad())
+            inside.enter_context(torch.random.fork_rng(devices))
+            inside.enter_context(passes.gradients_aside())
+            inside.enter_context(passes.fp8.replayed())
+            inside.enter_context(trace.recording())
+            executor = passes.executor(run, program)
+            trace.watch(executor)
+            executor.run()
+        return trace
+
+    def _make_trace(self, alone: bool = False) -> MicrobatchTrace:
+        """Return an empty trace. alone: the micro-batch runs alone."""
+        engine = self.engine
+        return MicrobatchTrace(
+            engine.stages,
+            engine.last,
+            engine.passes.program,
+            alone=alone,
+            in_flight=self._reduces_in_flight and not alone,
+        )
+
+    @contextmanager
+    def _restored_gradients(self) -> Iterator[None]:
+        """Restore the gradients of the step at the end. Needs as much memory as they do."""
+        saved = [(buffer, buffer.grads.clone()) for buffer in self.optimizer.all_buffers()]
+        with_gradient = [
+            parameter
+            for buffer, _ in saved
+            for parameter in buffer.parameters
+            if has_gradient(parameter)
+        ]
+        yield
+        for buffer, gradients in saved:
+            buffer.grads.copy_(gradients)
+        for parameter in with_gradient:
+            begin_accumulation(parameter)
+
+    def _same_hardware(self) -> bool:
+        """Return True if the replicas have the same kind of device and the same version of torch.
+        Collective."""
+        device = self.optimizer.device
+        if device.type == "cuda":
+            kind = torch.cuda.get_device_name(device)
+        else:
+            kind = torch.backends.cpu.get_cpu_capability()
+        local = torch.tensor(
+            [key(0, torch.__version__, kind, torch.get_num_threads())], device=device
+        )
+        differs = (self.optimizer.dp.gather(local) != local).any()
+        return not self.optimizer.world.max_(differs.float()).item()
+
+
+def _digest_trace(trace: MicrobatchTrace) -> Tensor:
+    """Return one digest of a trace: int64 [2]."""
+    return digest(torch.stack([entry.digest for entry in trace.entries]))
+
+
+def _digests_of_messages(trace: MicrobatchTrace) -> dict[str, dict[str, str]]:
+    """Return the digests of messages by name and side."""
+    digests: dict[str, dict[str, str]] = {}
+    for (number, side), bits in trace.messages.items():
+        of_message = digests.setdefault(message_name(number), {})
+        of_message[("sent", "received")[side]] = hexadecimal(bits)
+    return digests
+
+
+def _no_share(replica: int) -> Share:
+    raise RuntimeError("no step is being checked")

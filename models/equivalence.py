@@ -1,0 +1,67 @@
+"""When two models compute the same: keys for training only, and keys without effect.
+
+Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the
+same weights.
+"""
+
+from typing import Any
+
+from models.config import ModelConfig
+from models.router_settings import PLAIN
+
+# Keys that only training goes by.
+TRAINING: tuple[str, ...] = (
+    "dropout",
+    "dropout_at",
+    "embedding_dropout",
+    "attention_dropout",
+    "init_std",
+    "init",
+    "router_aux_loss",
+    "router_z_loss",
+    "router_correction_speed",
+    "embedding_grad_scale",
+    "head_grad_scale",
+    "mtp_loss_weight",
+)
+_KEYS_OF_EXPERTS = (
+    "experts_per_token",
+    "norm_topk",
+    "router_aux_loss",
+    "router_z_loss",
+    "router_correction_speed",
+)
+
+
+def as_computed(model: ModelConfig) -> ModelConfig:
+    """Return a model that computes and trains the same, whose keys without effect are reset.
+
+    They have the value that they have in most models.
+    """
+    reset: dict[str, Any] = {}
+    if not model.experts:
+        reset["router"] = PLAIN
+        reset |= {key: _default_of(key) for key in _KEYS_OF_EXPERTS}
+    elif not model.router.limits:
+        # All groups are chosen, so that no group is compared with another.
+        groups = {"groups": 1, "groups_per_token": 1, "group_best": PLAIN.group_best}
+        reset["router"] = model.router.model_copy(update=groups)
+    if not model.qk_norm:
+        reset["qk_norm_over"] = "head"
+    if model.positions != "rope":
+        reset["rope_base"] = _default_of("rope_base")
+    # An empty list says the same.
+    if model.window_layers == tuple(range(model.layers)):
+        reset["window_layers"] = ()
+    if not (model.dropout or model.embedding_dropout):
+        reset["dropout_at"] = "branches"
+    if not model.mtp_layers:
+        reset["mtp_loss_weight"] = _default_of("mtp_loss_weight")
+    return model.model_copy(update=reset)
+
+
+def _default_of(key: str) -> Any:
+    """Return the default of a key, of one that depends on the family Llama's."""
+    return ModelConfig.model_fields[key].get_default(
+        call_default_factory=True, validated_data={"family": "llama"}
+    )

@@ -1,0 +1,178 @@
+"""The way of tokens to the ranks of their experts, and of the results back.
+
+Where experts are spread over ranks (`megaprec.comm.experts`), each rank sorts the rows of its
+tokens by expert and sends each other rank those of its experts; the results come back the same way.
+Every row arrives, however many there are. The backward pass is the reverse: gradients of results go
+to the experts, gradients of rows come back.
+
+    tokens -> rows sorted by expert -> all-to-all -> rows by source, then expert
+           -> rows by expert, then source -> experts
+
+The ranks first exchange how many rows go where. The host waits for these numbers once a layer and
+pass, because a message needs a size; products of the rows then need no further wait, grouped or
+not. A recomputed layer waits again.
+
+Ranks that hold slices of the same experts also hold the same tokens, and send the same rows along
+their own axes. Where experts have fewer slices than there are tp ranks, each tp rank takes a part
+of the tokens, so that none is sent twice. The sums of an expert run over its rows by source rank,
+then by token; a token's results are summed as they were chosen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.experts import ExpertAxes
+from megaprec.errors import UserError
+from models.config import ModelConfig
+
+
+def spread_experts(
+    config: ModelConfig,
+    mesh: DeviceMesh | None,
+    expert: int,
+    expert_tensor: int,
+    canonical_shards: int = 0,
+) -> ExpertAxes | None:
+    """Return the ranks of the experts of each layer, or None if experts lie as other feed-forwards
+    do.
+
+    config: the model.
+    mesh: of all ranks; None: one process.
+    expert: the number of ranks over which the experts of a layer are spread.
+    expert_tensor: the number of slices of each expert; 0: as many as there are tp ranks.
+    canonical_shards: above 0 if sums have the same bits in every layout.
+    Raises UserError if the model has no experts, or not as many as divide. Collective over the
+    world.
+    """
+    # Experts that are cut as other feed-forwards need no axes of their own.
+    if expert == 1 and not (expert_tensor and config.experts):
+        return None
+    if not config.experts or config.experts % expert:
+        raise UserError.of("model.experts_over_ranks", experts=config.experts, expert=expert)
+    axes = ExpertAxes.of(mesh, expert, expert_tensor)
+    if axes is None:
+        return None
+    if canonical_shards:
+        raise UserError.of("model.experts_canonical")
+    if config.ffn % axes.tp.size:
+        raise UserError.of("model.experts_slices", ffn=config.ffn, size=axes.tp.size)
+    return axes
+
+
+def rows_of_rank(count: int, tp: Axis, experts: ExpertAxes) -> slice:
+    """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than
+    `tp` has ranks."""
+    parts = tp.size // experts.tp.size
+    part = tp.rank // experts.tp.size
+    return slice(count * part // parts, count * (part + 1) // parts)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The exchange of the rows of one layer: how many go to each rank, and come from it.
+
+    axis: the ranks over which experts are spread.
+    sent: rows by rank.
+    received: rows [ranks][local experts].
+    """
+
+    axis: Axis
+    sent: tuple[int, ...]
+    received: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(counts: Tensor, axis: Axis) -> "Dispatch":
+        """Return the exchange of rows that are sorted by expert. Collective over the axis.
+
+        counts: int64, the rows of each expert of the layer. The host waits for them here.
+        """
+        to_experts, from_ranks = axis.exchanged_counts(counts)
+        experts_per_rank = len(to_experts) // axis.size
+        sent = [sum(rank_counts) for rank_counts in _by_rank(to_experts, experts_per_rank)]
+        received = _by_rank(from_ranks, experts_per_rank)
+        return Dispatch(axis, tuple(sent), tuple(received))
+
+    @property
+    def received_of_rank(self) -> tuple[int, ...]:
+        """Return the number of rows that come from each rank."""
+        return tuple(sum(counts) for counts in self.received)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of rows that each expert of this rank receives."""
+        return [sum(of_expert) for of_expert in zip(*self.received, strict=True)]
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Send rows [n, h], sorted by expert, to the experts' ranks; return the received ones,
+        sorted by expert. Collective over the axis."""
+        # Each source sends its rows by expert, so an expert's rows lie apart.
+        by_source = ExchangeRows.apply(rows, self.axis, self.sent, self.received_of_rank)
+        return transpose_groups(by_source, self.received)
+
+    def send_back(self, results: Tensor) -> Tensor:
+        """Return the results of `send`'s rows to the ranks that sent them, in the order in which
+        they were sent. Collective over the axis."""
+        # The results lie by expert, then source, and go back by source.
+        received_by_expert = list(zip(*self.received, strict=True))
+        by_source = transpose_groups(results, received_by_expert)
+        return ExchangeRows.apply(by_source, self.axis, self.received_of_rank, self.sent)
+
+
+def _by_rank(counts: Sequence[int], experts_per_rank: int) -> list[tuple[int, ...]]:
+    """Return the counts of each rank, which are neighbouring ones."""
+    firsts = range(0, len(counts), experts_per_rank)
+    return [tuple(counts[first : first + experts_per_rank]) for first in firsts]
+
+
+def transpose_groups(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Map rows that are sorted by i, then j, to the same rows sorted by j, then i.
+
+    counts[i][j]: the number of rows.
+    """
+    # Groups in the order in which they lie: i by i, and within it j by j.
+    group_sizes = list(chain.from_iterable(counts))
+    groups = rows.split(group_sizes)
+    columns = len(counts[0])
+    transposed: list[Tensor] = []
+    for column in range(columns):
+        transposed += groups[column::columns]
+    return torch.cat(transposed)
+
+
+class ExchangeRows(torch.autograd.Function):
+    """An all-to-all of rows [n, h] -> [m, h]: `sent` rows to each rank of the axis, `received` rows
+    from each.
+
+    The backward pass is the reverse exchange.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.axis = axis
+        ctx.sent = sent
+        ctx.received = received
+        return _exchange_rows(rows, axis, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _exchange_rows(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+
+
+def _exchange_rows(
+    rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    width = rows.shape[1]
+    # The exchange takes flat parts, whose sizes are numbers of elements.
+    outgoing = [part.reshape(-1) for part in rows.contiguous().split(list(sent))]
+    incoming_sizes = [count * width for count in received]
+    wait = axis.start_uneven_exchange(outgoing, incoming_sizes)
+    return torch.cat(wait()).view(-1, width)

@@ -1,0 +1,113 @@
+"""Biases of experts, one of which is added to a result that the ranks of tp sum.
+
+An expert's bias is added to its rows before the router's weights are applied. The first product's
+bias is cut over tp like its output features. The second product's results are partial sums on the
+ranks of tp, so its bias must be added once: each rank adds it to some of the features, and holds
+the bias of these. Every gradient is thus whole on the rank that holds the bias, and zero for an
+expert without rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.layout import Part, layout_of
+from megaprec.optim.main_grad import Destination, cleared_main_grad, destination
+from parallel.context import Context
+from parallel.layers import parameter
+
+
+def make_bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
+    """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its
+    padding."""
+    part = Part.cut(name, (features,), 0, context.tp)
+    return parameter(context, [part], 0.0)
+
+
+def features_of_bias(bias: nn.Parameter) -> slice:
+    """Return the features that a bias made by `make_bias_of_sum` is added to on this rank."""
+    part = layout_of(bias).parts[0]
+    return slice(part.start, part.start + part.local[0])
+
+
+def add_biases(
+    y: Tensor,
+    biases: Sequence[nn.Parameter],
+    ends: Tensor | None = None,
+    features: slice | None = None,
+) -> Tensor:
+    """Return y [m, n] with the bias of each row's expert added.
+
+    ends: int32 [experts], the end of each expert's rows; None: all rows are of one expert.
+    features: those that biases are added to; None: all.
+    """
+    all_features = slice(0, y.shape[1])
+    return _AddBiases.apply(y, ends, features or all_features, *biases)
+
+
+class _AddBiases(torch.autograd.Function):
+    """y [m, n] plus the bias of each row's expert, in some of the features."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        ends: Tensor | None,
+        features: slice,
+        *biases: nn.Parameter,
+    ) -> Tensor:
+        ctx.biases = biases
+        ctx.features = features
+        ctx.expert_of_row = None if ends is None else _expert_of_rows(ends, len(y))
+        # A bias is padded to the same length on all ranks; the padding belongs to no feature.
+        width = features.stop - features.start
+        unpadded = [bias[:width] for bias in biases]
+        # A copy: an input that changes in place would have to be marked for autograd.
+        added = y.clone()
+        if ctx.expert_of_row is None:
+            bias_of_rows = unpadded[0]
+        else:
+            bias_of_rows = torch.stack(unpadded)[ctx.expert_of_row]
+        added[:, features].add_(bias_of_rows)
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Numbers count the tensors among the inputs: y, ends if there are any, then the biases.
+        first_bias = 1 if ctx.expert_of_row is None else 2
+        sums = _sum_rows(grad[:, ctx.features], ctx.expert_of_row, len(ctx.biases))
+        gradients: list[Tensor | None] = []
+        for number, bias in enumerate(ctx.biases):
+            where = destination(ctx, first_bias + number, bias)
+            gradients.append(_deliver_gradient(bias, sums[number], where))
+        return grad, None, None, *gradients
+
+
+def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row: int64 [rows], on the device of `ends`."""
+    row_numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row_numbers, right=True)
+
+
+def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tensor:
+    """Return the sum of each expert's rows [m, n], in FP32 or wider: [experts, n]."""
+    wide_dtype = torch.promote_types(rows.dtype, torch.float32)
+    if expert_of_row is None:
+        return rows.sum(0, dtype=wide_dtype).unsqueeze(0)
+    # Accumulation into indexed rows has a fixed order on every device.
+    sums = rows.new_zeros(experts, rows.shape[1], dtype=wide_dtype)
+    return sums.index_put_((expert_of_row,), rows.to(wide_dtype), accumulate=True)
+
+
+def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) -> Tensor | None:
+    """Add the gradient to the bias's main gradient, or return it for autograd, with its padding."""
+    if where is Destination.NOWHERE:
+        return None
+    if where is Destination.MAIN:
+        cleared_main_grad(bias)[: len(gradient)].add_(gradient)
+        return None
+    padded = torch.zeros_like(bias)
+    padded[: len(gradient)].add_(gradient)
+    return padded

@@ -1,0 +1,131 @@
+"""Products of rows with the weights of several experts, without a wait for the rows of each.
+
+Rows are sorted by expert; `ends` says where the rows of each expert end, and stays on the device. A
+grouped product reads it there, so the host queues the layers ahead of the device. A loop over
+experts must know the numbers on the host, which then waits for the device once per layer.
+
+    y[rows of e] = x[rows of e] @ weight[e].T         x [m, k], weight [e, n, k] -> y [m, n]
+    grad_x[rows of e] = grad[rows of e] @ weight[e]
+    grad_weight[e] = grad[rows of e].T @ x[rows of e]
+
+torch's grouped product takes one tensor of all weights. Experts are separate parameters, but if one
+of the optimizer's buckets holds them all, they lie there at equal distances, and a strided view is
+that tensor. Otherwise they are copied together.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaprec.optim.main_grad import (
+    Destination,
+    begin_accumulation,
+    destination,
+    note_weights_read,
+    require_unchanged_weights,
+)
+from parallel.weight_grad_queue import WeightGradQueue
+
+# torch's grouped product wants rows and columns that start at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """Return True if grouped products are to be used: on a CUDA device whose torch has them, in
+    bf16.
+
+    sizes: numbers of features. On a CPU a loop is as fast, and its numbers are those of an ordinary
+        feed-forward.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
+    return aligned and hasattr(torch, "_grouped_mm")
+
+
+class GroupedLinear(torch.autograd.Function):
+    """x [m, k] sorted by expert, ends int32 [experts], weights [n, k] of each expert -> [m, n].
+
+    x and weights have the same dtype. The weight gradients are added to the main gradients, if the
+    weights have any.
+    deferred: the queue for them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter
+    ) -> Tensor:
+        note_weights_read(ctx, *weights)
+        ctx.save_for_backward(x, ends)
+        ctx.weights = weights
+        ctx.deferred = deferred
+        return _grouped_product(x, stack_weights(weights).transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Weights are not saved but read again, so they must not have changed since.
+        require_unchanged_weights(ctx)
+        saved_x, saved_ends = ctx.saved_tensors
+        x = saved_x.detach()
+        ends = saved_ends.detach()
+        grad = grad.contiguous()
+        weights = ctx.weights
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grouped_product(grad, stack_weights(weights), ends)
+        # Numbers count the tensors among the inputs: x, ends, and then the weights.
+        destinations = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
+        if Destination.AUTOGRAD in destinations:
+            return grad_x, None, None, *_weight_gradients(grad, x, ends)
+        if Destination.MAIN in destinations:
+            ctx.deferred.run(partial(_add_weight_gradients, weights, grad, x, ends))
+        return grad_x, None, None, *([None] * len(weights))
+
+
+def stack_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Return [len(weights), n, k]: a view if the weights lie in one memory at equal distances, else
+    a copy."""
+    first = weights[0]
+    offsets = [weight.storage_offset() for weight in weights]
+    # A single weight has no distance to a next one; its own size serves as well as any.
+    distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
+    distance = min(distances)
+    storages = {weight.untyped_storage()._cdata for weight in weights}
+    in_one_memory = len(storages) == 1 and all(weight.is_contiguous() for weight in weights)
+    if in_one_memory and len(distances) == 1 and distance > 0:
+        size = (len(weights), *first.shape)
+        stride = (distance, *first.stride())
+        return first.detach().as_strided(size, stride, offsets[0])
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return torch._grouped_mm(a, b, offs=ends)
+
+
+def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
+    gradients = _grouped_product(grad.t(), x, ends)
+    starts = F.pad(ends, (1, 0))[:-1]
+    has_no_rows = ends == starts
+    # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of
+    # pytorch/pytorch).
+    return gradients.masked_fill_(has_no_rows[:, None, None], 0).unbind()
+
+
+def _add_weight_gradients(
+    weights: Sequence[nn.Parameter], grad: Tensor, x: Tensor, ends: Tensor
+) -> None:
+    """Add the weight gradients to the main gradients."""
+    for weight, gradient in zip(weights, _weight_gradients(grad, x, ends), strict=True):
+        main, is_first = begin_accumulation(weight)
+        # The first one overwrites: nobody clears a main gradient between steps.
+        if is_first:
+            main.copy_(gradient)
+        else:
+            main.add_(gradient)

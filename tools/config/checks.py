@@ -21,6 +21,7 @@ from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.patterns import match_patterns, unmatched_problems
 from models.config import ModelConfig
+from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
 from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes
 from tools.config.cut_sequences import cut_sequences
@@ -30,7 +31,6 @@ from tools.config.native_keys import loss_scaling, plan_of, recipe_of
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
-from tools.convert.core.rules import logical_shapes
 
 T = TypeVar("T")
 

@@ -18,13 +18,13 @@ from pydantic import BaseModel
 
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
+from models.logical_shapes import logical_shapes
 from tools.config.checks import with_vocabulary_size
 from tools.config.data_settings import Data
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
-from tools.convert.core.rules import logical_shapes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megaprec.fp8.eligibility import excluded_by
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from tools.convert.core.rules import logical_shapes
+from models.logical_shapes import logical_shapes
 
 ROLES: tuple[str, ...] = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 BYTES = {

@@ -14,6 +14,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.cutting import cuts
+from models.logical_shapes import logical_shapes
 from models.presets import preset
 from models.stages import Stage
 from parallel.context import Context
@@ -21,7 +22,6 @@ from tools.cli import main
 from tools.commands.precision import read_precision
 from tools.config.precision_advice import RULES, PlanInRun, advice
 from tools.config.precision_modules import rows
-from tools.convert.core.rules import logical_shapes
 
 BF16 = torch.bfloat16
 FP16 = torch.float16

@@ -21,6 +21,7 @@ from models.cutting import EngineOptions, cuts
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
 from models.kv_cache import CachedStage
+from models.logical_shapes import logical_shapes
 from models.mtp import FutureTokens, future_tokens
 from models.packing import UNPACKED
 from models.stages import Stage
@@ -32,7 +33,6 @@ from tests.families import Job, put, step_all
 from tests.models.drawn import LENGTH, drawn
 from tests.models.test_families import differing
 from tests.models.test_memory import allocations
-from tools.convert.core.rules import logical_shapes
 
 BATCH = 2
 PIECES = (5, 1, 3, 1, 1, 1)

@@ -20,6 +20,7 @@ from megaprec.precision.plan import plan
 from models.blocks import Attention
 from models.config import ModelConfig
 from models.cutting import cuts
+from models.logical_shapes import logical_shapes
 from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -28,7 +29,6 @@ from tests.internevo_model import InternEvo
 from tools.commands.precision import read_precision
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
-from tools.convert.core.rules import logical_shapes
 from tools.parity.runs import epsilon, in_float64
 
 SIZES: dict[str, Any] = {

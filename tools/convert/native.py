@@ -21,9 +21,10 @@ from megaprec.errors import UserError
 from megaprec.optim.muon import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
+from models.logical_shapes import logical_shapes
 from models.own_model import require_builtin
 from models.router import is_correction
-from tools.convert.core.rules import Match, logical_shapes
+from tools.convert.core.rules import Match
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import JOURNAL, Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in

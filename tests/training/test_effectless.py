@@ -100,8 +100,6 @@ CASES = [
     ("fp8.history_length", "4", f"{FP8} fp8.amax_algo=most_recent", FP8),
     ("fp8.amax_algo", '"most_recent"', "fp8.kind=current", FP8),
     ("fp8.reduce_amax", "false", "fp8.kind=current", FP8),
-    ("fp8.reduce_over", '"stage"', "", FP8),
-    ("fp8.reduce_over", '"stage"', f"{FP8} fp8.reduce_amax=false", FP8),
     ("fp8.power_2_scales", "true", "fp8.kind=mx", "fp8.kind=current"),
     ("fp8.calibrate", "1", f"{FP8} fp8.calibrating=true", FP8),
     *(

@@ -21,7 +21,7 @@ from models.initial_weights import InitialStd
 from models.logical_shapes import logical_shapes
 from tools.config.checks import with_vocabulary_size
 from tools.config.data_settings import Data
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
@@ -70,11 +70,7 @@ class EffectRule:
     deciders: str
 
 
-_FP8_KEYS = [
-    name
-    for name in FP8.model_fields
-    if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY
-]
+_FP8_KEYS = [name for name in FP8.model_fields if name not in ("kind", "shadow_every")]
 _SCALING_KEYS = (
     "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis "
     "hysteresis_refill"
@@ -220,12 +216,11 @@ EFFECT_RULES: tuple[EffectRule, ...] = (
         "fp8.kind",
     ),
     EffectRule(
-        "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
+        "fp8.history_length fp8.amax_algo fp8.reduce_amax",
         lambda tables: tables.fp8.kind == "delayed",
         "fp8.kind",
     ),
     EffectRule("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
-    EffectRule("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
     EffectRule("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
     EffectRule("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
     EffectRule(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
 from megaprec.comm.axis import Axis
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.marks import compute_in_fp32, marked_parts, note_cast, require_module
 from megaprec.precision.marks import mark_fp32 as mark_fp32
 from megaprec.precision.marks import module_has_fp32_attr as module_has_fp32_attr
@@ -212,10 +212,15 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
             continue
         pattern = f"{path}.*" if path else "*"
         problems.append(
-            f"{path or 'the model'} is a {type(module).__name__} with weights in "
-            f"{dtype_name(plan.parameters)} and statistics in {dtype_name(plan.buffers)}, which "
-            f"torch does not compute together: keep it in {dtype_name(plan.sensitive)}, "
-            f'plan(..., keep_fp32=("{pattern}",)), in the plan of the optimizer too'
+            Problem.of(
+                "precision.batch_norm",
+                module=path or "the model",
+                module_kind=type(module).__name__,
+                parameters=dtype_name(plan.parameters),
+                buffers=dtype_name(plan.buffers),
+                sensitive=dtype_name(plan.sensitive),
+                pattern=pattern,
+            )
         )
     if problems:
         raise UserError(*problems)

@@ -8,7 +8,7 @@ import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import gather_entries
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 
 NORMS = ("*norm.weight", "*norm.bias")
 """Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
@@ -40,7 +40,9 @@ def unmatched_problems(
         if pattern in NORMS and not used.isdisjoint(NORMS):
             continue
         hint = did_you_mean(pattern, names)
-        yield f'{key}: pattern "{pattern}" matches no parameter{examples}{hint}'
+        yield Problem.of(
+            "precision.pattern_unmatched", key=key, pattern=pattern, examples=examples, hint=hint
+        )
 
 
 def require_used(

@@ -146,7 +146,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.steps", steps=args.steps)
     config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
-    if config.fp8.kind == "delayed" and config.fp8.history == "te":
+    if config.plan.fp8 is not None and not config.plan.fp8.repeatable:
         raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks
     with (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megaprec.dialects.translate import FIELDS
+from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
@@ -108,6 +109,14 @@ def plan_of(precision: Precision, fp8: FP8, dialect: PrecisionPlan | None = None
         scaling=loss_scaling(precision),
         fp8=recipe_of(fp8, dialect and dialect.fp8),
     )
+
+
+def plan_or_none(precision: Precision, fp8: FP8) -> PrecisionPlan | None:
+    """Return the plan of both tables; None if they make none, which a rule of its own reports."""
+    try:
+        return plan_of(precision, fp8)
+    except UserError:
+        return None
 
 
 def with_origins(plan: PrecisionPlan, origins: Mapping[str, str]) -> PrecisionPlan:

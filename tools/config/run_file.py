@@ -513,9 +513,7 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[dict[str, Setting], list[
         if equals:
             settings[key] = Setting(_override_value(key, text), "command line")
         else:
-            problems.append(
-                f'"{override}" (command line): an override is table.key=value, like train.steps=100'
-            )
+            problems.append(Problem.of("config.override_form", override=override))
     return settings, problems
 
 
@@ -544,10 +542,7 @@ def _two_sources(settings: Mapping[str, Setting]) -> Iterator[str]:
     if blend is None or blend.origin == "command line":
         return  # who writes both means the blend
     if blend.value:
-        yield (
-            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the '
-            "training data: give data.blend=[] as well"
-        )
+        yield Problem.of("config.source_beside_blend", origin=blend.origin)
 
 
 def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:

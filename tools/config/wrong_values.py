@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
 MAX_INTEGER = 2**63 - 1  # the largest integer
@@ -29,9 +29,11 @@ def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
         if any(
             not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in _integers(setting.value)
         ):
-            yield (
-                f"{key} = {toml(setting.value)} ({setting.origin}): an integer must lie between "
-                "-2^63 and 2^63 - 1"
+            yield Problem.of(
+                "config.integer_too_large",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
             )
 
 
@@ -65,12 +67,24 @@ def explain(
             if report_missing:
                 name = str(finding["loc"][0])
                 hint = " (or choose a model.preset)" if table == "model" else ""
-                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{hint}"
+                yield Problem.of(
+                    "config.key_missing",
+                    table=table,
+                    name=name,
+                    description=kind.model_fields[name].description,
+                    hint=hint,
+                )
         elif finding["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{finding['loc'][0]}"
             setting = settings[key]
             requirement = _requirement(finding) + _example(kind, finding)
-            yield f"{key} = {toml(setting.value)} ({setting.origin}): {requirement}"
+            yield Problem.of(
+                "config.wrong_value",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
+                requirement=requirement,
+            )
 
 
 def _join_alternatives(

@@ -247,7 +247,7 @@ def _cached_plan(
 
 
 class RunFile:
-    """What a run file and overrides say, before the weights of `train.init_from` have said what
+    """The keys of a run file and of overrides, before the weights of `train.init_from` add what
     they leave open.
 
     settings: every key that is given, by dotted name. problems, notes: those found so far.

@@ -138,7 +138,7 @@ class PrecisionPlan:
         if problems:
             raise UserError(*problems)
 
-    def _problems_of_state(self) -> Iterator[str]:
+    def _problems_of_state(self) -> Iterator[Problem]:
         """Yield a line for each dtype of parameters, masters and moments that does not fit the
         others."""
         parameters = dtype_name(self.parameters)
@@ -151,15 +151,13 @@ class PrecisionPlan:
         if self.masters.itemsize <= 2 and self.masters != self.parameters:
             yield Problem.of("precision.half_masters", masters=masters, parameters=parameters)
         # an FP64 run is for proofs: a narrower copy anywhere would make it none
-        in_fp64 = [
-            dtype == torch.float64 for dtype in (self.parameters, self.masters, self.moments)
-        ]
-        if any(in_fp64) and not all(in_fp64):
+        dtypes = {self.parameters, self.masters, self.moments}
+        if torch.float64 in dtypes and len(dtypes) > 1:
             yield Problem.of(
                 "precision.partly_fp64", parameters=parameters, masters=masters, moments=moments
             )
 
-    def _problems_of_gradients(self) -> Iterator[str]:
+    def _problems_of_gradients(self) -> Iterator[Problem]:
         """Yield a line for each dtype of gradients that does not fit another one."""
         gradients = dtype_name(self.gradients)
         if self.reduce == torch.float64 and self.gradients != torch.float64:
@@ -171,7 +169,7 @@ class PrecisionPlan:
                 "precision.gradients", gradients=gradients, parameters=dtype_name(self.parameters)
             )
 
-    def _problems_of_activations(self) -> Iterator[str]:
+    def _problems_of_activations(self) -> Iterator[Problem]:
         """Yield a line for each dtype of activations that does not fit another one."""
         if self.residual.itemsize < self.compute.itemsize:
             yield Problem.of(
@@ -187,7 +185,7 @@ class PrecisionPlan:
                 sensitive=dtype_name(self.sensitive),
             )
 
-    def _problems_of_rounding(self) -> Iterator[str]:
+    def _problems_of_rounding(self) -> Iterator[Problem]:
         """Yield a line if masters of these dtypes cannot be split or rounded as the plan says."""
         parameters = dtype_name(self.parameters)
         # the 16 bits that bf16 lacks are a remainder of FP32 only
@@ -201,7 +199,7 @@ class PrecisionPlan:
         if self.rounding == "stochastic" and self.remainders:
             yield Problem.of("precision.stochastic_split")
 
-    def _problems_of_fp8(self) -> Iterator[str]:
+    def _problems_of_fp8(self) -> Iterator[Problem]:
         """Yield a line for each setting that FP8 products or parameters do not allow."""
         if self.fp8 is None:
             return
@@ -293,7 +291,8 @@ def plan(
     _require_fields(others)
     if compute not in DTYPES:
         raise UserError(_unknown_dtype("compute", compute))
-    wide = "fp64" if compute == "fp64" else "fp32"  # of all that is FP32 by default
+    # of all that is FP32 by default
+    wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute
     gradients = _widen_fp32(gradients, wide)
     dtype_names = {

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megaprec.dialects.reading import literals_of
 from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
@@ -135,18 +136,12 @@ def _requirement(finding: ErrorDetails) -> str:
     if _is_field(inside):
         message = f"{inside[1]} {message}"
     if finding["type"] == "literal_error":
-        message += did_you_mean(str(finding["input"]), _literals(finding))
+        message += did_you_mean(str(finding["input"]), literals_of(finding))
     if not inside:
         return message
     if isinstance(inside[0], int):
         return f"value {inside[0] + 1} {message}"
     return f"{inside[0]} {message}"
-
-
-def _literals(finding: ErrorDetails) -> list[str]:
-    """Return the words that a key may have, of which pydantic makes a text: 'a', 'b' or 'c'."""
-    expected = str(finding.get("ctx", {}).get("expected", ""))
-    return expected.replace("'", "").replace(" or ", ", ").split(", ")
 
 
 def _missing_part(inside: Sequence[int | str]) -> str:

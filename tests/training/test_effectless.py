@@ -192,7 +192,7 @@ def test_every_need_is_tried() -> None:
         need
         for need in EFFECT_RULES
         for key, run in runs
-        if key in need.keys.split() and not need.holds(run)
+        if key in need.keys.split() and not need.has_effect(run)
     }
     assert {need.deciders for need in set(EFFECT_RULES) - failing} == {
         "parallel.schedule_file",

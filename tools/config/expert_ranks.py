@@ -19,11 +19,8 @@ from tools.config.settings import Parallel, Train
 
 def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the model's experts can be spread over ranks as asked."""
-    expert_keys = [
-        f"parallel.{key} {getattr(parallel, key)}"
-        for key in ("expert", "expert_tensor")
-        if _is_changed(parallel, key)
-    ]
+    keys = [key for key in ("expert", "expert_tensor") if _is_changed(parallel, key)]
+    expert_keys = [f"parallel.{key} {getattr(parallel, key)}" for key in keys]
     if not expert_keys:
         return
     # a dense model, or one whose layers are not known
@@ -137,10 +134,9 @@ def possible_expert_keys(
     """
     yield nearest_expert_keys(parallel, tensor, copies)
     # 0: in `tensor` slices; 1: whole experts
-    for expert, in_slices in product(range(1, experts + 1), (0, 1)):
-        if not experts % expert and not describe_misfit(
-            copies, tensor, expert, in_slices or tensor
-        ):
+    divisors = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
+    for expert, in_slices in product(divisors, (0, 1)):
+        if not describe_misfit(copies, tensor, expert, in_slices or tensor):
             yield {"expert_tensor": in_slices, "expert": expert}
 
 

@@ -473,8 +473,9 @@ def _read_file(path: Path) -> dict[str, Setting]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        message = _other_system_message(path, text) or f"run file {path}: not TOML: {error}"
-        raise UserError(message) from error
+        if message := _other_system_message(path, text):
+            raise UserError(message) from error
+        raise UserError.of("config.not_toml", path=path, reason=error) from error
     # other systems have TOML too; tables that only a run file has settle it
     if not content.keys() & OURS_ALONE and (message := _other_system_message(path, text)):
         raise UserError(message)
@@ -497,10 +498,7 @@ def _other_system_message(path: Path, text: str) -> str:
     if kind is not None and kind is not RUN:
         return kind.of(path)
     if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
-        return (
-            f"{path}: a shell script, no run file: megaprec import-args {path} makes one of "
-            "Megatron-LM's arguments"
-        )
+        return Problem.of("config.shell_script", path=path)
     return ""
 
 
@@ -537,10 +535,12 @@ def _two_sources(settings: Mapping[str, Setting]) -> Iterator[str]:
     overrule."""
     source = settings.get("data.source")
     blend = settings.get("data.blend")
+    # the checks between tables refuse every other source beside a blend
     if source is None or source.origin != "command line" or source.value != "python":
-        return  # the checks between tables refuse every other source beside a blend
+        return
+    # who writes both means the blend
     if blend is None or blend.origin == "command line":
-        return  # who writes both means the blend
+        return
     if blend.value:
         yield Problem.of("config.source_beside_blend", origin=blend.origin)
 
@@ -554,35 +554,44 @@ def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
     preset = PRESETS.get(chosen.value)
     if preset is None:
         return
-    asides = list[str]()
+    left_aside = list[str]()
     for key in [*settings]:
         table, _, name = key.partition(".")
         setting = settings[key]
+        # what concerns training alone, and a vocabulary that the preset leaves open
         stays = name == "preset" or name in TRAINING or setting.origin == "command line"
-        if table != "model" or stays or (name == "vocab" and "vocab" not in preset):
+        stays = stays or (name == "vocab" and "vocab" not in preset)
+        if table != "model" or stays:
             continue
         del settings[key]
         # a key that only repeats the preset needs no note
         if preset.get(name) != setting.value:
-            asides.append(f"{key} = {toml(setting.value)}")
-    if asides:
+            left_aside.append(f"{key} = {toml(setting.value)}")
+    if left_aside:
         yield (
             f"model.preset = {toml(chosen.value)} (command line) is the model; left aside: "
-            f"{', '.join(asides)}"
+            f"{', '.join(left_aside)}"
         )
 
 
-def _add_preset(settings: dict[str, Setting]) -> list[str]:
+def _add_preset(settings: dict[str, Setting]) -> list[Problem]:
     """Add the fields of the preset that are not given. Returns a problem if there is no such
     preset."""
     chosen = settings.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        names = ", ".join(PRESETS)
         closest_preset = did_you_mean(str(chosen.value), PRESETS)
-        hint = f"{closest_preset} There are {names}" if closest_preset else f"; there are {names}"
-        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{hint}"]
+        return [
+            Problem.of(
+                "config.preset_unknown",
+                preset=toml(chosen.value),
+                origin=chosen.origin,
+                # the hint is a sentence, after which a new one begins
+                hint=f"{closest_preset} There" if closest_preset else "; there",
+                names=", ".join(PRESETS),
+            )
+        ]
     for name, value in PRESETS[chosen.value].items():
         # file and command line are stronger
         settings.setdefault(f"model.{name}", Setting(value, f"preset {chosen.value}"))

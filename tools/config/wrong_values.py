@@ -27,9 +27,8 @@ PLAIN_MESSAGES = {
 def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
     for key, setting in settings.items():
-        if any(
-            not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in _integers(setting.value)
-        ):
+        numbers = [*_integers(setting.value)]
+        if any(not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in numbers):
             yield Problem.of(
                 "config.integer_too_large",
                 key=key,
@@ -99,10 +98,9 @@ def _join_alternatives(
             yield from of_key
             continue
         # without the name of the type, which pydantic puts behind the key
-        first, *others = [_requirement({**finding, "loc": key}) for finding in of_key]
-        message = " or ".join(
-            [first, *(alternative.removeprefix("must be ") for alternative in others)]
-        )
+        alternatives = [_requirement({**finding, "loc": key}) for finding in of_key]
+        words = [alternative.removeprefix("must be ") for alternative in alternatives[1:]]
+        message = " or ".join([alternatives[0], *words])
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 

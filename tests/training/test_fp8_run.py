@@ -177,7 +177,7 @@ def test_damaged_scales_are_refused(
         ),
         (
             [*BF16, "fp8.parameters=true", "precision.masters=none"],
-            "masters are the only wide weights",
+            "masters are the only FP32 weights",
         ),
         (
             ["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"],

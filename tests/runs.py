@@ -17,7 +17,7 @@ from megaprec.checkpoint.digests import OWN_DIGEST, seal_index
 from megaprec.checkpoint.reader import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
-from tools.config.run_file import load_run
+from tools.convert.initial import resolve_run
 from tools.journal.records import read_metrics
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
@@ -80,7 +80,7 @@ def write_run(folder: Path) -> Path:
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     path = folder / "my.toml"
     path.write_text(RUN.format(folder=folder))
-    open_corpus(load_run(path))
+    open_corpus(resolve_run(path))
     return path
 
 
@@ -105,7 +105,7 @@ def train_on(
         file=file,
         overrides=[*layout, *overrides],
     )
-    return Path(load_run(file, [*layout, *overrides]).train.folder)
+    return Path(resolve_run(file, [*layout, *overrides]).train.folder)
 
 
 def train_each_on(file: Path, runs: Sequence[Sequence[str]], tensor: int = 1) -> None:
@@ -120,7 +120,7 @@ def _train_each_rank(mesh: DeviceMesh, file: Path, runs: list[list[str]]) -> Non
 
 
 def _train_rank(mesh: DeviceMesh, file: Path, overrides: list[str]) -> None:
-    config = load_run(file, overrides)
+    config = resolve_run(file, overrides)
     Trainer(config, open_corpus(config), mesh, latest(config.checkpoint_folder)).run()
 
 

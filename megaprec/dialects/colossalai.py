@@ -45,9 +45,11 @@ from megaprec.dialects.scaling import (
     GradScaler,
     cap,
     express_torch_scaling,
+    hysteresis_scaling,
+    refuse_outside,
     torch_scaling,
 )
-from megaprec.errors import did_you_mean
+from megaprec.errors import Problem, did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 
@@ -270,11 +272,21 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
     none, or another problem."""
     mode = fp16.get("mode")
     modes = AMP_TYPE.__members__
-    name = mode.name if isinstance(mode, AMP_TYPE) else str(mode).rpartition(".")[2].upper()
+    if isinstance(mode, AMP_TYPE):
+        name = mode.name
+    else:
+        name = str(mode).rpartition(".")[2].upper()
     if mode is None:
-        other = "; DeepSpeed's file is one for megaprec import-args" if "enabled" in fp16 else ""
+        # DeepSpeed has a table of the same name
+        hint = "; DeepSpeed's file is one for megaprec import-args" if "enabled" in fp16 else ""
         reading.problems.append(
-            f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)}{other} ({SYSTEM})"
+            Problem.of(
+                "dialect.mode_missing",
+                key=f"{PREFIX}.fp16.mode",
+                modes=", ".join(modes),
+                hint=hint,
+                system=SYSTEM,
+            )
         )
     elif name not in modes:
         reading.refuse(
@@ -304,20 +316,11 @@ def _autocast(reading: Reading) -> dict[str, Decision]:
 
 def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     config = reading.read(Parallel, fp16, "fp16")
-    if not config.min_scale <= config.initial_scale <= config.max_scale:
-        why = f"must lie between min_scale {config.min_scale:g} and max_scale {config.max_scale:g}"
-        reading.refuse("fp16.initial_scale", config.initial_scale, why)
+    floor = config.min_scale
+    ceiling = config.max_scale
+    refuse_outside(reading, "fp16.initial_scale", config.initial_scale, floor, ceiling)
     reading.raise_problems()
-    scaling = LossScaling(
-        "dynamic",
-        initial=config.initial_scale,
-        minimum=config.min_scale,
-        growth_factor=config.growth_factor,
-        backoff_factor=config.backoff_factor,
-        growth_interval=config.growth_interval,
-        hysteresis=config.hysteresis,
-        maximum=cap(config.max_scale),
-    )
+    scaling = hysteresis_scaling(config, floor, ceiling)
     decisions = _fp16_with_masters(reading)
     decisions["scaling"] = reading.decided_by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
     settings: dict[str, Decision] = {}
@@ -345,21 +348,10 @@ def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     # none is no limit but that of FP32
     floor = config.min_scale or FLOOR
     ceiling = config.max_scale or CEILING
-    if not floor <= config.initial_scale <= ceiling:
-        why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
-        reading.refuse("fp16.initial_scale", config.initial_scale, why)
+    refuse_outside(reading, "fp16.initial_scale", config.initial_scale, floor, ceiling)
     reading.raise_problems()
     if config.dynamic_grad_scale:
-        scaling = LossScaling(
-            "dynamic",
-            initial=config.initial_scale,
-            minimum=floor,
-            growth_factor=config.growth_factor,
-            backoff_factor=config.backoff_factor,
-            growth_interval=config.growth_interval,
-            hysteresis=config.hysteresis,
-            maximum=cap(ceiling),
-        )
+        scaling = hysteresis_scaling(config, floor, ceiling)
     else:
         scaling = LossScaling("constant", config.initial_scale)
     keys = [f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE)]
@@ -383,18 +375,17 @@ def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if not config.enabled:
         fp32 = reading.decided_by(torch.float32, "fp16.enabled")
         return reading.resolved(all_of(UNMIXED, fp32), {})
-    # what is set beside the level replaces its value
-    properties = {key: value for key, value in config if key in LEVELS["O1"] and value is not None}
-    level = {**LEVELS[config.opt_level], **properties}
-    scaling = reading.decided_by(
-        _apex_scaling(config, level["loss_scale"]),
-        *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)),
-    )
+    level = dict(LEVELS[config.opt_level])
+    for key, value in config:
+        # what is set beside the level replaces its value
+        if key in level and value is not None:
+            level[key] = value
+    scale_keys = [f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE)]
+    scaling = reading.decided_by(_apex_scaling(config, level["loss_scale"]), *scale_keys)
     if level["patch_torch_functions"]:
         decisions = _autocast(reading)
-        decisions |= all_of(
-            ("compute", "output"), reading.decided_by(torch.float16, "fp16.opt_level")
-        )
+        fp16_of_level = reading.decided_by(torch.float16, "fp16.opt_level")
+        decisions |= all_of(("compute", "output"), fp16_of_level)
     else:
         decisions = _cast_model(reading, level)
     if config.cast_model_outputs is not None:
@@ -486,29 +477,29 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     }
     parallel = {"mode": "PARALLEL", "clip_grad": clip} | scale
     apex_scale = _express_apex_scaling(scaling)
-    o1 = {"mode": "APEX", "opt_level": "O1"} | apex_scale
-    o2 = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)}
-    o2 |= apex_scale
-    o2 |= {
+    level_1 = {"mode": "APEX", "opt_level": "O1"} | apex_scale
+    level_2 = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)}
+    level_2 |= apex_scale
+    level_2 |= {
         "keep_batchnorm_fp32": bool(plan.keep_fp32),
         "master_weights": plan.masters == torch.float32,
         "cast_model_outputs": name_of(plan.output),
     }
     modes = [
         {"mode": "TORCH"} | express_torch_scaling(scaling),
-        o1,
-        o1 | {"cast_model_outputs": name_of(plan.output)},
-        o1 | {"patch_torch_functions": False},
-        o2,
+        level_1,
+        level_1 | {"cast_model_outputs": name_of(plan.output)},
+        level_1 | {"patch_torch_functions": False},
+        level_2,
     ]
     # of the engine; PARALLEL has a key of its own
     clipping = {"clip_grad_norm": clip} if "optimizer.clip" in settings else {}
     sharded = bool(settings.get("parallel.zero", False))
-    plugins = [
-        express_plugin(scale | {"max_norm": clip}, half, sharded)
-        for half in ("fp16", "bf16", "fp32")
-    ]
-    return [{"fp16": parallel}, *({"fp16": mode} | clipping for mode in modes), *plugins]
+    plugin_keys = scale | {"max_norm": clip}
+    configs: list[dict[str, Any]] = [{"fp16": parallel}]
+    configs += [{"fp16": mode} | clipping for mode in modes]
+    configs += [express_plugin(plugin_keys, half, sharded) for half in ("fp16", "bf16", "fp32")]
+    return configs
 
 
 def _express_apex_scaling(scaling: LossScaling) -> dict[str, Any]:

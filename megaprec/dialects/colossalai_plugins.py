@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of
-from megaprec.dialects.scaling import CEILING, FLOOR, cap
+from megaprec.dialects.scaling import CEILING, FLOOR, hysteresis_scaling, refuse_outside
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
@@ -123,9 +123,8 @@ def resolve_plugin(reading: Reading, plugin: Plugin) -> Resolved:
     reading.raise_problems()
     half = reading.decided_by(HALVES[plugin.precision], f"{TABLE}.precision")
     has_masters = getattr(plugin, "master_weights", True)
-    masters = reading.decided_by(
-        torch.float32 if has_masters else half.value, *_keys_of_masters(plugin)
-    )
+    masters_dtype = torch.float32 if has_masters else half.value
+    masters = reading.decided_by(masters_dtype, *_keys_of_masters(plugin))
     # FP16 has too little range for moments: without masters they are FP32 all the same
     moments = masters if masters.value != torch.float16 else reading.always(torch.float32)
     cast_inputs = "root" if getattr(plugin, "cast_inputs", True) else "none"
@@ -180,16 +179,7 @@ def _output(reading: Reading, plugin: Plugin, half: Decision) -> Decision:
 def _scaling(reading: Reading, plugin: Plugin) -> Decision:
     if plugin.precision != "fp16":
         return reading.decided_by(LossScaling(), f"{TABLE}.precision")
-    scaling = LossScaling(
-        "dynamic",
-        initial=plugin.initial_scale,
-        minimum=plugin.min_scale,
-        growth_factor=plugin.growth_factor,
-        backoff_factor=plugin.backoff_factor,
-        growth_interval=plugin.growth_interval,
-        hysteresis=plugin.hysteresis,
-        maximum=cap(plugin.max_scale),
-    )
+    scaling = hysteresis_scaling(plugin, plugin.min_scale, plugin.max_scale)
     return reading.decided_by(scaling, *(f"{TABLE}.{key}" for key in SCALE))
 
 
@@ -201,17 +191,17 @@ def _settings(reading: Reading, plugin: Plugin) -> dict[str, Decision]:
         settings["parallel.zero"] = reading.decided_by(True, f"{TABLE}.stage")
     else:
         settings["parallel.zero"] = reading.always(True)
-    for key, name in (("tp_size", "parallel.tensor"), ("pp_size", "parallel.pipeline")):
+    run_file_keys = {"tp_size": "parallel.tensor", "pp_size": "parallel.pipeline"}
+    for key, run_file_key in run_file_keys.items():
         size = getattr(plugin, key, None)
         if size is not None:
-            settings[name] = reading.decided_by(size, f"{TABLE}.{key}")
+            settings[run_file_key] = reading.decided_by(size, f"{TABLE}.{key}")
     return settings
 
 
 def _refuse_contradictions(reading: Reading, plugin: Plugin) -> None:
-    if not plugin.min_scale <= plugin.initial_scale <= plugin.max_scale:
-        why = f"must lie between min_scale {plugin.min_scale:g} and max_scale {plugin.max_scale:g}"
-        reading.refuse(f"{TABLE}.initial_scale", plugin.initial_scale, why)
+    initial_key = f"{TABLE}.initial_scale"
+    refuse_outside(reading, initial_key, plugin.initial_scale, plugin.min_scale, plugin.max_scale)
     stage = getattr(plugin, "zero_stage", 0)
     if plugin.precision == "fp32" and (stage or isinstance(plugin, GeminiPlugin)):
         reading.refuse(
@@ -230,7 +220,9 @@ def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[
     clipping."""
     # the plugin has no FP32 with ZeRO
     stage = 1 if sharded and half != "fp32" else 0
-    scale = {key: value for key, value in values.items() if half == "fp16" or key == "max_norm"}
-    return {
-        "plugin": {"kind": "HybridParallelPlugin", "precision": half, "zero_stage": stage} | scale
-    }
+    plugin = {"kind": "HybridParallelPlugin", "precision": half, "zero_stage": stage}
+    for key, value in values.items():
+        # only FP16 has a loss scale
+        if half == "fp16" or key == "max_norm":
+            plugin[key] = value
+    return {"plugin": plugin}

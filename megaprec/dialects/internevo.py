@@ -38,7 +38,7 @@ from megaprec.dialects.internevo_model import (
     model_settings,
 )
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
-from megaprec.dialects.scaling import CEILING, FLOOR, cap
+from megaprec.dialects.scaling import CEILING, FLOOR, cap, refuse_outside
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
@@ -150,15 +150,12 @@ def _scaling(reading: Reading, model: Model) -> Decision:
     """Return the loss scale, of FP16 and of BF16."""
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-    for key in sorted(
-        key for key in reading.unknown_keys if key.startswith(f"{PREFIX}.grad_scaler")
-    ):
-        reading.refuse(
-            key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ..."
-        )
-    if not start.min_scale <= start.initial_scale <= scaler.max_scale:
-        why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
-        reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
+    for key in sorted(reading.unknown_keys):
+        if key.startswith(f"{PREFIX}.grad_scaler"):
+            name = key.removeprefix(f"{PREFIX}.")
+            reading.refuse(name, UNKNOWN, f"numbers depend on it: set {key} = ...")
+    initial_key = "grad_scaler.fp16.initial_scale"
+    refuse_outside(reading, initial_key, start.initial_scale, start.min_scale, scaler.max_scale)
     if model.dtype in ("float32", "tf32"):
         return reading.decided_by(LossScaling(), "dtype")
     scaling = LossScaling(
@@ -220,14 +217,14 @@ def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
         value = getattr(sizes, name)
         size = None if value is None else _read_size(reading, name, value)
         if size is not None:
-            settings[f"parallel.{name}"] = reading.decided_by(
-                size, f"parallel.{name}", f"parallel.{name}.size"
-            )
+            key = f"parallel.{name}"
+            settings[key] = reading.decided_by(size, key, f"{key}.size")
     settings |= _sequence(reading, sizes)
-    if sizes.weight is not None and (_read_size(reading, "weight", sizes.weight) or 1) > 1:
-        reading.refuse(
-            "parallel.weight", sizes.weight, "weight parallelism is not supported: use 1"
-        )
+    if sizes.weight is not None:
+        weight_ranks = _read_size(reading, "weight", sizes.weight) or 1
+        if weight_ranks > 1:
+            why = "weight parallelism is not supported: use 1"
+            reading.refuse("parallel.weight", sizes.weight, why)
     zero = _read_size(reading, "zero1", sizes.zero1)
     # 1 is off; 0 and less are all data-parallel ranks
     if zero is not None:
@@ -240,7 +237,9 @@ def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
 
 def _sequence(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
     """Return sequence parallelism, which a mode of tensor parallelism or an older key turns on."""
-    mode = sizes.tensor.get("mode", "mtp") if isinstance(sizes.tensor, Mapping) else "mtp"
+    mode = "mtp"  # the plain one
+    if isinstance(sizes.tensor, Mapping):
+        mode = sizes.tensor.get("mode", mode)
     if mode is UNKNOWN:
         reading.unknown_keys.add(f"{PREFIX}.parallel.tensor.mode")
         return {}
@@ -297,9 +296,11 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     # a default that decides all numbers should be seen
     if f"{PREFIX}.dtype" not in reading.set_keys:
         notes.append("dtype is not given: InternEvo takes torch.float16")
-    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown_keys)):
+    unknown_names = sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown_keys)
+    if unknown_names:
+        names = ", ".join(unknown_names)
         notes.append(
-            f"{unknown}: the value is not known, so the run file must set what depends on it"
+            f"{names}: the value is not known, so the run file must set what depends on it"
         )
     notes += _notes_of_layout(reading, model)
     if model.dtype in ("float32", "tf32"):

@@ -74,6 +74,7 @@ SCALE_KEYS = (
 
 
 def _precision(value: object) -> object:
+    # YAML and TOML have 16 and 32 as numbers
     name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if isinstance(name, str) and name not in HALVES:
         raise ValueError(
@@ -403,6 +404,7 @@ def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
         margin=plugin.fp8_margin if plugin.fp8_recipe == "delayed" else 0,
         history_length=plugin.fp8_amax_history_len,
         amax_algo=plugin.fp8_amax_compute_algo,
+        # amaxes are reduced over the ranks of a pipeline stage
         reduce_over="stage",
         power_2_scales=plugin.fp8_recipe == "blockwise",
         parameters=bool(plugin.fp8_params or plugin.fp8_param_gather),
@@ -500,6 +502,7 @@ def _express_fp8(recipe: FP8Recipe | None) -> dict[str, Any]:
     names = {kind: name for name, kind in KINDS.items()}
     fields: dict[str, Any] = {
         "fp8": recipe.format,
+        # NeMo has no scale per row: a scale per tensor is the nearest
         "fp8_recipe": names.get(recipe.kind, "tensorwise"),
         "fp8_margin": recipe.margin,
         "fp8_amax_history_len": recipe.history_length,

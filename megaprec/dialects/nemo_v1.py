@@ -93,6 +93,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     reading.raise_problems()
     compute = _decided_by(reading, half, "precision")
     parameters = _decided_by(reading, half, "megatron_amp_O2", "precision")
+    # torch's autocast casts FP32 parameters for each product
     if not model.megatron_amp_O2:
         parameters = _decided_by(reading, torch.float32, "megatron_amp_O2")
     state = NAMED[model.optim_dtype or "fp32"]
@@ -101,6 +102,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     is_fused = is_bf16_o2 and model.optim_name == "distributed_fused_adam"
     remainders = is_fused and state == torch.float32
     reduce = NAMED[model.grad_sync_dtype] if model.grad_sync_dtype else state
+    # autocast adds branches to an FP32 stream, for the embedding is in FP32
     residual = compute
     if model.fp32_residual_connection or parameters.value == torch.float32:
         residual = _decided_by(

@@ -116,6 +116,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         dtype = reading.decided_by(torch.float32, TYPE)
     else:
         dtype = reading.decided_by(torch.bfloat16, TYPE)
+    # without masters the optimizer updates the weights, with moments in their dtype
     state = torch.float32 if has_masters else dtype.value
     gradients = torch.float32 if accumulates else dtype.value
     decisions = {
@@ -139,6 +140,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 def _is_on(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
     """Return True if a part of mixed precision is on: by its key, else by the precision type or
     ZeRO-1."""
+    # other types set the keys of mixed precision, whatever they are given
     if precision.precision_type != "manual":
         return zero and precision.precision_type in FOLLOWS_ZERO
     value = getattr(precision, key)
@@ -216,6 +218,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         optimizer |= {"grad_clipping": True, "max_grad_norm": clip}
     elif clip is not None:  # 0: no clipping, while max_grad_norm must be positive
         optimizer["grad_clipping"] = False
+    # without ZeRO-1 NxD refuses all three keys
     manual = {
         MASTERS: has_masters and zero,
         ACCUMULATE: accumulates and zero,

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan
 
 
@@ -127,6 +127,29 @@ NO_MARGIN = (
 )
 
 
+def literals_of(details: ErrorDetails) -> list[str]:
+    """Return the words that a key may have, of pydantic's error about another word."""
+    # pydantic lists them as "'a', 'b' or 'c'"
+    expected = str(details.get("ctx", {}).get("expected", ""))
+    return expected.replace("'", "").replace(" or ", ", ").split(", ")
+
+
+def _explanation(kind: type[Keys], key: str, details: ErrorDetails) -> str:
+    """Return why a key of `kind` cannot have its value, of pydantic's error about it."""
+    if details["type"] == "extra_forbidden":
+        names = list(kind.model_fields)
+        hint = did_you_mean(key, names) or f"; there are {', '.join(names)}"
+        return f"no such key{hint}"
+    if details["type"] == "is_instance_of":
+        return f"must be a dtype, one of {', '.join(TORCH_DTYPES)}"
+    # pydantic's messages in our words
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.replace("must be a valid boolean", "must be true or false")
+    if details["type"] == "literal_error":
+        message += did_you_mean(str(details["input"]), literals_of(details))
+    return message
+
+
 class Reading:
     """One reading of a configuration of `system`, whose tables are under the dotted key `prefix`.
 
@@ -138,9 +161,10 @@ class Reading:
         self.system = system
         self.prefix = prefix
         self.places = places or {}
-        self.set_keys: set[str] = set()  # full dotted keys that the user set to a known value
-        self.unknown_keys: set[str] = set()  # those set to UNKNOWN
-        self.problems: list[str] = []
+        # full dotted keys that the user set: to a known value, and to UNKNOWN
+        self.set_keys: set[str] = set()
+        self.unknown_keys: set[str] = set()
+        self.problems: list[Problem] = []
 
     def read(self, kind: type[K], values: object, table: str = "") -> K:
         """Return `values`, a mapping or an instance, as `kind`; a problem with a key is recorded,
@@ -152,9 +176,7 @@ class Reading:
             self.set_keys |= {self._full_key(table, name) for name in values.model_fields_set}
             return values
         if not isinstance(values, Mapping):
-            self.problems.append(
-                f"{self._describe(table, values)}: must be a table of keys ({self.system})"
-            )
+            self.refuse(table, values, "must be a table of keys")
             values = {}
         known: dict[str, Any] = {}  # what pydantic is to check
         for name, value in values.items():
@@ -166,37 +188,30 @@ class Reading:
             keys = kind.model_validate(dict(known))
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                self.problems.append(self._explain(kind, table, details))
-                known.pop(str(details["loc"][0]), None)
+                path = ".".join(str(part) for part in details["loc"])
+                why = _explanation(kind, path, details)
+                self.refuse(self._under(table, path), details["input"], why)
+                wrong_name = str(details["loc"][0])
+                known.pop(wrong_name, None)
             # what is left is valid: reading goes on, so that all problems are found at once
             keys = kind.model_validate(known)
         self.set_keys |= {self._full_key(table, name) for name in known}
         return keys
 
-    def _explain(self, kind: type[Keys], table: str, details: ErrorDetails) -> str:
-        """Return pydantic's error as a line of ours."""
-        name = ".".join(str(part) for part in details["loc"])
-        setting = self._describe(self._under(table, name), details["input"])
-        system = f"({self.system})"
-        # pydantic's types of errors, and its messages in our words
-        if details["type"] == "extra_forbidden":
-            names = list(kind.model_fields)
-            hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
-            return f"{setting}: no such key{hint} {system}"
-        if details["type"] == "is_instance_of":
-            return f"{setting}: must be a dtype, one of {', '.join(TORCH_DTYPES)} {system}"
-        message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        message = message.replace("must be a valid boolean", "must be true or false")
-        if details["type"] == "literal_error":
-            # pydantic lists them as "'a', 'b' or 'c'"
-            expected = str(details.get("ctx", {}).get("expected", ""))
-            choices = expected.replace("'", "").replace(" or ", ", ").split(", ")
-            message += did_you_mean(str(details["input"]), choices)
-        return f"{setting}: {message} {system}"
-
     def refuse(self, key: str, value: object, why: str) -> None:
         """Record the problem that `key` cannot have `value`, and why."""
-        self.problems.append(f"{self._describe(key, value)}: {why} ({self.system})")
+        full_key = f"{self.prefix}.{key}" if key else self.prefix
+        place = f" ({self.places[full_key]})" if full_key in self.places else ""
+        self.problems.append(
+            Problem.of(
+                "dialect.wrong_value",
+                key=full_key,
+                value=_format_value(value),
+                place=place,
+                why=why,
+                system=self.system,
+            )
+        )
 
     def raise_problems(self) -> None:
         """Raise UserError with all recorded problems, if there are any."""
@@ -209,7 +224,8 @@ class Reading:
         full_keys = [self._full_key("", key) for key in keys]
         set_keys = [key for key in full_keys if key in self.set_keys]
         if set_keys:
-            return Decision(value, ", ".join(map(self._with_place, set_keys)), given=True)
+            origin = ", ".join(map(self._with_place, set_keys))
+            return Decision(value, origin, given=True)
         return Decision(value, f"{full_keys[0]} ({self.system}'s default)")
 
     def idle_note(
@@ -248,12 +264,13 @@ class Reading:
         The residual stream and attention are in the compute dtype, unless `decisions` contain them.
         """
         decisions = {**all_of(("residual", "attention"), decisions["compute"]), **decisions}
+        values = {name: decision.value for name, decision in decisions.items()}
         no_key = f"megaprec's own: {self.system} has no key for it"
-        origin = dict.fromkeys((plan_field.name for plan_field in fields(PrecisionPlan)), no_key)
+        origin = {plan_field.name: no_key for plan_field in fields(PrecisionPlan)}
         origin |= {name: decision.origin for name, decision in decisions.items()}
         origin.pop("origin")  # a field of the plan itself, which nothing decides
         try:
-            plan = PrecisionPlan(**{name: decision.value for name, decision in decisions.items()})
+            plan = PrecisionPlan(**values)
         except UserError as error:
             raise UserError(
                 *(problem.within(f"[{self.prefix}]: ") for problem in error.problems)
@@ -271,12 +288,6 @@ class Reading:
         if full_key in self.places:
             return f"{full_key} ({self.places[full_key]})"
         return full_key
-
-    def _describe(self, key: str, value: object) -> str:
-        """Return a setting as an error begins with it: full key, value and place."""
-        full_key = f"{self.prefix}.{key}" if key else self.prefix
-        place = f" ({self.places[full_key]})" if full_key in self.places else ""
-        return f"{full_key} = {_format_value(value)}{place}"
 
 
 def _format_value(value: object) -> str:

@@ -1,11 +1,13 @@
-"""Keys of torch's gradient scaler, common to Colossal-AI's TORCH mode and FSDP: no minimal scale,
-no hysteresis."""
+"""Loss scales that several systems have: torch's gradient scaler, and Megatron's with hysteresis.
+
+torch's, of Colossal-AI's TORCH mode and of FSDP, has no minimal scale and no hysteresis.
+"""
 
 from typing import Any
 
 from pydantic import Field
 
-from megaprec.dialects.reading import Keys
+from megaprec.dialects.reading import Keys, Reading
 from megaprec.precision.plan import LossScaling
 
 FLOOR = 2.0**-126  # the lowest scale that float32 can invert; the minimum if there is no other
@@ -23,6 +25,32 @@ class GradScaler(Keys):
 
 
 SCALER_KEYS = tuple(GradScaler.model_fields)
+
+
+def hysteresis_scaling(keys: Any, floor: float, ceiling: float) -> LossScaling:
+    """Return the LossScaling of Megatron's scaler.
+
+    keys: a table with initial_scale, growth_factor, backoff_factor, growth_interval and hysteresis.
+    """
+    return LossScaling(
+        "dynamic",
+        initial=keys.initial_scale,
+        minimum=floor,
+        growth_factor=keys.growth_factor,
+        backoff_factor=keys.backoff_factor,
+        growth_interval=keys.growth_interval,
+        hysteresis=keys.hysteresis,
+        maximum=cap(ceiling),
+    )
+
+
+def refuse_outside(
+    reading: Reading, key: str, initial: float, floor: float, ceiling: float
+) -> None:
+    """Record a problem unless the first scale, the value of `key`, lies between its limits."""
+    if not floor <= initial <= ceiling:
+        why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
+        reading.refuse(key, initial, why)
 
 
 def cap(highest: float) -> float | None:

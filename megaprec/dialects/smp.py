@@ -242,6 +242,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         decisions, notes = _policy(reading, tables)
     else:
         decisions = _mixed_precision(reading, tables)
+    # BF16 is trained without one
     if tables.grad_scaler is not None:
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
         decisions["scaling"] = reading.decided_by(
@@ -296,6 +297,7 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
     table = "mp_policy"
     policy = reading.read(MixedPrecisionPolicy, tables.mp_policy, table)
     decisions = _common(reading, table, policy.param_dtype, policy.reduce_dtype)
+    # FSDP2 leaves outputs as the last module computes them
     output = policy.output_dtype or decisions["compute"].value
     inputs = "all" if policy.cast_forward_inputs else "none"
     decisions |= {
@@ -363,6 +365,7 @@ def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
     power_2_scales = keys.get("use_power_2_scales", False)
     if name == "Float8BlockScaling":
         power_2_scales = not keys["use_f32_scales"]
+    # (forward, input gradient, weight gradient): Transformer Engine allows the last alone
     *_, wide_weight_gradients = keys.get("override_linear_precision", (False,))
     return FP8Recipe(
         kind=KINDS[name],
@@ -407,6 +410,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 def _express_fp8(recipe: FP8Recipe) -> dict[str, Any]:
     """Return the nearest arguments of `fp8_autocast`."""
     names = {kind: name for name, kind in KINDS.items()}
+    # Transformer Engine has no scale per row: a scale per tensor is the nearest
     name = names.get(recipe.kind, "Float8CurrentScaling")
     values = {
         "margin": recipe.margin,

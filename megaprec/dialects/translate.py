@@ -99,19 +99,21 @@ def _lost_settings(settings: Mapping[str, Any], resolved: Resolved) -> list[str]
     """Return a line for each run-file key that a configuration lacks, changes or adds."""
     wanted = {key: _without_defaults(value) for key, value in settings.items()}
     expressed = {key: decision.value for key, decision in resolved.settings.items()}
-    # of keys that a system lacks, only those that it might be expected to have
-    missing = [key for key in wanted if key not in expressed and key in RELATED_KEYS]
-    changed = [key for key in expressed if key in wanted and wanted[key] != expressed[key]]
-    # what a configuration decides beyond what was asked for
-    added = [key for key in expressed if key not in wanted]
-    return [
-        *(f"{key} = {format_value(wanted[key])}; it has no key for it" for key in missing),
-        *(
-            f"{key} = {format_value(wanted[key])}; it has {format_value(expressed[key])}"
-            for key in changed
-        ),
-        *(f"{key} would become {format_value(expressed[key])}" for key in added),
-    ]
+    missing: list[str] = []
+    for key, value in wanted.items():
+        # of keys that a system lacks, only those that it might be expected to have
+        if key not in expressed and key in RELATED_KEYS:
+            missing.append(f"{key} = {format_value(value)}; it has no key for it")
+    changed: list[str] = []
+    added: list[str] = []
+    for key, value in expressed.items():
+        text = format_value(value)
+        if key not in wanted:
+            # what the configuration decides beyond what was asked for
+            added.append(f"{key} would become {text}")
+        elif wanted[key] != value:
+            changed.append(f"{key} = {format_value(wanted[key])}; it has {text}")
+    return missing + changed + added
 
 
 def _without_defaults(value: Any) -> Any:
@@ -145,6 +147,7 @@ def _format_changes(value: Any) -> str:
     parts = [value.kind]
     for value_field in fields(value):
         name = value_field.name
-        if name != "kind" and getattr(value, name) != value_field.default:
-            parts.append(f"{name} {format_value(getattr(value, name))}")
+        part_value = getattr(value, name)
+        if name != "kind" and part_value != value_field.default:
+            parts.append(f"{name} {format_value(part_value)}")
     return ", ".join(parts)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import wrong_kinds
 
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
@@ -94,7 +94,7 @@ class FP8Recipe:
         problems = [*self._problems_of_delayed_scaling(), *self._problems_of_history()]
         problems += self._other_problems()
         if problems:
-            raise UserError(*(f"fp8.{problem}" for problem in problems))
+            raise UserError(*(problem.within("fp8.") for problem in problems))
 
     @property
     def repeatable(self) -> bool:
@@ -105,59 +105,37 @@ class FP8Recipe:
         """
         return self.history == "step"
 
-    def _problems_of_delayed_scaling(self) -> Iterator[str]:
+    def _problems_of_delayed_scaling(self) -> Iterator[Problem]:
         """Yield a line for each setting of delayed scaling that is wrong, or set without it."""
         if self.history_length < 1:
-            yield f"history_length = {self.history_length}: at least 1, for a scale needs an amax"
+            yield Problem.of("fp8.history_length", history_length=self.history_length)
         if self.kind == "delayed":
             return
         # scales of other kinds take nothing from earlier steps
         if self.margin:
-            yield (
-                f"margin = {self.margin}: only delayed scales need room for an amax to grow; "
-                f"{self.kind} scales are computed from the numbers that they scale; use 0"
-            )
+            yield Problem.of("fp8.margin", margin=self.margin, kind=self.kind)
         if self.calibrate:
-            yield (
-                f"calibrate = {self.calibrate}: only delayed scales are computed from earlier "
-                f"amaxes, not {self.kind} scales; use 0"
-            )
+            yield Problem.of("fp8.calibrate", calibrate=self.calibrate, kind=self.kind)
         if self.history != "step":
-            yield (
-                f'history = "{self.history}": only delayed scales have a history, not {self.kind} '
-                'scales; use "step"'
-            )
+            yield Problem.of("fp8.history_kind", history=self.history, kind=self.kind)
 
-    def _problems_of_history(self) -> Iterator[str]:
+    def _problems_of_history(self) -> Iterator[Problem]:
         """Yield a line for each setting that cannot go with a history that advances within a
         step."""
         if self.history == "step":
             return
         if self.parameters or self.calibrate or self.calibrating:
-            yield (
-                f'history = "{self.history}": weights are cast for each micro-batch, and amaxes '
-                "are recorded by FP8 products only: leave parameters, calibrate and calibrating "
-                "out"
-            )
+            yield Problem.of("fp8.history_weights", history=self.history)
         if callable(self.amax_algo):
-            yield (
-                f'history = "{self.history}": amax_algo cannot be a function: use "max" or '
-                '"most_recent"'
-            )
+            yield Problem.of("fp8.history_function", history=self.history)
 
-    def _other_problems(self) -> Iterator[str]:
+    def _other_problems(self) -> Iterator[Problem]:
         """Yield a line for each wrong setting that any recipe may have."""
         if self.parameters and (self.calibrate or self.calibrating):
-            yield (
-                "parameters = true: calibration steps need weights in the compute dtype: leave "
-                "calibrate and calibrating out"
-            )
+            yield Problem.of("fp8.parameters_calibrated")
         if min(self.first_layers, self.last_layers) < 0:
-            yield (
-                f"first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0"
+            yield Problem.of(
+                "fp8.negative_layers", first_layers=self.first_layers, last_layers=self.last_layers
             )
         if self.backend != "torch" and self.kind not in ("delayed", "current"):
-            yield (
-                f'backend = "{self.backend}": supports only kind "delayed" or "current", one '
-                f'scale per tensor, not "{self.kind}"; use backend "torch"'
-            )
+            yield Problem.of("fp8.backend_kind", backend=self.backend, kind=self.kind)

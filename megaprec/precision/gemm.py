@@ -23,7 +23,7 @@ from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
 # elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
-_WIDENED = 1 << 16
+_ELEMENTS_PER_CAST = 1 << 16
 # torch's switches that allow a GPU to sum in 16 bits
 _NARROW_SUMS = (
     "allow_bf16_reduced_precision_reduction",
@@ -54,7 +54,8 @@ class Gemm:
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """Return y [m, n] from x [m, k] and weight [n, k], and x."""
-        return product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32).to(self.out), (x,)
+        output = product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32)
+        return output.to(self.out), (x,)
 
     def keep(self, x: Tensor) -> Factor:
         """Return x."""
@@ -66,12 +67,15 @@ class Gemm:
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of x, [m, k] in `dtype`, for a weight [n, k]."""
-        return product(grad[0].to(self.dtype), weight.to(self.dtype), self.tf32).to(dtype)
+        input_grad = product(grad[0].to(self.dtype), weight.to(self.dtype), self.tf32)
+        return input_grad.to(dtype)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """Return the gradient of the weight, [n, k]."""
         weight_grad = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
-        return weight_grad if self.grad_scale == 1 else weight_grad.mul_(self.grad_scale)
+        if self.grad_scale != 1:
+            weight_grad.mul_(self.grad_scale)
+        return weight_grad
 
     def add_weight_gradient_(
         self,
@@ -216,10 +220,11 @@ def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
 @cache
 def _has_wide_totals(device: str) -> bool:
     """Return True if torch has a kernel for a device that adds a product to a wider total."""
-    key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
-    if key is None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+    dispatch_key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
+    # older releases of torch lack the overload
+    if dispatch_key is None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", dispatch_key)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:
@@ -229,7 +234,8 @@ def _add_(total: Tensor, product: Tensor) -> None:
     if total.dtype == product.dtype or total.device.type != "cpu" or is_fake:
         total.add_(product)
         return
-    rows = max(1, _WIDENED // max(1, product.shape[1]))
-    blocks = zip(total.split(rows), product.split(rows), strict=True)
-    for total_rows, product_rows in blocks:
-        total_rows.add_(product_rows)
+    columns = max(1, product.shape[1])
+    block_rows = max(1, _ELEMENTS_PER_CAST // columns)
+    blocks = zip(total.split(block_rows), product.split(block_rows), strict=True)
+    for total_block, product_block in blocks:
+        total_block.add_(product_block)

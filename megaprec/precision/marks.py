@@ -8,7 +8,6 @@ masters in FP32. The optimizer refuses a mark for which no casts were installed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any
 
@@ -19,7 +18,8 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.precision.nested import map_tensors, tensors
+from megaprec.precision.nested import cast_dtypes, cast_floating, tensors
+from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
@@ -66,12 +66,13 @@ def marked_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost marked modules in `module`. within: it is in a marked container."""
-    marked = within or module_has_fp32_attr(module)
-    if marked and not _is_container(module):
+    is_marked = within or module_has_fp32_attr(module)
+    if is_marked and not _is_container(module):
         yield path or "the model", module
         return
     for name, child in module.named_children():
-        yield from _marked_in(child, f"{path}.{name}" if path else name, marked)
+        child_path = f"{path}.{name}" if path else name
+        yield from _marked_in(child, child_path, is_marked)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -81,23 +82,17 @@ def _is_container(module: nn.Module) -> bool:
     forward = getattr(module.forward, "__func__", module.forward)
     if forward is not nn.Module.forward:
         return False
-    if not (
-        _is_empty(module.parameters(recurse=False)) and _is_empty(module.buffers(recurse=False))
-    ):
-        return False
-    return not _is_empty(module.children())
-
-
-def _is_empty(items: Iterator[object]) -> bool:
-    return next(items, None) is None
+    own_tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return not own_tensors and any(True for _ in module.children())
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
     """Mark every module that has a parameter whose path in `model` matches one of the patterns
     (`fnmatch`)."""
     for path, module in model.named_modules():
-        names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+        own_names = [name for name, _ in module.named_parameters(recurse=False)]
+        paths = [f"{path}.{name}".lstrip(".") for name in own_names]
+        if any(match_patterns(patterns, paths)):
             set_fp32_attr_to_module(module)
 
 
@@ -117,14 +112,14 @@ def compute_in_fp32(
     def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal output_dtype
         output_dtype = out(_first_floating_dtype((args, kwargs)))
-        return map_tensors((args, kwargs), lambda x: x.to(wide) if x.is_floating_point() else x)
+        return cast_floating((args, kwargs), wide)
 
     def narrow(_: nn.Module, __: Any, outputs: Any) -> Any:
-        return map_tensors(outputs, lambda x: x.to(output_dtype) if x.dtype == wide else x)
+        return cast_dtypes(outputs, (wide,), output_dtype)
 
     module.register_forward_pre_hook(widen, with_kwargs=True)
     module.register_forward_hook(narrow)
-    # the optimizer looks for it: see `keeping_marked`
+    # the optimizer looks for it: see `keep_marked_in_fp32`
     module.computes_in_fp32 = True  # type: ignore[assignment]
 
 
@@ -132,6 +127,7 @@ def _first_floating_dtype(inputs: Any) -> torch.dtype | None:
     """Return the dtype of the first floating-point input that is not a scalar, None if there is
     none."""
     for tensor in tensors(inputs):
+        # a scalar, such as a loss weight, does not say in which dtype the model computes
         if tensor.is_floating_point() and tensor.dim():
             return tensor.dtype
     return None
@@ -169,7 +165,8 @@ def keep_marked_in_fp32(
         if has_layout(parameter):
             local_names |= {part.name for part in layout_of(parameter).parts}
     # As a rule nothing is marked: one number costs less than an exchange of names.
-    if not world.max_(torch.tensor(float(len(local_names)), device=device)):
+    most_marked = world.max_(torch.tensor(float(len(local_names)), device=device))
+    if not most_marked:
         return plan, ()
     names = tuple(sorted(gather_entries(dict.fromkeys(sorted(local_names)), world, device)))
     patterns = (*plan.keep_fp32, *map(escape, names))  # names are meant literally

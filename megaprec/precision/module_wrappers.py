@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
 from megaprec.comm.axis import Axis
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.marks import compute_in_fp32, marked_parts, note_cast, require_module
 from megaprec.precision.marks import mark_fp32 as mark_fp32
 from megaprec.precision.marks import module_has_fp32_attr as module_has_fp32_attr
 from megaprec.precision.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
-from megaprec.precision.nested import map_tensors
+from megaprec.precision.nested import cast_dtypes, cast_floating
 from megaprec.precision.parallel_modes import Group, ParallelMode, axes_of, known_group
 from megaprec.precision.patterns import match_patterns, unmatched_problems
 from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan, dtype_name
@@ -91,12 +91,11 @@ class NaiveAMPModel(nn.Module):
         if self.training or self._first_eval:
             average_buffers(self.model, *self._axes)
             self._first_eval = False
-        args, kwargs = map_tensors(
-            (args, kwargs), lambda x: x.to(self.dtype) if x.dtype == torch.float32 else x
-        )
+        # InternEvo casts FP32 alone: half-precision inputs keep their dtype
+        args, kwargs = cast_dtypes((args, kwargs), (torch.float32,), self.dtype)
         outputs = self.model(*args, **kwargs)
         if self.output_to_fp32:
-            return map_tensors(outputs, lambda x: x.float() if x.dtype in HALVES else x)
+            return cast_dtypes(outputs, HALVES, torch.float32)
         return outputs
 
     def train(self, mode: bool = True) -> Self:
@@ -146,9 +145,9 @@ class PlannedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.plan.cast_inputs in ("root", "all"):
-            args, kwargs = _cast_floating((args, kwargs), self.plan.compute)
+            args, kwargs = cast_floating((args, kwargs), self.plan.compute)
         outputs = self.model(*args, **kwargs)
-        return _cast_floating(outputs, self.plan.output)
+        return cast_floating(outputs, self.plan.output)
 
 
 @torch.no_grad()
@@ -184,9 +183,10 @@ def _use_dtype(dtype: object) -> torch.dtype:
     dtype.
     """
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-    known = TORCH_DTYPES.get(name, torch.float32 if name == "tf32" else dtype)
+    by_name = {**TORCH_DTYPES, "tf32": torch.float32}
+    known = by_name.get(name, dtype)
     if known not in (*HALVES, torch.float32):
-        strings = ", ".join(f"torch.{string}" for string in (*TORCH_DTYPES, "tf32"))
+        strings = ", ".join(f"torch.{string}" for string in by_name)
         raise UserError.of("precision.dtype_argument", dtype=dtype, strings=strings)
     if name == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -200,22 +200,29 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
     if plan.parameters == plan.buffers:
         return
     # marked modules already keep weights and statistics together
-    marked: set[nn.Module] = set()
+    marked_modules: set[nn.Module] = set()
     for _, part in marked_parts(model):
-        marked |= set(part.modules())
-    problems = []
+        marked_modules |= set(part.modules())
+    problems: list[Problem] = []
     for path, module in model.named_modules():
-        if not isinstance(module, _NormBase) or module.running_mean is None or module in marked:
+        if not isinstance(module, _NormBase) or module.running_mean is None:
+            continue
+        if module in marked_modules:
             continue
         if not module.affine:  # without weights a mark changes no parameter's dtype
             set_fp32_attr_to_module(module)
             continue
         pattern = f"{path}.*" if path else "*"
         problems.append(
-            f"{path or 'the model'} is a {type(module).__name__} with weights in "
-            f"{dtype_name(plan.parameters)} and statistics in {dtype_name(plan.buffers)}, which "
-            f"torch does not compute together: keep it in {dtype_name(plan.sensitive)}, "
-            f'plan(..., keep_fp32=("{pattern}",)), in the plan of the optimizer too'
+            Problem.of(
+                "precision.batch_norm",
+                module=path or "the model",
+                module_kind=type(module).__name__,
+                parameters=dtype_name(plan.parameters),
+                buffers=dtype_name(plan.buffers),
+                sensitive=dtype_name(plan.sensitive),
+                pattern=pattern,
+            )
         )
     if problems:
         raise UserError(*problems)
@@ -245,7 +252,8 @@ def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtyp
     for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
         for tensor in tensors:
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(torch.float32 if id(tensor) in of_marked else dtype)
+                new_dtype = torch.float32 if id(tensor) in of_marked else dtype
+                tensor.data = tensor.data.to(new_dtype)
 
 
 def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
@@ -258,9 +266,4 @@ def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
 def _cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cast the inputs of a module to the dtype of its first parameter, before its forward pass."""
     dtype = next(module.parameters(recurse=False)).dtype
-    return _cast_floating((args, kwargs), dtype)
-
-
-def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with its floating-point tensors, at any depth, cast to `dtype`."""
-    return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
+    return cast_floating((args, kwargs), dtype)

@@ -6,11 +6,12 @@ container in which a tensor changes is copied and keeps its type; a container in
 is returned as the same object.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, MutableSequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -28,12 +29,30 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     modified."""
     if isinstance(value, Tensor):
         return change(value)
-    changes: dict[Any, Any] = {}
+    changed_items: dict[Any, Any] = {}
     for key, item in _items(value).items():
         new_item = map_tensors(item, change)
         if new_item is not item:
-            changes[key] = new_item
-    return _replace_items(value, changes) if changes else value
+            changed_items[key] = new_item
+    return _replace_items(value, changed_items) if changed_items else value
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with its floating-point tensors, at any depth, cast to `dtype`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(value, cast)
+
+
+def cast_dtypes(value: Any, from_dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
+    """Return `value` with its tensors of one of `from_dtypes`, at any depth, cast to `dtype`."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in from_dtypes else tensor
+
+    return map_tensors(value, cast)
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -51,17 +70,18 @@ def _items(value: Any) -> dict[Any, Any]:
     return {}
 
 
-def _replace_items(value: Any, changes: dict[Any, Any]) -> Any:
+def _replace_items(value: Any, changed_items: dict[Any, Any]) -> Any:
     """Return a copy of a container with some of its items replaced."""
     if isinstance(value, tuple):
-        items = [changes.get(index, item) for index, item in enumerate(value)]
+        items = [changed_items.get(index, item) for index, item in enumerate(value)]
         # a named tuple's constructor may take other arguments
         make = getattr(value, "_make", type(value))
         return make(items)
+    # a mapping without item assignment is made anew
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)({**value, **changes})  # type: ignore[call-arg]
+        return type(value)({**value, **changed_items})  # type: ignore[call-arg]
     replaced = copy(value)
-    for key, item in changes.items():
+    for key, item in changed_items.items():
         if isinstance(value, MutableMapping | MutableSequence):
             replaced[key] = item
         else:

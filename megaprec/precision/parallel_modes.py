@@ -76,14 +76,15 @@ def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Ax
     group.
     """
     known = known_group(group, mesh)
+    axes: Sequence[Axis]
     if isinstance(known, ParallelMode):
         axes = _axes_of_mode(known, mesh, model)
     elif isinstance(known, DeviceMesh):
-        axes = (_axis_of_mesh(known),)
+        axes = [_axis_of_mesh(known)]
     elif isinstance(known, Axis):
-        axes = (known,)
+        axes = [known]
     else:
-        axes = (_axis_of_group("group", known),)
+        axes = [_axis_of_group("group", known)]
     return tuple(axis for axis in axes if axis.size > 1)  # one rank has nobody to average with
 
 
@@ -91,25 +92,25 @@ def mode_of(name: object) -> ParallelMode:
     """Return the mode that a member of any enumeration, or a string, names. Raises UserError if it
     names none."""
     # a string may have the enumeration before it: "ParallelMode.DATA"
-    word = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
-    word = word.lower()
+    mode_name = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
+    mode_name = mode_name.lower()
     modes = {mode.value: mode for mode in ParallelMode}
     modes |= {mode.name.lower(): mode for mode in ParallelMode}
-    if not isinstance(name, Enum | str) or word not in modes:
-        names = ", ".join(ParallelMode.__members__)
+    if not isinstance(name, Enum | str) or mode_name not in modes:
         raise UserError.of(
             "precision.parallel_mode_unknown",
             name=name,
-            names=names,
-            did_you_mean=did_you_mean(word, modes),
+            names=", ".join(ParallelMode.__members__),
+            did_you_mean=did_you_mean(mode_name, modes),
         )
-    return modes[word]
+    return modes[mode_name]
 
 
 def _axes_of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> Sequence[Axis]:
     """Return the axes of a mode, none if there is one process only."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
+    # without a mesh the world is the group of replicas only if every rank must be one
     all_are_replicas = mode is ParallelMode.DATA and mesh is None and _is_plain(model)
     if mode is ParallelMode.GLOBAL or all_are_replicas:
         return (_axis_of_group("world", dist.group.WORLD),)
@@ -172,4 +173,5 @@ def _is_cut(parameter: nn.Parameter) -> bool:
     if not has_layout(parameter):
         return False
     layout = layout_of(parameter)
-    return bool(layout.tied) or any(part.shards * part.copies > 1 for part in layout.parts)
+    ranks_of_parts = [part.shards * part.copies for part in layout.parts]
+    return bool(layout.tied) or max(ranks_of_parts, default=1) > 1

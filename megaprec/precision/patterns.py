@@ -8,7 +8,7 @@ import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import gather_entries
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 
 NORMS = ("*norm.weight", "*norm.bias")
 """Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
@@ -31,16 +31,16 @@ def unmatched_problems(
 
     matches: for each pattern, True if it matches a parameter. names: of parameters, for the error.
     """
-    unused = [
-        pattern for pattern, is_matched in zip(patterns, matches, strict=True) if not is_matched
-    ]
-    used = set(patterns) - set(unused)
+    matched = {pattern for pattern, is_match in zip(patterns, matches, strict=True) if is_match}
     examples = f"; names are like {names[0]} and {names[-1]}" if names else ""
-    for pattern in unused:
-        if pattern in NORMS and not used.isdisjoint(NORMS):
+    for pattern in patterns:
+        norms_are_matched = pattern in NORMS and not matched.isdisjoint(NORMS)
+        if pattern in matched or norms_are_matched:
             continue
         hint = did_you_mean(pattern, names)
-        yield f'{key}: pattern "{pattern}" matches no parameter{examples}{hint}'
+        yield Problem.of(
+            "precision.pattern_unmatched", key=key, pattern=pattern, examples=examples, hint=hint
+        )
 
 
 def require_used(
@@ -62,5 +62,6 @@ def require_used(
     )
     matches = world.max_(local_matches).tolist()
     if any(unmatched_problems(key, patterns, matches, [])):
+        # the names of other ranks are exchanged only to name them in the error
         all_names = list(gather_entries(dict.fromkeys(names), world, device))
         raise UserError(*unmatched_problems(key, patterns, matches, all_names))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.kinds import NamedArguments, wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
 
@@ -138,87 +138,79 @@ class PrecisionPlan:
         if problems:
             raise UserError(*problems)
 
-    def _problems_of_state(self) -> Iterator[str]:
+    def _problems_of_state(self) -> Iterator[Problem]:
         """Yield a line for each dtype of parameters, masters and moments that does not fit the
         others."""
         parameters = dtype_name(self.parameters)
         masters = dtype_name(self.masters)
         moments = dtype_name(self.moments)
         if self.moments not in (torch.float64, torch.float32, torch.bfloat16):
-            yield f"moments = {moments}: use fp32 or bf16, whose range is FP32's"
+            yield Problem.of("precision.moments", moments=moments)
         if self.masters.itemsize < self.parameters.itemsize:
-            yield f"masters = {masters} are narrower than parameters = {parameters}"
+            yield Problem.of("precision.narrow_masters", masters=masters, parameters=parameters)
         if self.masters.itemsize <= 2 and self.masters != self.parameters:
-            yield (
-                f"masters = {masters}, parameters = {parameters}: half masters must be the weights"
-            )
+            yield Problem.of("precision.half_masters", masters=masters, parameters=parameters)
         # an FP64 run is for proofs: a narrower copy anywhere would make it none
-        in_fp64 = [
-            dtype == torch.float64 for dtype in (self.parameters, self.masters, self.moments)
-        ]
-        if any(in_fp64) and not all(in_fp64):
-            yield (
-                f"parameters = {parameters}, masters = {masters}, moments = {moments}: fp64 "
-                "goes with fp64"
+        dtypes = {self.parameters, self.masters, self.moments}
+        if torch.float64 in dtypes and len(dtypes) > 1:
+            yield Problem.of(
+                "precision.partly_fp64", parameters=parameters, masters=masters, moments=moments
             )
 
-    def _problems_of_gradients(self) -> Iterator[str]:
+    def _problems_of_gradients(self) -> Iterator[Problem]:
         """Yield a line for each dtype of gradients that does not fit another one."""
         gradients = dtype_name(self.gradients)
         if self.reduce == torch.float64 and self.gradients != torch.float64:
-            yield f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not {gradients}"
+            yield Problem.of(
+                "precision.reduce_fp64", reduce=dtype_name(self.reduce), gradients=gradients
+            )
         if self.gradients not in (torch.float32, self.parameters):
-            yield (
-                f"gradients = {gradients} must be fp32 or the dtype of parameters, "
-                f"{dtype_name(self.parameters)}"
+            yield Problem.of(
+                "precision.gradients", gradients=gradients, parameters=dtype_name(self.parameters)
             )
 
-    def _problems_of_activations(self) -> Iterator[str]:
+    def _problems_of_activations(self) -> Iterator[Problem]:
         """Yield a line for each dtype of activations that does not fit another one."""
         if self.residual.itemsize < self.compute.itemsize:
-            yield (
-                f"residual = {dtype_name(self.residual)} is narrower than compute = "
-                f"{dtype_name(self.compute)}"
+            yield Problem.of(
+                "precision.narrow_residual",
+                residual=dtype_name(self.residual),
+                compute=dtype_name(self.compute),
             )
         if self.scores not in (self.attention, self.sensitive):
-            yield (
-                f"scores = {dtype_name(self.scores)} must be the dtype of attention, "
-                f"{dtype_name(self.attention)}, or {dtype_name(self.sensitive)}"
+            yield Problem.of(
+                "precision.scores",
+                scores=dtype_name(self.scores),
+                attention=dtype_name(self.attention),
+                sensitive=dtype_name(self.sensitive),
             )
 
-    def _problems_of_rounding(self) -> Iterator[str]:
+    def _problems_of_rounding(self) -> Iterator[Problem]:
         """Yield a line if masters of these dtypes cannot be split or rounded as the plan says."""
         parameters = dtype_name(self.parameters)
         # the 16 bits that bf16 lacks are a remainder of FP32 only
         splittable = self.parameters == torch.bfloat16 and self.masters == torch.float32
         if self.remainders and not splittable:
-            yield (
-                f"split masters need bf16 parameters and FP32 masters, not {parameters} "
-                f"and {dtype_name(self.masters)}"
+            yield Problem.of(
+                "precision.split_masters", parameters=parameters, masters=dtype_name(self.masters)
             )
         if self.rounding == "stochastic" and self.parameters != torch.bfloat16:
-            yield f"stochastic rounding makes bf16 weights, but parameters = {parameters}"
+            yield Problem.of("precision.stochastic_weights", parameters=parameters)
         if self.rounding == "stochastic" and self.remainders:
-            yield (
-                "stochastic rounding cannot be undone, so masters cannot be split into weight "
-                "and remainder"
-            )
+            yield Problem.of("precision.stochastic_split")
 
-    def _problems_of_fp8(self) -> Iterator[str]:
+    def _problems_of_fp8(self) -> Iterator[Problem]:
         """Yield a line for each setting that FP8 products or parameters do not allow."""
         if self.fp8 is None:
             return
         if self.compute == torch.float64:
-            yield (
-                "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or "
-                "fp16"
-            )
+            yield Problem.of("precision.fp8_in_fp64")
         fp32_saved = self.masters == torch.float32 and self.masters_in_checkpoint
         if self.fp8.parameters and not fp32_saved:
-            yield (
-                f"masters = {dtype_name(self.masters)}, masters_in_checkpoint = "
-                f"{str(self.masters_in_checkpoint).lower()}: with fp8.parameters = true masters "
-                "are the only wide weights, so they must be fp32 and in checkpoints"
+            yield Problem.of(
+                "precision.fp8_masters",
+                masters=dtype_name(self.masters),
+                in_checkpoint=str(self.masters_in_checkpoint).lower(),
             )
 
     def param_dtype(self, name: str) -> torch.dtype:
@@ -299,7 +291,8 @@ def plan(
     _require_fields(others)
     if compute not in DTYPES:
         raise UserError(_unknown_dtype("compute", compute))
-    wide = "fp64" if compute == "fp64" else "fp32"  # of all that is FP32 by default
+    # of all that is FP32 by default
+    wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute
     gradients = _widen_fp32(gradients, wide)
     dtype_names = {

@@ -32,7 +32,8 @@ def tf32(on: bool) -> Iterator[None]:
     matmul_precision = _read_switch(torch.get_float32_matmul_precision)
     cuda_allowed = _read_switch(lambda: cuda.allow_tf32)
     cudnn_allowed = _read_switch(lambda: cudnn.allow_tf32)
-    newer = [(switch, switch.fp32_precision) for switch in (cuda, cudnn.conv, cudnn.rnn, cpu)]
+    newer_switches = (cuda, cudnn.conv, cudnn.rnn, cpu)
+    newer_values = [switch.fp32_precision for switch in newer_switches]
     # the older switches first: torch lets them write the newer ones
     cuda.allow_tf32 = cudnn.allow_tf32 = on
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if on else "ieee"
@@ -45,8 +46,8 @@ def tf32(on: bool) -> Iterator[None]:
         cudnn.allow_tf32 = cudnn_allowed is not False
         if matmul_precision == "medium":  # which the older switch does not know
             torch.set_float32_matmul_precision(matmul_precision)
-        for switch, precision in newer:
-            switch.fp32_precision = precision
+        for switch, value in zip(newer_switches, newer_values, strict=True):
+            switch.fp32_precision = value
 
 
 def _read_switch(read: Callable[[], Any]) -> Any:

@@ -16,9 +16,8 @@ from tools.cli import main
 from tools.commands import diff
 from tools.commands.diff import compare
 from tools.commands.inspect import ALWAYS_SHOWN, shown_keys
-from tools.config.run_file import load_run
 from tools.console.toml import toml
-from tools.convert.initial import initial_model
+from tools.convert.initial import initial_model, resolve_run
 
 pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 RUN = "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n"
@@ -166,11 +165,11 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
     folder = write_folder(tmp_path / "hf", "qwen2")
     file = tmp_path / "run.toml"
     file.write_text(f'{RUN}init_from = "{folder}"\n[data]\nsource = "x"\nvocab_size = 131\n')
-    config = load_run(file)
+    config = resolve_run(file)
     assert (config.model.layers, config.model.kv_heads, config.model.qkv_bias) == (4, 2, True)
     assert config.origin("model.layers") == str(folder / "config.json")
     assert (
-        load_run(
+        resolve_run(
             file, ["model.layers=4", "model.dropout=0.1", "model.max_positions=8"]
         ).model.dropout
         == 0.1
@@ -179,7 +178,7 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
         UserError,
         match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key",
     ):
-        load_run(file, ["model.layers=3"])
+        resolve_run(file, ["model.layers=3"])
 
 
 def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
@@ -192,9 +191,9 @@ def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
     )
     assert model.window_layers
     keys = [f"model.{key}={toml(value)}" for key, value in model.model_dump(mode="json").items()]
-    assert load_run(file, keys).model == model
+    assert resolve_run(file, keys).model == model
     with pytest.raises(UserError, match=r"^model.window_layers = \[1\] \(command line\): it is "):
-        load_run(file, ["model.window_layers=[1]"])
+        resolve_run(file, ["model.window_layers=[1]"])
 
 
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
@@ -204,10 +203,10 @@ def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_p
     with pytest.raises(
         UserError, match=f"{none}$"
     ):  # and not a word of the keys that it would have brought
-        load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
+        resolve_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
     with pytest.raises(UserError, match=f"{none}\nmodel.layers = -1 .*$"):
-        load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none", "model.layers=-1"])
+        resolve_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none", "model.layers=-1"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(UserError, match="model_type 'bert' is not known"):
-        load_run(tmp_path / "run.toml", [f"train.init_from={folder}"])
+        resolve_run(tmp_path / "run.toml", [f"train.init_from={folder}"])

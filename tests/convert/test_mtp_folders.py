@@ -13,8 +13,8 @@ from megaprec.errors import UserError
 from tests import runs
 from tests.other_systems import CONFIGS, write_folder
 from tools.cli import main
-from tools.config.run_file import load_run
 from tools.convert.formats import open_source
+from tools.convert.initial import resolve_run
 from tools.convert.verify import load_stage
 
 KINDS = ("deepseek_v3", "glm4_moe")
@@ -144,7 +144,9 @@ def test_a_run_starts_from_a_folder_with_its_modules_or_without(tmp_path: Path) 
     file = tmp_path / "run.toml"
     train = "steps = 1\nglobal_batch = 2\nmicro_batch = 1\nseq_length = 16\n"
     file.write_text(f'[data]\nvocab_size = 131\n[train]\n{train}init_from = "{folder}"\n')
-    assert load_run(file).model.mtp_layers == 1
-    assert load_run(file, ["model.mtp_layers=0", "model.mtp_loss_weight=0.1"]).model.mtp_layers == 0
+    assert resolve_run(file).model.mtp_layers == 1
+    assert (
+        resolve_run(file, ["model.mtp_layers=0", "model.mtp_loss_weight=0.1"]).model.mtp_layers == 0
+    )
     with pytest.raises(UserError, match=r"model.mtp_layers = 2 .* it is 1 in "):
-        load_run(file, ["model.mtp_layers=2"])
+        resolve_run(file, ["model.mtp_layers=2"])

@@ -259,4 +259,5 @@ def test_native_keys_say_all_of_any_plan(system: str, data: st.DataObject) -> No
         if key.startswith("precision.")
     }
     fp8 = {key.removeprefix("fp8."): value for key, value in keys.items() if key.startswith("fp8.")}
-    assert plan_of(Precision.model_validate(precision), FP8.model_validate(fp8)) == resolved.plan
+    tables = Precision.model_validate(precision), FP8.model_validate(fp8)
+    assert plan_of(*tables, resolved.plan) == resolved.plan

@@ -313,7 +313,7 @@ def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
     for kind in ("rowwise", "mx"):
         with pytest.raises(UserError, match=f"with fp8.kind = {kind} a weight has different codes"):
             FP8State.over(None, FP8Recipe(kind, parameters=True), 1)
-    with pytest.raises(UserError, match="masters are the only wide weights"):
+    with pytest.raises(UserError, match="masters are the only FP32 weights"):
         plan("bf16", masters="none", fp8=FP8Recipe(parameters=True))
     with pytest.raises(UserError, match="calibration steps need weights in the compute dtype"):
         FP8Recipe(parameters=True, calibrate=1)

@@ -18,7 +18,7 @@ from parallel.pipeline.builders import schedule
 from tests.other_systems import slow
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
-from tools.config.run_file import load_run
+from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
 
@@ -48,7 +48,7 @@ def begun(file: Path, init: Path, name: str, **layout: int) -> Path:
         f"data.cache={place}/data",
         "train.steps=2",
     ]
-    open_corpus(load_run(own, keys))
+    open_corpus(resolve_run(own, keys))
     return train_on(own, *keys, **layout)
 
 
@@ -107,14 +107,14 @@ def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> Non
         "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = "
         "8\n[data]\nsource = 'x'\n"
     )
-    config = load_run(bare, [f"train.init_from={found}"])
+    config = resolve_run(bare, [f"train.init_from={found}"])
     assert (config.model.layers, config.model.ffn, config.model.vocab) == (2, 32, 330)
     assert config.origin("model.ffn") == str(found / "checkpoint.json")
     assert Path(config.data.tokenizer) == found / "text.model"
     with pytest.raises(
         UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"
     ):
-        load_run(bare, [f"train.init_from={found}", "model.ffn=40"])
+        resolve_run(bare, [f"train.init_from={found}", "model.ffn=40"])
 
 
 def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padded(
@@ -125,8 +125,8 @@ def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padd
     )
     keys = [f"train.init_from={padded}", f"train.folder={tmp_path}/run", "train.steps=1"]
     assert (
-        load_run(file, keys).model.vocab
-        == load_run(file, [*keys, "model.vocab=0"]).model.vocab
+        resolve_run(file, keys).model.vocab
+        == resolve_run(file, [*keys, "model.vocab=0"]).model.vocab
         == 400
     )
     assert train(file, *keys, "model.vocab=0") == 0
@@ -313,7 +313,7 @@ def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
 def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has none of the known formats"):
-        load_run(file, [f"train.init_from={tmp_path}/empty"])
+        resolve_run(file, [f"train.init_from={tmp_path}/empty"])
 
 
 def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
@@ -322,7 +322,7 @@ def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
     """Before they are loaded, all weights are NaN: one that nothing loads would be seen in the
     first loss."""
     stopped = rewind(file.parent / "run", tmp_path / "stopped", 3)
-    config = load_run(file, [f"train.folder={stopped}"])
+    config = resolve_run(file, [f"train.folder={stopped}"])
     monkeypatch.setattr(layers, "normal_part", lambda *arguments: pytest.fail("a weight was drawn"))
     trainer = Trainer(config, open_corpus(config), None, checkpoint(stopped, 3))
     assert all(

@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.flops import stage_costs, training_flops
+from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import Recompute
 from tests import oracle
 from tests.layouts import (
@@ -28,7 +29,6 @@ from tests.layouts import (
     train_all,
 )
 from tests.models.test_parity import zeros
-from tools.convert.core.rules import logical_shapes
 
 SIZES: dict[str, Any] = {
     "layers": 3,

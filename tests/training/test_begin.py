@@ -14,7 +14,7 @@ from megaprec.data.tokenizer import load_tokenizer
 from tests.families import CASES, THEIRS
 from tests.runs import RUN, WORDS, train
 from tools.cli import main
-from tools.config.run_file import load_run
+from tools.convert.initial import resolve_run
 from tools.training.corpus import open_corpus
 
 transformers = pytest.importorskip(
@@ -112,13 +112,15 @@ def test_a_family_has_one_begin_token_and_one_loss_from_folder_to_run_to_export_
         ours.encode(t) for t in TEXTS
     ]
     assert json.loads((export / "config.json").read_text())["bos_token_id"] == BOS
-    corpus = open_corpus(load_run(file))
+    corpus = open_corpus(resolve_run(file))
     stream = corpus.train.batch(0, len(corpus.train)).tokens
     assert corpus.documents.begin == BOS, "what the harness puts before a document"
     assert (stream == BOS).sum() in (len(corpus.train), len(TEXTS) - 1, len(TEXTS), len(TEXTS) - 2)
     for again in (tmp_path / "run", export):
         assert (
-            load_run(file, [f"train.init_from={again}", f"train.folder={tmp_path}/next"]).data.begin
+            resolve_run(
+                file, [f"train.init_from={again}", f"train.folder={tmp_path}/next"]
+            ).data.begin
             == BOS
         )
 
@@ -129,7 +131,7 @@ def test_documents_begin_with_the_token_in_training_as_transformers_reads_them(
     file = written(
         tmp_path, folder_of("gemma3", tmp_path / "hf"), "[precision]", 'compute = "fp64"'
     )
-    corpus = open_corpus(load_run(file, ["data.shuffle=false", "data.held_out=0"]))
+    corpus = open_corpus(resolve_run(file, ["data.shuffle=false", "data.held_out=0"]))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     expected = [
         id for text in TEXTS for id in (BOS, *theirs(text, add_special_tokens=False).input_ids, EOS)
@@ -169,7 +171,7 @@ def test_a_run_is_resumed_with_the_begin_token_that_it_had(
     without.write_text(f"{kept}\n{text.replace('[data]', tokenizer)}")
     capsys.readouterr()
     assert train(without, "train.steps=2") == 0
-    assert open_corpus(load_run(without)).begin == BOS
+    assert open_corpus(resolve_run(without)).begin == BOS
     assert train(without, "train.steps=3", "data.begin=none") == 2
     assert f'data.begin: {BOS} -> "none"' in capsys.readouterr().err
 
@@ -205,7 +207,7 @@ def test_a_data_set_whose_documents_have_the_token_gets_no_second_one(
         f"documents of {tmp_path}/tokens begin after this token already; none is added"
         in capsys.readouterr().out
     )
-    corpus = open_corpus(load_run(file, [f"data.source={tmp_path}/tokens"]))
+    corpus = open_corpus(resolve_run(file, [f"data.source={tmp_path}/tokens"]))
     assert isinstance(corpus.train, Samples)
     assert corpus.train.dataset.num_tokens == IndexedDataset(tmp_path / "tokens").num_tokens
     assert evaluated(tmp_path / "run", tmp_path / "texts.jsonl", capsys)["begin_token"] == BOS

@@ -177,15 +177,18 @@ def test_damaged_scales_are_refused(
         ),
         (
             [*BF16, "fp8.parameters=true", "precision.masters=none"],
-            "masters are the only wide weights",
+            "masters are the only FP32 weights",
         ),
         (
             ["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"],
             "kept in FP8 are then",
         ),
         (
-            ["fp8.kind=mx", "fp8.dot_product_attention=true"],
-            "fp8.dot_product_attention = true (command line): the",
+            [
+                "precision.nemo.recipe=bf16_with_fp8_mixed",
+                "precision.nemo.fp8_dot_product_attention=true",
+            ],
+            "set precision.nemo.fp8_dot_product_attention = false",
         ),
         (
             ["fp8.kind=delayed", "optimizer.validation=after"],

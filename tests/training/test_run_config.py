@@ -24,10 +24,9 @@ from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, default_of_plan_only
+from tools.config.precision_settings import FP8, REFUSED_KEYS, Precision
 from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.config.settings import LR, Log, Optimizer, Parallel, Train
-from tools.console.toml import toml
 
 RUN = """
 [model]
@@ -492,9 +491,7 @@ def test_every_key_is_described_in_a_line_with_its_default() -> None:
         for t, table in RunConfig.model_fields.items()
         for k in table.annotation.model_fields  # type: ignore[union-attr]
     ]
-    assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(
-        key for key in lines if "." in key and key != "model.preset"
-    )
+    assert sorted(keys) == sorted(key for key in lines if "." in key and key != "model.preset")
     assert not [key for key in lines if "." in key and len(lines[key].split()) < 4]
     assert "required" in lines["train.steps"]
     assert "0.0003" in lines["lr.peak"]
@@ -509,34 +506,18 @@ def test_the_help_of_a_key_is_a_sentence() -> None:
     assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
 
 
-@pytest.mark.parametrize("key", PLAN_ONLY)
-def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_any_other_value(
-    key: str,
-) -> None:
-    config = load_run(None, [*MINIMAL, f"{key}={toml(default_of_plan_only(key))}"])
-    (note,) = config.notes
-    assert (
-        note.startswith(
-            f"{key} = {toml(default_of_plan_only(key))} (command line): this key has no effect"
-        )
-        and "remove it" in note
-    )
-    other = "all" if isinstance(default_of_plan_only(key), str) else True
-    with pytest.raises(UserError) as found:
-        load_run(None, [*MINIMAL, f"{key}={toml(other)}"])
-    (problem,) = found.value.problems
-    assert (
-        problem.startswith(f"{key} = {toml(other)} (command line): ")
-        and "remove this key" in problem
-    )
+@pytest.mark.parametrize("key", REFUSED_KEYS)
+@pytest.mark.parametrize("value", ["false", '"stage"'])
+def test_a_key_that_no_run_computes_with_is_refused_by_name(key: str, value: str) -> None:
+    (problem,) = problems(*MINIMAL, f"{key}={value}")
+    assert problem == (f"{key} = {value} (command line): {REFUSED_KEYS[key]}; remove this key")
     assert key not in known_keys() and key not in describe_keys()
 
 
-def test_a_saved_run_has_only_keys_of_a_run_file(tmp_path: Path) -> None:
-    path = load_run(None, MINIMAL).save_resolved(tmp_path)
-    assert load_run(path).notes == () and not any(
-        key.partition(".")[2] in path.read_text() for key in PLAN_ONLY
-    )
+def test_a_run_file_is_read_without_opening_the_weights_that_it_names(tmp_path: Path) -> None:
+    assert load_run(None, [*MINIMAL, f"train.init_from={tmp_path}/none"]).model.layers == 6
+    (missing, *_) = problems(*REQUIRED, f"train.init_from={tmp_path}/none")
+    assert missing.startswith("model.layers is missing")
 
 
 STATED = [

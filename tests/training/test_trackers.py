@@ -16,7 +16,6 @@ from megaprec.errors import UserError
 from tests.project.test_readme import ROOT
 from tests.runs import rewind, steps, train, write_run
 from tools.config.run_file import load_run
-from tools.console.toml import toml
 from tools.journal.trackers import Feed, require_trackers
 
 RECORD = {
@@ -186,23 +185,13 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
     assert lines[7] == 'log.to = "a:": give "file.py:function" or "package.module:function"'
 
 
-@pytest.mark.parametrize(("old", "names"), [("true", ("tensorboard",)), ("false", ())])
-def test_the_key_of_earlier_versions_is_read_as_the_key_of_now_and_a_note_says_so(
-    old: str, names: tuple[str, ...], run_file: Path
+@pytest.mark.parametrize("value", ["true", "1"])
+def test_the_key_of_other_trainers_is_answered_with_the_key_that_has_its_meaning(
+    value: str, run_file: Path
 ) -> None:
-    config = load_run(run_file, [f"log.tensorboard={old}"])
-    assert config.log.to == names
-    assert config.notes[0].startswith(
-        f"log.tensorboard = {old} (command line): read as log.to = {toml(names)}, "
-    )
-    both = load_run(run_file, [f"log.tensorboard={old}", 'log.to=["wandb"]'])
-    assert both.log.to == ("wandb",)
-    assert both.notes[0].endswith("has no effect beside log.to; remove it")
-    with pytest.raises(
-        UserError,
-        match=re.escape("log.tensorboard = 1 (command line): no such key; did you mean log.to?"),
-    ):
-        load_run(run_file, ["log.tensorboard=1"])
+    line = f"log.tensorboard = {value} (command line): no such key; did you mean log.to?"
+    with pytest.raises(UserError, match=re.escape(line)):
+        load_run(run_file, [f"log.tensorboard={value}"])
 
 
 def test_a_folder_that_a_tracker_left_is_no_package(

@@ -19,7 +19,6 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
-from tools.config.run_file import load_run
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
@@ -34,6 +33,7 @@ from tools.convert.hf.vocabulary import (
     main_file,
 )
 from tools.convert.hf.write_config import config_of, notes_on_older_transformers
+from tools.convert.initial import resolve_run
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec convert`."""
     keep_freed_memory()
     check_vocab(args.vocab, args.source)
-    model = load_run(args.config).sized_model if args.config else None
+    model = resolve_run(args.config).sized_model if args.config else None
     source = open_intact(args.source, args.vocab, args.weights_only, model)
     if args.tokenizer:
         source.tokenizer = _given_tokenizer(args.tokenizer, source)

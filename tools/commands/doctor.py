@@ -30,8 +30,9 @@ from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.config.checks import make_rule
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
+from tools.convert.initial import resolve_run
 from tools.doctor.finding import CODES, Finding, not_tried, verdict, wrong
 from tools.doctor.place import RankContext
 from tools.doctor.ranks import DoctorRequest, take_part
@@ -83,7 +84,7 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec doctor`."""
     start = time.monotonic()
-    config = load_run(args.file, args.overrides) if args.file else None
+    config = resolve_run(args.file, args.overrides) if args.file else None
     if config is not None and args.as_rank is None:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())

@@ -22,8 +22,9 @@ from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.commands.fp8_timing import Shape, linear_times
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
+from tools.convert.initial import resolve_run
 from tools.training.fp8_summary import weight_eligibility
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by
@@ -81,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec fp8-advice`."""
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError.of("command.no_cuda")
     device = args.device or ("cuda" if torch.cuda.is_available() else "")

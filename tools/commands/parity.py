@@ -24,7 +24,8 @@ from rich.console import Console
 from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
 from tools.config.layouts import layout_problems
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
+from tools.convert.initial import resolve_run
 from tools.parity.again import updates
 from tools.parity.certificate import (
     NOT_TRIED,
@@ -143,9 +144,9 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.parity_launched")
     if args.steps < 1:
         raise UserError.of("command.steps", steps=args.steps)
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
-    if config.fp8.kind == "delayed" and config.fp8.history == "te":
+    if config.plan.fp8 is not None and not config.plan.fp8.repeatable:
         raise UserError.of("command.parity_fp8_history")
     torch.set_num_threads(1)  # as in the ranks
     with (

@@ -28,14 +28,15 @@ from megaprec.errors import UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from tools.config.native_keys import native_keys_of
+from tools.config.native_keys import fields_without_key, native_keys_of
 from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import ROLES, Row, rows
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, default_of_plan_only
-from tools.config.run_file import known_keys, load_precision, load_run, read_run_settings
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.run_file import known_keys, load_precision, read_run_settings
 from tools.console.tables import print_table, table_console
 from tools.console.toml import Setting, toml
 from tools.console.wrapped import say
+from tools.convert.initial import resolve_run
 from tools.foreign.read import read_foreign
 from tools.training.notes import add_strict, tell_notes
 
@@ -214,7 +215,7 @@ def _read_tables(path: Path) -> Mapping[str, Any]:
 
 def _understand_run(path: Path, overrides: Sequence[str]) -> PrecisionOfFile:
     """Read a whole run file."""
-    config = load_run(path, overrides)
+    config = resolve_run(path, overrides)
     settings = dict[str, Setting]()
     for key in RELATED_KEYS:
         if key in known_keys():
@@ -330,9 +331,8 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
     lines.pop()  # the empty line after the last table
     for key in unknown:
         lines.append(f"# not said: {key} = {toml(settings[key])}; not supported yet")
-    for key, reason in PLAN_ONLY.items():
-        if key in keys and keys[key] != default_of_plan_only(key):
-            lines.append(f"# not said: {key} = {toml(keys[key])}; {reason}")
+    for key, value in fields_without_key(plan):
+        lines.append(f"# not said: {key} = {toml(value)}; {PLAN_ONLY[key]}")
     return lines
 
 
@@ -344,8 +344,7 @@ def _needed_keys(
     """
     needed: dict[str, Any] = {}
     for name in kind.model_fields:
-        key = f"{table}.{name}"
-        value = None if key in PLAN_ONLY else keys.get(key)
+        value = keys.get(f"{table}.{name}")
         # defaults may follow from keys before, which are all in `needed`
         if value is not None and getattr(kind.model_validate(needed), name) != value:
             needed[name] = value

@@ -22,9 +22,10 @@ from megaprec.errors import UserError
 from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
 from tools.config.layouts import layout_problems
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.wrapped import say
+from tools.convert.initial import resolve_run
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, fitted, requested_layouts
 from tools.prove.proof import (
@@ -103,11 +104,11 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        return load_run(path, overrides), None
+        return resolve_run(path, overrides), None
     # the second is written if the user's own file has the first name
     for name in ("run.toml", "run.resolved.toml"):
         if (folder / name).is_file():
-            config = load_run(folder / name, overrides)
+            config = resolve_run(folder / name, overrides)
             return config, latest(folder / "checkpoints")
     raise UserError.of("command.prove_not_a_run", path=path)
 

@@ -89,7 +89,7 @@ def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -
             global_batch=saved.train.global_batch,
             folder=folder,
         )
-    if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
+    if saved.plan.fp8 is not None and not saved.plan.fp8.repeatable:
         raise UserError.of("command.replay_fp8_history", folder=folder)
 
 

@@ -25,10 +25,11 @@ from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
 from tools.config.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
+from tools.convert.initial import resolve_run
 from tools.planning.device import target_of
 from tools.planning.memory import MemoryModel, PlannedPasses, RankBytes
 from tools.planning.report import aligned, describe_fit
@@ -231,7 +232,7 @@ def _stages_of(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _report_of_file(args: argparse.Namespace) -> _ScheduleReport:
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     return _report_of_run(config, args)
 

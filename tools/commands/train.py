@@ -33,12 +33,12 @@ from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import broadcast_from_first, make_mesh, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import config_of
-from tools.convert.initial import open_initial
+from tools.convert.initial import open_initial, resolve_run
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.records import DIGESTS, EVENTS, METRICS
@@ -133,7 +133,7 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     spare_output()
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)

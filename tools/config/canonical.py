@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem
 from megaprec.optim.canonical import canonical_conflicts
+from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.config.data_settings import Data
-from tools.config.native_keys import plan_of
+from tools.config.native_keys import plan_or_none
 from tools.config.precision_settings import FP8, Precision
 from tools.config.settings import Parallel, Train
 
@@ -24,10 +25,10 @@ def virtual_ranks(train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the processes of the tensor-parallel axis share the virtual ranks
     evenly."""
     if train.numerics == "canonical" and train.canonical_shards % parallel.tensor:
-        yield (
-            f"parallel.tensor {parallel.tensor} does not divide train.canonical_shards "
-            f"{train.canonical_shards}: set train.canonical_shards to a multiple of "
-            "parallel.tensor in all layouts that are to be equal"
+        yield Problem.of(
+            "config.canonical_tensor",
+            tensor=parallel.tensor,
+            canonical_shards=train.canonical_shards,
         )
 
 
@@ -40,15 +41,9 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
     widths = {f"model.{key}": width for key, width in model.ffn_widths.items()}
     cuts = {"train.seq_length": train.seq_length, "model.heads": model.heads, **widths}
     if uneven := [f"{key} {size}" for key, size in cuts.items() if size % shards]:
-        yield (
-            f"train.canonical_shards {shards} does not divide {', '.join(uneven)}, which it cuts: "
-            "change one of them"
-        )
+        yield Problem.of("config.canonical_sizes", shards=shards, sizes=", ".join(uneven))
     if model.kv_heads % shards and shards % model.kv_heads:
-        yield (
-            f"train.canonical_shards {shards} and model.kv_heads {model.kv_heads}: one must divide "
-            "the other, because each shard has key and value heads of its own or shares one"
-        )
+        yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=model.kv_heads)
 
 
 def unequal_settings(
@@ -60,89 +55,45 @@ def unequal_settings(
         return
     # threads of a product cut its sum
     if not train.threads:
-        yield (
-            f"{CANONICAL} needs train.threads: with train.threads = 0 the number of threads "
-            "depends on the number of ranks, and sums inside a product depend on the number of "
-            "threads; set train.threads = 1, for example"
-        )
+        yield Problem.of("config.canonical_threads")
     if model.factory:
-        yield (
-            f'{CANONICAL} knows the built-in families only, not model.factory "{model.factory}": '
-            "remove one of them"
-        )
+        yield Problem.of("config.canonical_factory", factory=model.factory)
     if model.mtp_layers:
-        yield (
-            f"{CANONICAL} and model.mtp_layers = {model.mtp_layers}: virtual ranks do not compute "
-            "these modules; set 0"
-        )
+        yield Problem.of("config.canonical_mtp", mtp_layers=model.mtp_layers)
     if train.sentinel:
-        yield (
-            f"{CANONICAL} and train.sentinel = {train.sentinel}: the sentinel does not know "
-            "virtual ranks; set 0"
-        )
+        yield Problem.of("config.canonical_sentinel", sentinel=train.sentinel)
     if train.compile != "off":
-        yield (
-            f'{CANONICAL} and train.compile = "{train.compile}": its rounding is up to the '
-            'compiler; set "off"'
-        )
+        yield Problem.of("config.canonical_compile", compile=train.compile)
     if data.lm_eval:
-        yield (
-            f"{CANONICAL} and data.lm_eval: tasks are not computed by virtual ranks; evaluate "
-            "exported checkpoints instead"
-        )
-    yield from _narrow_pipeline(precision, fp8)
-    if fp8.kind != "none":
-        yield from _layout_of_scales(fp8)
+        yield Problem.of("config.canonical_lm_eval")
+    plan = plan_or_none(precision, fp8)
+    if plan is None:
+        return
+    # unless the dtype between stages holds every number of the residual stream
+    if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
+        yield Problem.of("config.canonical_pipeline", pipeline=precision.pipeline)
+    if plan.fp8 is not None:
+        yield from _scales_by_layout(plan.fp8, fp8.shadow_every)
 
 
 def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP8) -> Iterator[str]:
     """Yield a problem for each setting under which the sums over data ranks would depend on their
     number."""
-    if train.numerics != "canonical":
+    plan = plan_or_none(precision, fp8)
+    if plan is None or train.numerics != "canonical":
         return
-    try:
-        plan = plan_of(precision, fp8)
-    except UserError:
-        return  # another rule reports it
-    yield from (
-        f"{CANONICAL}, parallel.data = {parallel.data}: {line}"
-        for line in canonical_conflicts(plan, parallel.data)
-    )
+    for problem in canonical_conflicts(plan, parallel.data):
+        yield f"{CANONICAL}, parallel.data = {parallel.data}: {problem}"
 
 
-def _narrow_pipeline(precision: Precision, fp8: FP8) -> Iterator[str]:
-    try:
-        plan = plan_of(precision, fp8)
-    except UserError:
-        return  # another rule reports it
-    # unless the dtype between stages holds every number of the residual stream
-    if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
-        yield (
-            f'{CANONICAL} and precision.pipeline = "{precision.pipeline}": stages would round what '
-            "they send each other, so "
-            "results would depend on parallel.pipeline; leave precision.pipeline out"
-        )
-
-
-def _layout_of_scales(fp8: FP8) -> Iterator[str]:
+def _scales_by_layout(recipe: FP8Recipe, shadow_every: int) -> Iterator[str]:
     """Yield a problem for each setting under which FP8 scales would depend on the layout."""
-    if fp8.history == "te":
-        yield (
-            f'{CANONICAL} and fp8.history = "te": scales depend on the order of micro-batches; set '
-            'fp8.history = "step"'
-        )
-    if not fp8.reduce_amax:
-        yield (
-            f"{CANONICAL} and fp8.reduce_amax = false: scales depend on parallel.data; set "
-            "fp8.reduce_amax = true"
-        )
-    if fp8.backend != "torch":
-        yield (
-            f'{CANONICAL} and fp8.backend = "{fp8.backend}": its sums are not known to be fixed; '
-            'set fp8.backend = "torch"'
-        )
-    if fp8.shadow_every:
-        yield (
-            f"{CANONICAL} and fp8.shadow_every = {fp8.shadow_every}: the comparison does not know "
-            "virtual ranks; set 0"
-        )
+    # micro-batches advance the scales in the order in which the layout computes them
+    if not recipe.repeatable:
+        yield Problem.of("config.canonical_history")
+    if not recipe.reduce_amax:
+        yield Problem.of("config.canonical_amaxes")
+    if recipe.backend != "torch":
+        yield Problem.of("config.canonical_fp8_backend", backend=recipe.backend)
+    if shadow_every:
+        yield Problem.of("config.canonical_shadow", shadow_every=shadow_every)

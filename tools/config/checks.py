@@ -7,13 +7,12 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import BaseModel
 
 from megaprec.data.blend import shares
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.post_validation import post_validation_conflicts
 from megaprec.optim.rule_by_name import rule
@@ -21,16 +20,16 @@ from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.patterns import match_patterns, unmatched_problems
 from models.config import ModelConfig
+from models.context_limits import context_problems
+from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
 from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes
-from tools.config.cut_sequences import cut_sequences
 from tools.config.data_settings import Data
 from tools.config.expert_ranks import expert_layout, expert_neighbours
-from tools.config.native_keys import loss_scaling, plan_of, recipe_of
+from tools.config.native_keys import loss_scaling, plan_of, plan_or_none, recipe_of
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
-from tools.convert.core.rules import logical_shapes
 
 T = TypeVar("T")
 
@@ -54,14 +53,20 @@ def with_vocabulary_size(model: ModelConfig, data: Data) -> ModelConfig:
 
 def check_all(subject: T, *checks: Callable[[T], object]) -> None:
     """Raise one UserError with the problems of all `checks` of `subject`."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for check in checks:
-        try:
-            check(subject)
-        except UserError as error:
-            problems += error.problems
+        problems += _problems_of(check, subject)
     if problems:
         raise UserError(*problems)
+
+
+def _problems_of(function: Callable[..., object], *arguments: object) -> tuple[Problem, ...]:
+    """Return the problems of the UserError that a call raises, none if it raises none."""
+    try:
+        function(*arguments)
+    except UserError as error:
+        return error.problems
+    return ()
 
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:
@@ -72,81 +77,57 @@ def make_rule(optimizer: Optimizer) -> UpdateRule:
     settings = {"betas": optimizer.betas, "eps": optimizer.eps}
     repeated = sorted(settings.keys() & optimizer.options.keys())
     if name == "muon" and repeated:
-        raise UserError(
-            *(
-                f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon"
-                for key in repeated
-            )
-        )
+        raise UserError(*(Problem.of("config.muon_option", key=key) for key in repeated))
     return rule(optimizer.name, settings | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says.
     Raises UserError."""
-    # the length of the whole run, if lr.length is 0
-    length = lr.length or train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    run_length = train.steps
+    if lr.unit == "samples":
+        run_length *= train.global_batch
+    length = lr.length or run_length
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, length, lr.decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:
-    try:
-        lr_schedule(lr, train)
-    except UserError as error:
-        unit = " (in samples)" if lr.unit == "samples" else ""
-        yield from (problem.within("lr.", unit) for problem in error.problems)
+    unit = " (in samples)" if lr.unit == "samples" else ""
+    for problem in _problems_of(lr_schedule, lr, train):
+        yield problem.within("lr.", unit)
 
 
 def _rule(optimizer: Optimizer) -> Iterator[str]:
-    try:
-        make_rule(optimizer)
-    except UserError as error:
-        yield from error.problems
+    yield from _problems_of(make_rule, optimizer)
 
 
 def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
-    if optimizer.validation == "after":
-        with suppress(UserError):  # `_plan` reports a recipe that cannot be
-            yield from post_validation_conflicts(precision.on_nonfinite, recipe_of(fp8))
+    plan = plan_or_none(precision, fp8)
+    if plan is not None and optimizer.validation == "after":
+        yield from post_validation_conflicts(plan.on_nonfinite, plan.fp8)
 
 
-def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
-    if fp8.kind == "none" or fp8.history == "step":
+def _repeated_passes(
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
+) -> Iterator[str]:
+    """Yield a problem for each setting that computes a pass again, if FP8 scales would then have
+    advanced (`FP8Recipe.repeatable`)."""
+    plan = plan_or_none(precision, fp8)
+    if plan is None or plan.fp8 is None or plan.fp8.repeatable:
         return
-    # the second pass would find other scales than the first
     if parallel.recompute_fraction or parallel.recompute_layers:
-        yield (
-            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute '
-            '= "none" or "selective", or fp8.history = "step"'
-        )
+        yield Problem.of("config.history_recomputed")
     if model.latent and "attention" in parallel.recompute_modules:
-        yield (
-            'fp8.history "te" updates scales before the projections of model.latent are '
-            'recomputed: leave "attention" '
-            'out of parallel.recompute_modules, or set fp8.history = "step"'
-        )
+        yield Problem.of("config.history_latent")
     if fp8.shadow_every:
-        yield (
-            f"fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which "
-            'fp8.history "te" gives other scales: set 0, or fp8.history = "step"'
-        )
-
-
-def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
-    if train.sentinel and fp8.kind != "none" and fp8.history == "te":
-        yield (
-            f"train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "
-            '"te" gives other scales: set 0, or fp8.history = "step"'
-        )
+        yield Problem.of("config.history_shadow", shadow_every=fp8.shadow_every)
+    if train.sentinel:
+        yield Problem.of("config.history_sentinel", sentinel=train.sentinel)
 
 
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile != "off" and model.factory:
-        yield (
-            f'train.compile = "{train.compile}" knows the built-in families only, not '
-            f'model.factory "{model.factory}": remove one of them'
-        )
+        yield Problem.of("config.compile_factory", compile=train.compile, factory=model.factory)
 
 
 def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
@@ -189,24 +170,20 @@ def _zero(parallel: Parallel) -> Iterator[str]:
     size = parallel.zero_size
     copies = parallel.copies
     if size and copies % size:
-        divisors = ", ".join(str(i) for i in range(1, copies + 1) if copies % i == 0)
+        divisors = [ranks for ranks in range(1, copies + 1) if copies % ranks == 0]
         ranks = f"parallel.data {parallel.data}"
         if parallel.context > 1:
             ranks += f" x parallel.context {parallel.context} = {copies}"
-        yield f"parallel.zero_size {size} does not divide {ranks}: {divisors} would"
-    if size > 1 and not parallel.zero:
-        yield (
-            f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove "
-            "one of them"
+        yield Problem.of(
+            "config.zero_size", size=size, ranks=ranks, divisors=", ".join(map(str, divisors))
         )
+    if size > 1 and not parallel.zero:
+        yield Problem.of("config.zero_size_without_zero", size=size)
 
 
 def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
     if parallel.elastic and not checkpoint.resume:
-        yield (
-            "parallel.elastic = true goes on from a checkpoint when ranks come or go, but "
-            "checkpoint.resume = false: remove one of them"
-        )
+        yield Problem.of("config.elastic_without_resume")
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -219,9 +196,13 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
     if model.mtp_layers:
         sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}"
-    possible = [i for i in range(1, model.heads + 1) if _fits_tensor(model, i)]
-    would = ", ".join(map(str, possible))
-    yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
+    possible = [ranks for ranks in range(1, model.heads + 1) if _fits_tensor(model, ranks)]
+    yield Problem.of(
+        "config.tensor_sizes",
+        tensor=parallel.tensor,
+        sizes=sizes,
+        possible=", ".join(map(str, possible)),
+    )
 
 
 def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
@@ -235,13 +216,40 @@ def _fits_tensor(model: ModelConfig, tensor: int) -> bool:
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
-    # cut sequences have rules of their own in `cut_sequences`
+    # cut sequences have rules of their own in `_cut_sequences`
     if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         possible = nearest_multiples(train.seq_length, parallel.tensor)
-        yield (
-            f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor "
-            f"{parallel.tensor}, as parallel.sequence needs: {possible} would be"
+        yield Problem.of(
+            "config.sequence_length",
+            seq_length=train.seq_length,
+            tensor=parallel.tensor,
+            possible=possible,
         )
+
+
+def _cut_sequences(
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8, data: Data
+) -> Iterator[str]:
+    """Yield a problem for each setting under which parallel.context ranks cannot share a sequence.
+
+    The rules about the model and its precision are those of the engine.
+    """
+    if parallel.context == 1:
+        return
+    # sequence parallelism cuts the tokens of a rank again
+    slices = parallel.tensor if parallel.sequence else 1
+    canonical = train.numerics == "canonical"
+    plan = plan_or_none(precision, fp8)
+    if plan is not None:
+        yield from context_problems(
+            model, plan, parallel.context, train.seq_length, slices, canonical
+        )
+    if train.sentinel:
+        yield Problem.of(
+            "config.context_sentinel", context=parallel.context, sentinel=train.sentinel
+        )
+    if data.lm_eval:
+        yield Problem.of("config.context_lm_eval", context=parallel.context)
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
@@ -251,23 +259,14 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     layers = parallel.recompute_layers
     fraction = parallel.recompute_fraction
     if modules and parallel.recompute != "selective":
-        yield (
-            f"parallel.recompute_modules {[*modules]} is for parallel.recompute "
-            f'"selective", but {kind}: remove one of them'
-        )
+        yield Problem.of("config.recompute_modules", modules=[*modules], kind=kind)
     for key, value in (("layers", layers), ("fraction", fraction)):
         if value and parallel.recompute != "full":
-            yield (
-                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but '
-                f"{kind}: remove one of them"
-            )
+            yield Problem.of("config.recompute_full_only", key=key, value=value, kind=kind)
     if parallel.recompute == "selective" and not modules:
-        yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
+        yield Problem.of("config.recompute_selective_empty", kind=kind, modules=", ".join(MODULES))
     if layers and fraction:
-        yield (
-            f"parallel.recompute_layers {layers} and parallel.recompute_fraction "
-            f"{fraction:g} are two ways to say the same: remove one of them"
-        )
+        yield Problem.of("config.recompute_twice", layers=layers, fraction=fraction)
 
 
 def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
@@ -285,9 +284,11 @@ def _recomputed_layers(model: ModelConfig, train: Train, parallel: Parallel) -> 
         layers = f"model.layers = {model.layers}"
         if stages > 1:
             layers += f" in {stages} stages"
-        yield (
-            f"parallel.recompute_layers = {recomputed} is more than a stage has of {layers}: give "
-            f"at most {most_layers}, or parallel.recompute_fraction = 1.0 for all"
+        yield Problem.of(
+            "config.recompute_layers",
+            recompute_layers=recomputed,
+            layers=layers,
+            most_layers=most_layers,
         )
 
 
@@ -301,10 +302,8 @@ def _microbatches(train: Train, parallel: Parallel) -> int:
 def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
     """Yield a problem if a module of multi-token prediction would have no token to predict."""
     if model.mtp_layers >= train.seq_length:
-        yield (
-            f"model.mtp_layers = {model.mtp_layers}: module number {train.seq_length} has "
-            "nothing to predict within "
-            f"train.seq_length = {train.seq_length}; give fewer modules or longer samples"
+        yield Problem.of(
+            "config.mtp_too_far", mtp_layers=model.mtp_layers, seq_length=train.seq_length
         )
 
 
@@ -313,7 +312,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
     layers."""
     pipeline = f"parallel.pipeline {parallel.pipeline}"
     if parallel.pipeline > model.layers:  # before a schedule is built for all of them
-        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+        yield Problem.of("config.too_many_stages", pipeline=pipeline, layers=model.layers)
         return
     try:
         stages = stage_count(parallel, _microbatches(train, parallel))
@@ -324,73 +323,63 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         pipeline += f" x {stages // parallel.pipeline} chunks = {stages}"
     cuts = parallel.cuts
     if stages > model.layers:
-        yield f"{pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+        yield Problem.of("config.too_many_stages", pipeline=pipeline, layers=model.layers)
     elif cuts and (len(cuts) != stages or sum(cuts) != model.layers):
-        yield (
-            f"parallel.cuts {[*cuts]} cuts {sum(cuts)} layers into {len(cuts)}, but {pipeline} "
-            f"and model.layers is {model.layers}"
+        yield Problem.of(
+            "config.cuts",
+            cuts=[*cuts],
+            cut_layers=sum(cuts),
+            pieces=len(cuts),
+            pipeline=pipeline,
+            layers=model.layers,
         )
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
     unit = train.micro_batch * parallel.data
     if train.global_batch % unit:
-        yield (
-            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch "
-            f"{train.micro_batch} x parallel.data {parallel.data} = {unit}: "
-            f"{nearest_multiples(train.global_batch, unit)} would be"
+        yield Problem.of(
+            "config.global_batch",
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            data=parallel.data,
+            product=unit,
+            possible=nearest_multiples(train.global_batch, unit),
         )
 
 
 def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
-        yield (
-            f"train.seq_length {train.seq_length} is more than model.max_positions "
-            f"{model.max_positions}: lower the first or raise the second"
+        yield Problem.of(
+            "config.too_long", seq_length=train.seq_length, max_positions=model.max_positions
         )
 
 
 def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
     # the tokenizer that is trained has data.vocab_size tokens
     if not data.tokenizer and data.has_text() and 0 < model.vocab < data.vocab_size:
-        yield (
-            f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
-            f"set model.vocab = 0 or data.vocab_size = {model.vocab}"
-        )
+        yield Problem.of("config.small_vocab", vocab=model.vocab, vocab_size=data.vocab_size)
 
 
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
-        yield (
-            f'data.source "{data.source}" and data.blend both name the training data: remove one '
-            "of them"
-        )
-    try:
-        shares([part.weight for part in data.blend] or [1])
-    except UserError as error:
-        yield from (problem.within("data.blend: ") for problem in error.problems)
+        yield Problem.of("config.source_and_blend", source=data.source)
+    weights = [part.weight for part in data.blend] or [1]
+    for problem in _problems_of(shares, weights):
+        yield problem.within("data.blend: ")
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
-        yield (
-            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set "
-            "it to 0.02, for example, or name sets in data.validation"
-        )
+        yield Problem.of("config.eval_without_text", eval_every=train.eval_every)
     # further sets beside the held-out part
     names = [part.name for part in data.validation]
     for name in dict.fromkeys(names):
         # a name becomes part of keys in metrics.jsonl and of tags of trackers
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
-            yield (
-                f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or '
-                '"-"'
-            )
+            yield Problem.of("config.validation_name", name=name)
         elif names.count(name) > 1:
-            yield (
-                f'data.validation: {names.count(name)} sets have the name "{name}": give each its '
-                "own"
-            )
+            yield Problem.of("config.validation_name_twice", count=names.count(name), name=name)
 
 
 def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
@@ -398,75 +387,55 @@ def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator
     if not data.lm_eval:
         for key in ("lm_eval_folder", "lm_eval_limit"):
             if getattr(data, key):
-                yield f"data.{key} does nothing without data.lm_eval: name tasks there"
+                yield Problem.of("config.lm_eval_key", key=key)
         return
     if not train.eval_every:
-        yield (
-            "data.lm_eval is evaluated every train.eval_every steps, which is 0: give a number "
-            "of steps"
-        )
+        yield Problem.of("config.lm_eval_never")
     if model.factory:
-        yield "data.lm_eval is for built-in model families, not for model.factory: remove it"
+        yield Problem.of("config.lm_eval_factory")
     if fp8.kind != "none":
-        yield (
-            "data.lm_eval evaluates batches of many shapes, which products in FP8 do not allow: "
-            "remove it"
-        )
+        yield Problem.of("config.lm_eval_fp8")
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
     if model.factory and log.sample:
-        yield (
-            f'log.sample needs a built-in family, not model.factory "{model.factory}": remove one '
-            "of them"
-        )
+        yield Problem.of("config.sample_factory", factory=model.factory)
 
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
-    try:
-        recipe_of(fp8)
-    except UserError as error:
-        yield from error.problems
+    # its problems name keys of [fp8], those of the plan fields without their table
+    if problems := _problems_of(recipe_of, fp8):
+        yield from problems
         return
-    try:
-        plan_of(precision, fp8)
-    except UserError as error:
-        yield from (problem.within("precision.") for problem in error.problems)
+    for problem in _problems_of(plan_of, precision, fp8):
+        yield problem.within("precision.")
 
 
 def _shadow(fp8: FP8) -> Iterator[str]:
     if fp8.shadow_every and fp8.kind == "none":
-        yield (
-            f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to '
-            "compare; set 0"
-        )
+        yield Problem.of("config.shadow_without_fp8", shadow_every=fp8.shadow_every)
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
     # a constant scale and a loss_scale go together, or neither is there
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
-        yield (
-            f'precision.scaling = "{precision.scaling}", precision.loss_scale = '
-            f"{precision.loss_scale:g}: a constant scale needs a loss_scale, any other has none"
+        yield Problem.of(
+            "config.loss_scale_kind", scaling=precision.scaling, loss_scale=precision.loss_scale
         )
 
 
 def _scale(precision: Precision) -> Iterator[str]:
     if precision.min_scale > precision.initial_scale:
-        yield (
-            f"precision.min_scale {precision.min_scale:g} is more than precision.initial_scale "
-            f"{precision.initial_scale:g}: the scale starts at or above its floor"
+        yield Problem.of(
+            "config.low_first_scale",
+            min_scale=precision.min_scale,
+            initial_scale=precision.initial_scale,
         )
         return
     # the scaler knows the other limits of its first scale
-    try:
-        make_scaler(loss_scaling(precision))
-    except UserError as error:
-        key = "loss_scale" if precision.loss_scale else "initial_scale"
-        yield from (
-            problem.within(f"precision.{key} = {getattr(precision, key):g}: ")
-            for problem in error.problems
-        )
+    key = "loss_scale" if precision.loss_scale else "initial_scale"
+    for problem in _problems_of(make_scaler, loss_scaling(precision)):
+        yield problem.within(f"precision.{key} = {getattr(precision, key):g}: ")
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -479,7 +448,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
     _sequence,
-    cut_sequences,
+    _cut_sequences,
     _stages,
     _batch,
     _positions,
@@ -491,7 +460,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _schedule,
     _plan,
     _shadow,
-    _sentinel,
     _compile,
     _kind_of_scale,
     _scale,
@@ -503,7 +471,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _recomputed_layers,
     _predicted_ahead,
     _validation,
-    _history,
+    _repeated_passes,
     _native,
     expert_layout,
     expert_neighbours,

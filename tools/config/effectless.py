@@ -18,13 +18,13 @@ from pydantic import BaseModel
 
 from models.config import ModelConfig
 from models.initial_weights import InitialStd
+from models.logical_shapes import logical_shapes
 from tools.config.checks import with_vocabulary_size
 from tools.config.data_settings import Data
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
-from tools.convert.core.rules import logical_shapes
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,34 @@ class Tables:
 
 @dataclass(frozen=True)
 class EffectRule:
-    """Keys that have an effect only in some runs. keys, deciders: dotted, separated by spaces."""
+    """Keys that have an effect only in some runs.
+
+    keys, deciders: dotted, separated by spaces.
+    only_with: the value of the one decider with which the keys have an effect; None: any but 0 and
+        false.
+    holds: says of other rules whether the keys have an effect.
+    """
 
     keys: str
-    holds: Callable[[Tables], bool]
     deciders: str
+    only_with: str | None = None
+    holds: Callable[[Tables], bool] | None = None
+
+    def has_effect(self, tables: Tables) -> bool:
+        """Return True if the keys have an effect in a run."""
+        if self.holds is not None:
+            return self.holds(tables)
+        value = tables.get(self.deciders)
+        return bool(value) if self.only_with is None else value == self.only_with
 
 
-_FP8_KEYS = [
-    name
-    for name in FP8.model_fields
-    if name not in ("kind", "shadow_every") and f"fp8.{name}" not in PLAN_ONLY
-]
+_FP8_KEYS = " ".join(
+    f"fp8.{name}" for name in FP8.model_fields if name not in ("kind", "shadow_every")
+)
 _SCALING_KEYS = (
-    "initial_scale min_scale max_scale growth_factor backoff_factor growth_interval hysteresis "
-    "hysteresis_refill"
+    "precision.initial_scale precision.min_scale precision.max_scale precision.growth_factor "
+    "precision.backoff_factor precision.growth_interval precision.hysteresis "
+    "precision.hysteresis_refill"
 )
 # in steps
 PERIODS = (
@@ -94,7 +107,11 @@ _EXPERT_KEYS = (
 
 def _reached(key: str) -> EffectRule:
     """Return the rule of a number of steps: one that the run does not reach is as none."""
-    return EffectRule(key, lambda tables: tables.get(key) <= tables.train.steps, "train.steps")
+
+    def is_reached(tables: Tables) -> bool:
+        return tables.get(key) <= tables.train.steps
+
+    return EffectRule(key, "train.steps", holds=is_reached)
 
 
 def _window_rope_everywhere(model: ModelConfig) -> bool:
@@ -127,134 +144,101 @@ def _decays(optimizer: Optimizer) -> bool:
 
 
 EFFECT_RULES: tuple[EffectRule, ...] = (
-    EffectRule("model.qk_norm_over", lambda tables: tables.model.qk_norm, "model.qk_norm"),
-    EffectRule(
-        "model.rope_base", lambda tables: tables.model.positions == "rope", "model.positions"
-    ),
+    EffectRule("model.qk_norm_over", "model.qk_norm"),
+    EffectRule("model.rope_base", "model.positions", only_with="rope"),
     EffectRule(
         "model.rope_base model.rope_scaling",
-        lambda tables: not _window_rope_everywhere(tables.model),
         "model.window_rope_base model.window_layers",
+        holds=lambda tables: not _window_rope_everywhere(tables.model),
     ),
-    EffectRule(
-        f"{_EXPERT_KEYS} model.router_correction_speed",
-        lambda tables: tables.model.experts > 0,
-        "model.experts",
-    ),
+    EffectRule(f"{_EXPERT_KEYS} model.router_correction_speed", "model.experts"),
     EffectRule(
         "model.router_correction_speed",
-        lambda tables: tables.model.router.correction,
         "model.router",
+        holds=lambda tables: tables.model.router.correction,
     ),
     EffectRule(
         "model.dropout_at",
-        lambda tables: tables.model.dropout > 0 or tables.model.embedding_dropout > 0,
         "model.dropout",
+        holds=lambda tables: tables.model.dropout > 0 or tables.model.embedding_dropout > 0,
     ),
     EffectRule(
         "model.embedding_dropout",
-        lambda tables: tables.model.dropout_at != "stream",
         "model.dropout_at",
+        holds=lambda tables: tables.model.dropout_at != "stream",
     ),
-    EffectRule(
-        "model.init_std model.init", lambda tables: not tables.train.init_from, "train.init_from"
-    ),
+    EffectRule("model.init_std model.init", "train.init_from", only_with=""),
     EffectRule(
         "model.init",
-        lambda tables: not (tables.model.tied and _sets_head_only(tables.model.init)),
         "model.tied",
+        holds=lambda tables: not (tables.model.tied and _sets_head_only(tables.model.init)),
     ),
     EffectRule(
         "model.window",
-        lambda tables: tables.model.window < tables.model.max_positions,
         "model.max_positions",
+        holds=lambda tables: tables.model.window < tables.model.max_positions,
     ),
+    EffectRule("model.mtp_loss_weight", "model.mtp_layers"),
     EffectRule(
-        "model.mtp_loss_weight", lambda tables: tables.model.mtp_layers > 0, "model.mtp_layers"
+        "parallel.context_by",
+        "parallel.context",
+        holds=lambda tables: tables.parallel.context > 1,
     ),
+    EffectRule("parallel.sequence", "train.numerics", only_with="fast"),
     EffectRule(
-        "parallel.context_by", lambda tables: tables.parallel.context > 1, "parallel.context"
+        "parallel.sequence", "parallel.tensor", holds=lambda tables: tables.parallel.tensor > 1
     ),
-    EffectRule(
-        "parallel.sequence", lambda tables: tables.train.numerics == "fast", "train.numerics"
-    ),
-    EffectRule("parallel.sequence", lambda tables: tables.parallel.tensor > 1, "parallel.tensor"),
-    EffectRule(
-        "parallel.schedule parallel.chunks",
-        lambda tables: not tables.parallel.schedule_file,
-        "parallel.schedule_file",
-    ),
-    EffectRule("parallel.recompute", _recomputes, "parallel.recompute_fraction model.layers"),
+    EffectRule("parallel.schedule parallel.chunks", "parallel.schedule_file", only_with=""),
+    EffectRule("parallel.recompute", "parallel.recompute_fraction model.layers", holds=_recomputes),
     EffectRule(
         "precision.reduce",
-        lambda tables: tables.parallel.copies > 1,
         "parallel.data parallel.context",
+        holds=lambda tables: tables.parallel.copies > 1,
     ),
     EffectRule(
         "parallel.overlap",
-        lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
         "parallel.data parallel.context",
+        holds=lambda tables: tables.parallel.copies > 1 or not tables.parallel.overlap,
     ),
-    EffectRule("precision.pipeline", lambda tables: tables.stages > 1, "parallel.pipeline"),
-    EffectRule(
-        "precision.buffers", lambda tables: tables.model.positions == "rope", "model.positions"
-    ),
-    EffectRule(
-        " ".join(f"precision.{name}" for name in _SCALING_KEYS.split()),
-        lambda tables: tables.precision.scaling == "dynamic",
-        "precision.scaling",
-    ),
+    EffectRule("precision.pipeline", "parallel.pipeline", holds=lambda tables: tables.stages > 1),
+    EffectRule("precision.buffers", "model.positions", only_with="rope"),
+    EffectRule(_SCALING_KEYS, "precision.scaling", only_with="dynamic"),
     EffectRule(
         "precision.hysteresis_refill",
-        lambda tables: tables.precision.hysteresis > 1,
         "precision.hysteresis",
+        holds=lambda tables: tables.precision.hysteresis > 1,
     ),
+    EffectRule("precision.patience", "precision.on_nonfinite", only_with="skip"),
     EffectRule(
-        "precision.patience",
-        lambda tables: tables.precision.on_nonfinite == "skip",
-        "precision.on_nonfinite",
-    ),
-    EffectRule(
-        " ".join(f"fp8.{name}" for name in _FP8_KEYS),
-        lambda tables: tables.fp8.kind != "none",
+        _FP8_KEYS,
         "fp8.kind",
+        holds=lambda tables: tables.fp8.kind != "none",
     ),
-    EffectRule(
-        "fp8.history_length fp8.amax_algo fp8.reduce_amax fp8.reduce_over",
-        lambda tables: tables.fp8.kind == "delayed",
-        "fp8.kind",
-    ),
-    EffectRule("fp8.history_length", lambda tables: tables.fp8.amax_algo == "max", "fp8.amax_algo"),
-    EffectRule("fp8.reduce_over", lambda tables: tables.fp8.reduce_amax, "fp8.reduce_amax"),
-    EffectRule("fp8.power_2_scales", lambda tables: tables.fp8.kind != "mx", "fp8.kind"),
-    EffectRule("fp8.calibrate", lambda tables: not tables.fp8.calibrating, "fp8.calibrating"),
-    EffectRule(
-        "fp8.shadow_loss_gap fp8.shadow_cosine",
-        lambda tables: tables.fp8.shadow_every > 0,
-        "fp8.shadow_every",
-    ),
+    EffectRule("fp8.history_length fp8.amax_algo fp8.reduce_amax", "fp8.kind", only_with="delayed"),
+    EffectRule("fp8.history_length", "fp8.amax_algo", only_with="max"),
+    EffectRule("fp8.power_2_scales", "fp8.kind", holds=lambda tables: tables.fp8.kind != "mx"),
+    EffectRule("fp8.calibrate", "fp8.calibrating", holds=lambda tables: not tables.fp8.calibrating),
+    EffectRule("fp8.shadow_loss_gap fp8.shadow_cosine", "fp8.shadow_every"),
     EffectRule(
         "optimizer.betas optimizer.eps",
-        lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
         "optimizer.name",
+        holds=lambda tables: tables.optimizer.name.lower() in ("adamw", "muon"),
     ),
     EffectRule(
-        "optimizer.weight_decay", lambda tables: _decays(tables.optimizer), "optimizer.name"
+        "optimizer.weight_decay", "optimizer.name", holds=lambda tables: _decays(tables.optimizer)
     ),
     EffectRule(
-        "lr.final lr.length", lambda tables: tables.lr.schedule != "constant", "lr.schedule"
+        "lr.final lr.length",
+        "lr.schedule",
+        holds=lambda tables: tables.lr.schedule != "constant",
     ),
-    EffectRule("lr.decay", lambda tables: tables.lr.schedule == "wsd", "lr.schedule"),
+    EffectRule("lr.decay", "lr.schedule", only_with="wsd"),
+    EffectRule("train.canonical_shards", "train.numerics", only_with="canonical"),
+    EffectRule("train.eval_batches", "train.eval_every"),
     EffectRule(
-        "train.canonical_shards",
-        lambda tables: tables.train.numerics == "canonical",
-        "train.numerics",
-    ),
-    EffectRule(
-        "train.eval_batches", lambda tables: tables.train.eval_every > 0, "train.eval_every"
-    ),
-    EffectRule(
-        "checkpoint.keep_every", lambda tables: tables.checkpoint.keep != "all", "checkpoint.keep"
+        "checkpoint.keep_every",
+        "checkpoint.keep",
+        holds=lambda tables: tables.checkpoint.keep != "all",
     ),
     *map(_reached, PERIODS),
 )
@@ -276,7 +260,7 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
         # who knows what a custom model reads
         if tables.model.factory:
             idle_keys = [key for key in idle_keys if not key.startswith("model.")]
-        if not idle_keys or rule.holds(tables):
+        if not idle_keys or rule.has_effect(tables):
             continue
         # one reason is enough: a key is named once
         reported.update(idle_keys)
@@ -303,13 +287,13 @@ def _effectless_groups(tables: Tables) -> Iterator[str]:
     reason = f"name = {toml(optimizer.name)}"
     if _decays(optimizer):
         reason = "weight_decay = 0, of which it is a factor"
-    names = list[str]()
+    parameter_names = list[str]()
     if len(optimizer.groups) > 1 and not tables.model.factory:
-        names = [*logical_shapes(with_vocabulary_size(tables.model, tables.data))]
+        parameter_names = [*logical_shapes(with_vocabulary_size(tables.model, tables.data))]
     taken = set[str]()  # names that earlier patterns match
     for group in optimizer.groups:
         line = f'optimizer.groups: pattern "{group.pattern}"'
-        matches = {name for name in names if fnmatchcase(name, group.pattern)}
+        matches = {name for name in parameter_names if fnmatchcase(name, group.pattern)}
         if matches and matches <= taken:
             yield (
                 f"{line} has no effect: earlier patterns match all its parameters, and the first "

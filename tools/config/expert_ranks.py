@@ -10,7 +10,7 @@ from itertools import product
 from math import gcd
 
 from megaprec.comm.experts import describe_misfit
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.replicas import sharing_replicas
 from models.config import ModelConfig
 from tools.config.precision_settings import FP8
@@ -19,11 +19,8 @@ from tools.config.settings import Parallel, Train
 
 def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the model's experts can be spread over ranks as asked."""
-    expert_keys = [
-        f"parallel.{key} {getattr(parallel, key)}"
-        for key in ("expert", "expert_tensor")
-        if _is_changed(parallel, key)
-    ]
+    keys = [key for key in ("expert", "expert_tensor") if _is_changed(parallel, key)]
+    expert_keys = [f"parallel.{key} {getattr(parallel, key)}" for key in keys]
     if not expert_keys:
         return
     # a dense model, or one whose layers are not known
@@ -31,9 +28,11 @@ def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
         reason = "model.experts is 0"
         if model.factory:
             reason = f'model.factory "{model.factory}" has none that are known'
-        yield (
-            f"{' and '.join(expert_keys)} spread a model's experts over ranks, but {reason}: "
-            f"remove {'them' if len(expert_keys) > 1 else 'it'}"
+        yield Problem.of(
+            "config.experts_missing",
+            keys=" and ".join(expert_keys),
+            reason=reason,
+            pronoun="them" if len(expert_keys) > 1 else "it",
         )
         return
     yield from _spread_problems(model, parallel)
@@ -44,21 +43,26 @@ def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     in_slices = expert_slices(parallel)
     problem = describe_misfit(parallel.copies, parallel.tensor, parallel.expert, in_slices)
     if model.experts % parallel.expert:
-        yield (
-            f"parallel.expert {parallel.expert} does not divide model.experts "
-            f"{model.experts}{_possible(model, parallel)}"
+        yield Problem.of(
+            "config.experts_undivided",
+            expert=parallel.expert,
+            experts=model.experts,
+            possible=_possible(model, parallel),
         )
     elif problem:
-        yield (
-            f"parallel.expert {parallel.expert} and parallel.expert_tensor {in_slices}: "
-            f"{problem}{_possible(model, parallel)}"
+        yield Problem.of(
+            "config.experts_misfit",
+            expert=parallel.expert,
+            expert_tensor=in_slices,
+            problem=problem,
+            possible=_possible(model, parallel),
         )
     elif parallel.zero and parallel.zero_size > 1:
         try:
             sharing_replicas(parallel.tensor, parallel.zero_size, parallel.expert, in_slices)
         except UserError as error:
-            for reason in error.problems:
-                yield f"parallel.zero_size {parallel.zero_size}: {reason}"
+            for problem in error.problems:
+                yield problem.within(f"parallel.zero_size {parallel.zero_size}: ")
 
 
 def _possible(model: ModelConfig, parallel: Parallel) -> str:
@@ -83,20 +87,11 @@ def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[st
     else:
         key = f"parallel.expert_tensor = {parallel.expert_tensor}"
     if train.numerics == "canonical":
-        yield (
-            f'{key} and train.numerics = "canonical": sums over experts\' ranks are not '
-            "canonical; remove one of them"
-        )
+        yield Problem.of("config.experts_canonical", key=key)
     if fp8.kind == "delayed" and not fp8.reduce_amax:
-        yield (
-            f"{key} and fp8.reduce_amax = false: replicas hold different experts; set "
-            "fp8.reduce_amax = true"
-        )
+        yield Problem.of("config.experts_amaxes", key=key)
     if fp8.kind != "none" and fp8.shadow_every:
-        yield (
-            f"{key} and fp8.shadow_every = {fp8.shadow_every}: replicas hold different experts; "
-            "set it to 0"
-        )
+        yield Problem.of("config.experts_shadow", key=key, shadow_every=fp8.shadow_every)
 
 
 def expert_slices(parallel: Parallel) -> int:
@@ -139,10 +134,9 @@ def possible_expert_keys(
     """
     yield nearest_expert_keys(parallel, tensor, copies)
     # 0: in `tensor` slices; 1: whole experts
-    for expert, in_slices in product(range(1, experts + 1), (0, 1)):
-        if not experts % expert and not describe_misfit(
-            copies, tensor, expert, in_slices or tensor
-        ):
+    divisors = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
+    for expert, in_slices in product(divisors, (0, 1)):
+        if not describe_misfit(copies, tensor, expert, in_slices or tensor):
             yield {"expert_tensor": in_slices, "expert": expert}
 
 

@@ -8,7 +8,6 @@ from pydantic.fields import FieldInfo
 
 from models.config import ModelConfig
 from models.presets import PRESETS
-from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import tables_of_a_run
 from tools.console.toml import toml
 
@@ -38,11 +37,9 @@ def key_tables() -> Iterator[KeyTable]:
     for table, kind in tables_of_a_run().items():
         # the preset is no field: it is resolved before the table is read
         first = [Key("model.preset", "none", PRESET)] if kind is ModelConfig else []
-        fields = ((f"{table}.{name}", field) for name, field in kind.model_fields.items())
         keys = [
-            Key(key, _default(field), field.description or "")
-            for key, field in fields
-            if key not in PLAN_ONLY
+            Key(f"{table}.{name}", _default(field), field.description or "")
+            for name, field in kind.model_fields.items()
         ]
         yield KeyTable(table, (kind.__doc__ or "").splitlines()[0], (*first, *keys))
 

@@ -54,9 +54,10 @@ def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | No
     None if the run cannot have it.
     """
     run_keys = config.parallel.model_dump()
-    axes = {**dict.fromkeys(AXES, 1), **keys}
-    copies = axes["data"] * axes["context"]
-    wanted = run_keys | nearest_expert_keys(config.parallel, axes["tensor"], copies) | axes
+    given_keys = {**dict.fromkeys(AXES, 1), **keys}
+    copies = given_keys["data"] * given_keys["context"]
+    expert_keys = nearest_expert_keys(config.parallel, given_keys["tensor"], copies)
+    wanted = run_keys | expert_keys | given_keys
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
     # each try validates the whole table, but there are three such keys at most
     for left_out in _subsets(tied):
@@ -96,11 +97,11 @@ def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
         range(1, parallel.pipeline + 1),
         range(1, parallel.context + 1),
     )
-    replicas = [sizes for sizes in possible if prod(sizes) <= ranks]
+    replicas = [(prod(sizes), sizes) for sizes in possible]
     # the largest replica needs the least memory per rank
-    replicas.sort(key=lambda sizes: (prod(sizes), sizes), reverse=True)
-    for sizes in replicas:
-        for data in range(ranks // prod(sizes), 0, -1):
+    for replica_ranks, sizes in sorted(replicas, reverse=True):
+        most_replicas = ranks // replica_ranks
+        for data in range(most_replicas, 0, -1):
             if micro_batches % data == 0:
                 yield *sizes, data
 
@@ -110,11 +111,11 @@ def check_world(config: RunConfig, world_size: int) -> None:
     if world_size == config.world_size:
         return
     parallel = config.parallel
-    replica = parallel.tensor * parallel.pipeline * parallel.context
+    replica_ranks = parallel.tensor * parallel.pipeline * parallel.context
     advice = f"start {config.world_size} ranks"
     # more or fewer replicas are the change that keeps the model as it is cut
-    if world_size % replica == 0:
-        advice += f" or set parallel.data = {world_size // replica}"
+    if world_size % replica_ranks == 0:
+        advice += f" or set parallel.data = {world_size // replica_ranks}"
     raise UserError.of(
         "config.world_size",
         world_size=world_size,
@@ -148,12 +149,5 @@ def in_keys(parallel: Parallel) -> str:
 
 def _axis_sizes(parallel: Parallel) -> list[tuple[str, int]]:
     """Return the axes with their sizes, without a context of 1."""
-    sizes = [
-        ("tensor", parallel.tensor),
-        ("pipeline", parallel.pipeline),
-        ("context", parallel.context),
-        ("data", parallel.data),
-    ]
-    if parallel.context == 1:
-        sizes.remove(("context", 1))
-    return sizes
+    shown = [axis for axis in AXES if axis != "context" or parallel.context > 1]
+    return [(axis, getattr(parallel, axis)) for axis in shown]

@@ -1,10 +1,6 @@
-"""Advice on a plan: rules that see the plan and, if there is one, its run.
+"""Advice on a plan: a line for each setting that is valid and unwise. It never stops a run."""
 
-A rule returns a line for the user, or "" if there is nothing to say. Advice never stops a run:
-settings that are wrong, not only unwise, have been refused before.
-"""
-
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +9,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 HALVES = (torch.float16, torch.bfloat16)
 MANY_TERMS = 8  # micro-batches, or ranks, whose sum in half precision loses something
+HIGH_SCALE = 2.0**24  # a first loss scale that overflows in most models
 
 
 @dataclass(frozen=True)
@@ -24,191 +21,123 @@ class PlanInRun:
     replicas: int = 1
 
 
-def advice(scene: PlanInRun) -> list[str]:
+def advice(planned_run: PlanInRun) -> list[str]:
     """Return a line for everything unwise."""
-    return [line for rule in RULES if (line := rule(scene))]
+    plan = planned_run.plan
+    return [
+        *_on_scaling(plan),
+        *_on_sums(planned_run),
+        *_on_state(plan),
+        *_on_activations(plan),
+        *_on_steps(plan),
+    ]
 
 
-def _unscaled_fp16(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if torch.float16 not in (plan.compute, plan.parameters) or plan.scaling.kind != "none":
-        return ""
+def _on_scaling(plan: PrecisionPlan) -> Iterator[str]:
+    """Yield lines on a loss scale that does not suit fp16."""
+    scaling = plan.scaling
     # 2**-24, the smallest number of fp16
-    return "fp16 without loss scaling: gradients below 6e-8 become zero; scale the loss dynamically"
+    if torch.float16 in (plan.compute, plan.parameters) and scaling.kind == "none":
+        yield (
+            "fp16 without loss scaling: gradients below 6e-8 become zero; scale the loss "
+            "dynamically"
+        )
+    if plan.compute != torch.float16:
+        return
+    if scaling.kind == "constant":
+        yield (
+            f"constant loss scale {scaling.initial:g}: it cannot follow gradients that grow or "
+            "shrink"
+        )
+    if scaling.kind == "dynamic" and scaling.initial >= HIGH_SCALE:
+        yield (
+            f"the loss scale starts at {scaling.initial:g}: expect some skipped first steps until "
+            "it has come down"
+        )
 
 
-def _constant_scale(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.compute != torch.float16 or plan.scaling.kind != "constant":
-        return ""
-    return (
-        f"constant loss scale {plan.scaling.initial:g}: it cannot follow gradients that grow or "
-        "shrink"
-    )
-
-
-def _high_first_scale(scene: PlanInRun) -> str:
-    scaling = scene.plan.scaling
-    if (
-        scaling.kind != "dynamic"
-        or scaling.initial < 2.0**24
-        or scene.plan.compute != torch.float16
-    ):
-        return ""
-    return (
-        f"the loss scale starts at {scaling.initial:g}: expect some skipped first steps until it "
-        "has come down"
-    )
-
-
-def _narrow_sums(scene: PlanInRun) -> str:
-    plan = scene.plan
+def _on_sums(planned_run: PlanInRun) -> Iterator[str]:
+    """Yield lines on sums of many terms in half precision."""
+    plan = planned_run.plan
     # a sum of a few terms is about as exact as they are
-    if plan.gradients not in HALVES or scene.microbatches <= MANY_TERMS:
-        return ""
-    return (
-        f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} "
-        "micro-batches: late ones are rounded away; add them up in fp32"
-    )
+    if plan.gradients in HALVES and planned_run.microbatches > MANY_TERMS:
+        yield (
+            f"gradients are added up in {dtype_name(plan.gradients)} over "
+            f"{planned_run.microbatches} micro-batches: late ones are rounded away; add them up in "
+            "fp32"
+        )
+    if plan.reduce in HALVES and planned_run.replicas > MANY_TERMS:
+        consequence = "may overflow" if plan.reduce == torch.float16 else "loses bits"
+        yield (
+            f"gradients are summed over {planned_run.replicas} replicas in "
+            f"{dtype_name(plan.reduce)}, which {consequence}; reduce in fp32"
+        )
 
 
-def _narrow_reduction(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.reduce not in HALVES or scene.replicas <= MANY_TERMS:
-        return ""
-    consequence = "may overflow" if plan.reduce == torch.float16 else "loses bits"
-    return (
-        f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which "
-        f"{consequence}; reduce in fp32"
-    )
+def _on_state(plan: PrecisionPlan) -> Iterator[str]:
+    """Yield lines on masters, their rounding, and moments."""
+    has_half_masters = plan.masters in HALVES
+    if has_half_masters and plan.rounding == "nearest":
+        # half a unit in the last place of a weight is at least so much of it
+        share = 4096 if plan.masters == torch.float16 else 512
+        yield (
+            f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates "
+            f"below 1/{share} of a weight are lost; keep fp32 masters, or round bf16 stochastically"
+        )
+    if not has_half_masters and plan.rounding == "stochastic":
+        yield "stochastic rounding beside fp32 masters only adds noise: masters lose nothing"
+    if plan.moments == torch.bfloat16:
+        # bf16 has 8 bits: a change of less than half a unit in the last place is rounded away
+        yield (
+            "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the "
+            "second never falls"
+        )
+    has_masters = plan.masters.itemsize > plan.parameters.itemsize
+    if has_masters and not plan.masters_in_checkpoint:
+        yield (
+            "checkpoints leave out the masters: a resumed run starts from "
+            f"{dtype_name(plan.parameters)} weights"
+        )
 
 
-def _no_masters(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.masters not in HALVES or plan.rounding == "stochastic":
-        return ""
-    # half a unit in the last place of a weight is at least so much of it
-    share = 4096 if plan.masters == torch.float16 else 512
-    return (
-        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates below "
-        f"1/{share} of a weight are lost; keep fp32 masters, or round bf16 stochastically"
-    )
+def _on_activations(plan: PrecisionPlan) -> Iterator[str]:
+    """Yield lines on buffers, on what stages send, and on TF32."""
+    pipeline = dtype_name(plan.pipeline)
+    compute = dtype_name(plan.compute)
+    if plan.buffers in HALVES:
+        # bf16 tells whole numbers apart up to 256 only
+        yield (
+            f"{dtype_name(plan.buffers)} buffers: rotary angles of distant positions fall "
+            "together; keep them fp32"
+        )
+    if plan.pipeline.itemsize > plan.parameters.itemsize:
+        yield (
+            f"stages send {pipeline} though layers hold {dtype_name(plan.parameters)}: more traffic"
+        )
+    if plan.pipeline.itemsize < plan.compute.itemsize:
+        yield f"stages send {pipeline}, narrower than the {compute} that they compute in"
+    if plan.tf32 and plan.compute != torch.float32:
+        yield (
+            f"tf32 concerns fp32 products, and these are {compute}: it changes only what is kept "
+            "in fp32"
+        )
 
 
-def _idle_stochastic_rounding(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.rounding == "nearest" or plan.masters in HALVES:
-        return ""
-    return "stochastic rounding beside fp32 masters only adds noise: masters lose nothing"
-
-
-def _narrow_moments(scene: PlanInRun) -> str:
-    if scene.plan.moments != torch.bfloat16:
-        return ""
-    # bf16 has 8 bits: a change of less than half a unit in the last place is rounded away
-    return (
-        "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the "
-        "second never falls"
-    )
-
-
-def _masters_not_saved(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.masters_in_checkpoint or plan.masters.itemsize <= plan.parameters.itemsize:
-        return ""
-    return (
-        "checkpoints leave out the masters: a resumed run starts from "
-        f"{dtype_name(plan.parameters)} weights"
-    )
-
-
-def _narrow_buffers(scene: PlanInRun) -> str:
-    if scene.plan.buffers not in HALVES:
-        return ""
-    # bf16 tells whole numbers apart up to 256 only
-    return (
-        f"{dtype_name(scene.plan.buffers)} buffers: rotary angles of distant positions fall "
-        "together; keep them fp32"
-    )
-
-
-def _wide_pipeline(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.pipeline.itemsize <= plan.parameters.itemsize:
-        return ""
-    return (
-        f"stages send {dtype_name(plan.pipeline)} though layers hold "
-        f"{dtype_name(plan.parameters)}: more traffic"
-    )
-
-
-def _narrow_pipeline(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if plan.pipeline.itemsize >= plan.compute.itemsize:
-        return ""
-    return (
-        f"stages send {dtype_name(plan.pipeline)}, narrower than the {dtype_name(plan.compute)} "
-        "that they compute in"
-    )
-
-
-def _idle_tf32(scene: PlanInRun) -> str:
-    plan = scene.plan
-    if not plan.tf32 or plan.compute == torch.float32:
-        return ""
-    return (
-        f"tf32 concerns fp32 products, and these are {dtype_name(plan.compute)}: it changes only "
-        "what is kept in fp32"
-    )
-
-
-def _ignored_overflow(scene: PlanInRun) -> str:
-    if scene.plan.on_nonfinite != "ignore":
-        return ""
-    return "steps with an inf or a NaN are applied: the weights will not recover from it"
-
-
-def _short_history(scene: PlanInRun) -> str:
-    recipe = scene.plan.fp8
+def _on_steps(plan: PrecisionPlan) -> Iterator[str]:
+    """Yield lines on steps that overflow, on FP8 scales, and on inputs that nothing casts."""
+    if plan.on_nonfinite == "ignore":
+        yield "steps with an inf or a NaN are applied: the weights will not recover from it"
     # only delayed scales have a history
-    if (
-        recipe is None
-        or recipe.kind != "delayed"
-        or (recipe.history_length > 1 and recipe.amax_algo == "max")
-    ):
-        return ""
-    return (
-        "FP8 scales follow the last pass alone: one quiet micro-batch lets the next saturate; "
-        "look back further"
-    )
-
-
-def _uncast_inputs(scene: PlanInRun) -> str:
-    plan = scene.plan
+    if plan.fp8 is not None and plan.fp8.kind == "delayed":
+        looks_back = plan.fp8.history_length > 1 and plan.fp8.amax_algo == "max"
+        if not looks_back:
+            yield (
+                "FP8 scales follow the last pass alone: one quiet micro-batch lets the next "
+                "saturate; look back further"
+            )
     # fp32 needs no cast
-    if plan.cast_inputs != "none" or plan.compute == torch.float32:
-        return ""
-    return (
-        "inputs are not cast: a model that is given fp32 has to cast it to "
-        f"{dtype_name(plan.compute)} itself"
-    )
-
-
-RULES: tuple[Callable[[PlanInRun], str], ...] = (
-    _unscaled_fp16,
-    _constant_scale,
-    _high_first_scale,
-    _narrow_sums,
-    _narrow_reduction,
-    _no_masters,
-    _idle_stochastic_rounding,
-    _narrow_moments,
-    _masters_not_saved,
-    _narrow_buffers,
-    _wide_pipeline,
-    _narrow_pipeline,
-    _idle_tf32,
-    _ignored_overflow,
-    _short_history,
-    _uncast_inputs,
-)
+    if plan.cast_inputs == "none" and plan.compute != torch.float32:
+        yield (
+            "inputs are not cast: a model that is given fp32 has to cast it to "
+            f"{dtype_name(plan.compute)} itself"
+        )

@@ -1,6 +1,7 @@
 """The plan of each module of a model: the dtypes of its tensors and the bytes they take."""
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -10,7 +11,7 @@ from megaprec.fp8.eligibility import excluded_by
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from tools.convert.core.rules import logical_shapes
+from models.logical_shapes import logical_shapes
 
 ROLES: tuple[str, ...] = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 BYTES = {
@@ -48,21 +49,21 @@ class ModuleDtypes(NamedTuple):
 
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     """Return a row per module, equal ones of all layers together, in the order of the model."""
-    elements = dict[ModuleDtypes, dict[int, int]]()  # by layer
+    # elements by layer of the modules that are one row, or several if layers between them differ
+    elements = defaultdict[ModuleDtypes, Counter[int]](Counter)
     for name, shape in logical_shapes(config).items():
         module, layer = _split_layer(name)
         dtypes = _dtypes(plan, name, layer, config.layers)
         same_modules = ModuleDtypes(module, tuple(dtypes.values()))
-        by_layer = elements.setdefault(same_modules, {})
-        by_layer[layer] = by_layer.get(layer, 0) + prod(shape)
+        elements[same_modules][layer] += prod(shape)
 
-    table = list[Row]()
+    module_rows = list[Row]()
     for same_modules, by_layer in elements.items():
         dtypes = dict(zip(ROLES, same_modules.dtypes, strict=True))
         for span, count in layer_spans(by_layer):
-            name = same_modules.module.replace("*", span)
-            table.append(_row(name, count, dtypes))
-    return table
+            row_name = same_modules.module.replace("*", span)
+            module_rows.append(_row(row_name, count, dtypes))
+    return module_rows
 
 
 def _split_layer(name: str) -> tuple[str, int]:
@@ -75,37 +76,35 @@ def _split_layer(name: str) -> tuple[str, int]:
     return first, -1
 
 
-def layer_spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
+def layer_spans(counts: Mapping[int, int]) -> Iterator[tuple[str, int]]:
     """Return ranges of consecutive layers as "0-5", with the sum of their elements.
 
     counts: elements by layer.
     """
     # layer minus its rank among the layers is the same within a range without gaps
     numbered = enumerate(sorted(counts))
-    for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
-        layers = [layer for _, layer in run]
-        span = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+    for _, numbered_run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+        layers = [layer for _, layer in numbered_run]
+        first = layers[0]
+        last = layers[-1]
+        span = f"{first}-{last}" if last > first else f"{first}"
         yield span, sum(counts[layer] for layer in layers)
 
 
 def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str, str]:
     """Return the dtype of each role for the parameter of this logical name."""
-    parameter = plan.param_dtype(name)
-    compute = plan.compute_dtype(name)
-    state = {
+    dtypes = {
+        "compute": plan.compute_dtype(name),
+        "parameter": plan.param_dtype(name),
         "gradient": plan.gradients,
         "reduce": plan.reduce,
         "master": plan.masters,
         "moment": plan.moments,
     }
     # a parameter that is computed with in the sensitive dtype has all of its state in it
-    is_sensitive = parameter == compute == plan.sensitive
-    if is_sensitive:
-        state = dict.fromkeys(state, plan.sensitive)
-    dtypes = {"compute": compute, "parameter": parameter, **state}
+    if dtypes["compute"] == dtypes["parameter"] == plan.sensitive:
+        return dict.fromkeys(dtypes, dtype_name(plan.sensitive))
     names = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
-    if is_sensitive:
-        return names
     # FP8 replaces the dtype of products, and of weights where no wide copy is kept
     if plan.fp8 is not None and _in_fp8(plan.fp8, name, layer, layers):
         names["compute"] = "fp8"

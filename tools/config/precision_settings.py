@@ -1,10 +1,5 @@
 """The tables [precision] and [fp8] of a run file: every key with its type, default, unit and a
-sentence of help.
-
-`PLAN_ONLY` are fields that a `PrecisionPlan` has and other systems' tables set, but no run computes
-with. They are fields of the tables, for a plan passes through them unchanged, and are not keys of a
-run file.
-"""
+sentence of help."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -28,7 +23,15 @@ PLAN_ONLY: Mapping[str, str] = {
         "the tensors between attention's products are in precision.attention, never in FP8"
     ),
 }
-"""Fields that no run computes with, each with the reason."""
+"""Fields of a plan that other systems set and no run computes with, each with the reason."""
+REFUSED_KEYS: Mapping[str, str] = {
+    **PLAN_ONLY,
+    "fp8.reduce_over": (
+        "the scales are the same over the world and over a pipeline stage, for no two stages share "
+        "a tensor"
+    ),
+}
+"""Keys of earlier run files that changed no number, each with the reason."""
 Scaling = Literal["none", "constant", "dynamic"]
 
 
@@ -121,11 +124,6 @@ class Precision(Table):
     )
     output: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32", description="Dtype of the logits that the model returns and the loss reads."
-    )
-
-    # fields of a plan without a run (PLAN_ONLY)
-    cast_inputs: Literal["none", "root", "inner", "all"] = Field(
-        default=default_of(PrecisionPlan, "cast_inputs")
     )
 
     # how the products of fp32 tensors are computed
@@ -255,12 +253,6 @@ class FP8(Table):
         description="Share the amaxes of delayed scales among replicas, by their maximum; false: "
         "each replica has its own scales.",
     )
-    reduce_over: Literal["world", "stage"] = Field(
-        default=default_of(FP8Recipe, "reduce_over"),
-        description="Ranks over which fp8.reduce_amax takes the maximum: all ranks (world), or "
-        "those of one pipeline stage (stage). The scales are the same, for no two stages share a "
-        "tensor.",
-    )
     power_2_scales: bool = Field(
         default=default_of(FP8Recipe, "power_2_scales"),
         description="Round scales down to powers of two.",
@@ -279,10 +271,6 @@ class FP8(Table):
         description="Compute the products of weight gradients in FP8 too; false: in "
         "precision.compute.",
     )
-
-    # fields of a plan without a run (PLAN_ONLY)
-    dot_product_attention: bool = Field(default=default_of(FP8Recipe, "dot_product_attention"))
-    multi_head_attention: bool = Field(default=default_of(FP8Recipe, "multi_head_attention"))
 
     # which layers and weights are left out
     first_layers: int = Field(
@@ -347,9 +335,3 @@ class FP8(Table):
         description="Cosine between a weight's gradients with and without FP8 below which a "
         "comparison raises an alarm.",
     )
-
-
-def default_of_plan_only(key: str) -> Any:
-    """Return the default of a dotted key of `PLAN_ONLY`, the value that changes nothing."""
-    table, _, name = key.partition(".")
-    return {"precision": Precision, "fp8": FP8}[table].model_fields[name].default

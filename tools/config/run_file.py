@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
 from megaprec.durable import read_whole
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
@@ -40,27 +40,21 @@ from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from tools.config.checks import cross_problems, lr_schedule, with_vocabulary_size
 from tools.config.data_settings import Data
+from tools.config.dialect_tables import resolve_dialect
 from tools.config.effectless import PERIODS, Tables, effectless
+from tools.config.initial_model import InitialModel, add_initial_model
 from tools.config.key_suggestions import unknown_key_problems
-from tools.config.native_keys import (
-    plan_of,
-    resolve_dialect,
-    take_plan_only,
-    take_renamed,
-    with_origins,
-)
-from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.native_keys import native_settings, origins_of, plan_of, with_origins
+from tools.config.precision_settings import FP8, REFUSED_KEYS, Precision
 from tools.config.relative_paths import beside_run_file
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
-from tools.convert.initial import initial_model
 from tools.foreign.whose import RUN, whose_file
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has
-ZERO_LEAVES = ("vocab", "head_dim", "mtp_layers")  # 0: open, or left aside
 
 
 class RunConfig(BaseModel):
@@ -85,6 +79,7 @@ class RunConfig(BaseModel):
     # private attributes are no tables: a run file cannot set them
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
+    _dialect_plan: PrecisionPlan | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _tables_fit(self) -> Self:
@@ -183,7 +178,8 @@ class RunConfig(BaseModel):
     def plan(self) -> PrecisionPlan:
         """The precision plan of [precision] and [fp8]; its `origin` names the key that decided each
         field."""
-        return _cached_plan((self.precision, self.fp8), tuple(self._origins.items()))
+        origins = tuple(self._origins.items())
+        return _cached_plan((self.precision, self.fp8), origins, self._dialect_plan)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -234,73 +230,123 @@ class RunConfig(BaseModel):
         for table, values in self:
             lines += ["", f"[{table}]"]
             for name, value in values:
-                key = f"{table}.{name}"
-                if key not in PLAN_ONLY:
-                    # as TOML text, an origin has no line break that would end the comment
-                    origin = toml(self.origin(key))[1:-1]
-                    lines.append(f"{name} = {toml(value)}  # {origin}")
+                # as TOML text, an origin has no line break that would end the comment
+                origin = toml(self.origin(f"{table}.{name}"))[1:-1]
+                lines.append(f"{name} = {toml(value)}  # {origin}")
         return "\n".join(lines) + "\n"
 
 
 @lru_cache(maxsize=64)
 def _cached_plan(
-    tables: tuple[Precision, FP8], origins: tuple[tuple[str, str], ...]
+    tables: tuple[Precision, FP8],
+    origins: tuple[tuple[str, str], ...],
+    dialect: PrecisionPlan | None,
 ) -> PrecisionPlan:
     """Return the plan of both tables, which is asked for again with each instruction that is
     timed."""
-    return with_origins(plan_of(*tables), dict(origins))
+    return with_origins(plan_of(*tables, dialect), dict(origins))
+
+
+class RunFile:
+    """The keys of a run file and of overrides, before the weights of `train.init_from` add what
+    they leave open.
+
+    settings: every key that is given, by dotted name. problems, notes: those found so far.
+    """
+
+    def __init__(self, path: str | Path | None, overrides: Sequence[str] = ()) -> None:
+        """Read the TOML file `path`, changed by `overrides`. Raises UserError for an integer that
+        is too large."""
+        self.path = path
+        self.settings, self.problems = read_run_settings(path, overrides)
+        settings = self.settings
+        # first, for no later message could print such a number
+        if large := [*too_large(settings)]:
+            raise UserError(*self.problems, *large)
+
+        # other systems' tables leave the settings; then unknown keys are known
+        self._dialect = resolve_dialect(settings, known_keys())
+        self.problems += _take_refused(settings)
+        self.problems += self._dialect.problems
+        self.problems += unknown_key_problems(settings, _known_fields())
+        self.problems += _two_sources(settings)
+
+        # weaker origins fill in what is still open
+        self.notes = [*self._dialect.notes, *_replace_model(settings)]
+        self._preset_problems = _add_preset(settings)
+        self.problems += self._preset_problems
+
+    @property
+    def first_weights(self) -> Path | None:
+        """Return the folder of train.init_from; None if there is none, or none that a path can
+        name."""
+        init_from = self.settings.get("train.init_from")
+        # the checks of the table's types report a value that cannot be
+        if init_from is None or not isinstance(init_from.value, str) or not init_from.value:
+            return None
+        if home_problem(init_from.value):
+            return None
+        return Path(home_expanded(init_from.value))
+
+    def resolve(self, initial: InitialModel | UserError | None = None) -> RunConfig:
+        """Return the run. Raises UserError with all problems.
+
+        initial: the model of `first_weights`, or the error of reading it; None to take all of
+            [model] from the run file.
+        """
+        settings = dict(self.settings)
+        problems = list(self.problems)
+        if isinstance(initial, UserError):
+            init_from = settings["train.init_from"]
+            hint = beside_run_file(init_from.origin, init_from.value)
+            begin = f"train.init_from ({init_from.origin}): "
+            problems += (problem.within(begin, hint) for problem in initial.problems)
+        elif initial is not None:
+            problems += add_initial_model(settings, initial)
+        length = settings.get("train.seq_length")
+        if length is not None and isinstance(length.value, int):
+            settings.setdefault("model.max_positions", Setting(length.value, "train.seq_length"))
+
+        plan = self._dialect.plan
+        if plan is not None:
+            settings = native_settings(plan) | settings
+        # without the preset or the weights, missing keys of the model are no news
+        is_unread = bool(self._preset_problems) or isinstance(initial, UserError)
+        incomplete = "model" if is_unread else ""
+        tables, type_problems = _read_tables(settings, tables_of_a_run(), incomplete)
+        problems += [*type_problems, *cross_problems(tables)]
+        if problems:
+            raise UserError(*problems)
+        config = RunConfig.model_validate(tables)
+        idle_notes = effectless(Tables.of(dict(config)), self._written_keys())
+        config._origins = origins_of(settings, plan)
+        config._notes = (*self.notes, *idle_notes)
+        config._dialect_plan = plan
+        return config
+
+    def _written_keys(self) -> set[str]:
+        """Return the keys that the user wrote and means for this run.
+
+        A resolved run has all keys, and was told what it is when it began. A trial that the command
+        line shortens need not reach the steps that its file names.
+        """
+        origins = {key: setting.origin for key, setting in self.settings.items()}
+        typed = {key for key, origin in origins.items() if origin == "command line"}
+        if self.path is None or read_whole(Path(self.path)).startswith(SAVED.encode()):
+            return typed
+        in_file = {key for key, origin in origins.items() if origin == f"file {self.path}"}
+        if "train.steps" in typed:
+            in_file = in_file.difference(PERIODS)
+        return typed | in_file
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all
-    problems."""
-    settings, problems = read_run_settings(path, overrides)
-    # first, for no later message could print such a number
-    if large := [*too_large(settings)]:
-        raise UserError(*problems, *large)
+    """Return the run of the TOML file `path`, changed by `overrides`, whose [model] is whole.
 
-    # other names and other systems' tables become native keys; then unknown keys are known
-    notes_renamed = take_renamed(settings)
-    notes_resolved, resolve_problems = _resolve(settings, known_keys())
-    problems += resolve_problems
-    readable = {key: setting for key, setting in settings.items() if key not in PLAN_ONLY}
-    problems += unknown_key_problems(readable, _known_fields())
-    problems += _two_sources(settings)
-
-    # weaker origins fill in what is still open: the preset, then the checkpoint to start from
-    notes_replaced = [*_replace_model(settings)]
-    contradictions = list[str]()
-    unread = [*_add_preset(settings), *_add_initial(settings, contradictions)]
-    problems += [*unread, *contradictions]
-    length = settings.get("train.seq_length")
-    if length is not None and isinstance(length.value, int):
-        settings.setdefault("model.max_positions", Setting(length.value, "train.seq_length"))
-
-    kinds = tables_of_a_run()
-    tables, type_problems = _read_tables(settings, kinds, incomplete="model" if unread else "")
-    problems += [*type_problems, *cross_problems(tables)]
-    if problems:
-        raise UserError(*problems)
-    config = RunConfig.model_validate(tables)
-    notes_effectless = effectless(Tables.of(dict(config)), _written_keys(settings, path))
-    config._origins = _origins(settings)
-    config._notes = (*notes_renamed, *notes_resolved, *notes_replaced, *notes_effectless)
-    return config
-
-
-def _written_keys(settings: Mapping[str, Setting], path: str | Path | None) -> set[str]:
-    """Return the keys that the user wrote and means for this run.
-
-    A resolved run has all keys, and was told what it is when it began. A trial that the command
-    line shortens need not reach the steps that its file names.
+    `tools.convert.initial.resolve_run` also reads what the weights of train.init_from say. Raises
+    UserError with all problems.
     """
-    typed = {key for key, setting in settings.items() if setting.origin == "command line"}
-    if path is None or read_whole(Path(path)).startswith(SAVED.encode()):
-        return typed
-    in_file = {key for key, setting in settings.items() if setting.origin == f"file {path}"}
-    if "train.steps" in typed:
-        in_file = in_file.difference(PERIODS)
-    return typed | in_file
+    return RunFile(path, overrides).resolve()
 
 
 def load_precision(
@@ -311,23 +357,25 @@ def load_precision(
 
     Raises UserError with all problems.
     """
+    given_keys = set(settings)
+    dialect = resolve_dialect(settings, None)
+    problems = [*_take_refused(settings), *dialect.problems]
     # keys that a dialect adds are not of the user
-    before = set(settings)
-    notes, problems = _resolve(settings, None)
-    written = {key: setting for key, setting in settings.items() if key in before}
-    problems += unknown_key_problems(written, _known_fields())
+    given = {key: setting for key, setting in settings.items() if key in given_keys}
+    problems += unknown_key_problems(given, _known_fields())
     kinds = {"precision": Precision, "fp8": FP8}
-    tables, type_problems = _read_tables(settings, kinds)
+    native = settings if dialect.plan is None else native_settings(dialect.plan) | settings
+    tables, type_problems = _read_tables(native, kinds)
     problems += [*type_problems, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
     precision = Precision.model_validate(tables["precision"])
     fp8 = FP8.model_validate(tables["fp8"])
-    plan = with_origins(plan_of(precision, fp8), _origins(settings))
+    plan = with_origins(plan_of(precision, fp8, dialect.plan), origins_of(native, dialect.plan))
     others = {
         key: setting for key, setting in settings.items() if key.partition(".")[0] not in kinds
     }
-    return plan, others, notes
+    return plan, others, dialect.notes
 
 
 def read_run_settings(
@@ -341,16 +389,18 @@ def read_run_settings(
     return settings, problems
 
 
-def _resolve(
-    settings: dict[str, Setting], own_keys: frozenset[str] | None
-) -> tuple[tuple[str, ...], list[str]]:
-    """Replace in `settings` the keys of other systems by native ones. Returns notes and problems.
-
-    own_keys: see `resolve_dialect`.
-    """
-    notes, problems = take_plan_only(settings)
-    dialect_notes, dialect_problems = resolve_dialect(settings, own_keys)
-    return (*notes, *dialect_notes), problems + dialect_problems
+def _take_refused(settings: dict[str, Setting]) -> Iterator[Problem]:
+    """Take keys that changed no number out of `settings`; yield a problem for each."""
+    for key, reason in REFUSED_KEYS.items():
+        setting = settings.pop(key, None)
+        if setting is not None:
+            yield Problem.of(
+                "config.key_removed",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
+                reason=reason,
+            )
 
 
 def _read_tables(
@@ -378,10 +428,6 @@ def _read_tables(
     return tables, problems
 
 
-def _origins(settings: Mapping[str, Setting]) -> dict[str, str]:
-    return {key: setting.origin for key, setting in settings.items()}
-
-
 def tables_of_a_run() -> dict[str, type[BaseModel]]:
     """Return the class of each table of a run file, by name."""
     tables = dict[str, type[BaseModel]]()
@@ -397,8 +443,7 @@ def _fields() -> dict[str, FieldInfo]:
     fields = dict[str, FieldInfo]()
     for table, kind in tables_of_a_run().items():
         for name, field in kind.model_fields.items():
-            if f"{table}.{name}" not in PLAN_ONLY:
-                fields[f"{table}.{name}"] = field
+            fields[f"{table}.{name}"] = field
     return fields
 
 
@@ -429,8 +474,9 @@ def _read_file(path: Path) -> dict[str, Setting]:
     try:
         content = parse_toml(text)
     except ValueError as error:
-        message = _other_system_message(path, text) or f"run file {path}: not TOML: {error}"
-        raise UserError(message) from error
+        if message := _other_system_message(path, text):
+            raise UserError(message) from error
+        raise UserError.of("config.not_toml", path=path, reason=error) from error
     # other systems have TOML too; tables that only a run file has settle it
     if not content.keys() & OURS_ALONE and (message := _other_system_message(path, text)):
         raise UserError(message)
@@ -453,10 +499,7 @@ def _other_system_message(path: Path, text: str) -> str:
     if kind is not None and kind is not RUN:
         return kind.of(path)
     if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
-        return (
-            f"{path}: a shell script, no run file: megaprec import-args {path} makes one of "
-            "Megatron-LM's arguments"
-        )
+        return Problem.of("config.shell_script", path=path)
     return ""
 
 
@@ -469,9 +512,7 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[dict[str, Setting], list[
         if equals:
             settings[key] = Setting(_override_value(key, text), "command line")
         else:
-            problems.append(
-                f'"{override}" (command line): an override is table.key=value, like train.steps=100'
-            )
+            problems.append(Problem.of("config.override_form", override=override))
     return settings, problems
 
 
@@ -495,15 +536,14 @@ def _two_sources(settings: Mapping[str, Setting]) -> Iterator[str]:
     overrule."""
     source = settings.get("data.source")
     blend = settings.get("data.blend")
+    # the checks between tables refuse every other source beside a blend
     if source is None or source.origin != "command line" or source.value != "python":
-        return  # the checks between tables refuse every other source beside a blend
+        return
+    # who writes both means the blend
     if blend is None or blend.origin == "command line":
-        return  # who writes both means the blend
+        return
     if blend.value:
-        yield (
-            f'data.source = "python" (command line) and data.blend ({blend.origin}) both name the '
-            "training data: give data.blend=[] as well"
-        )
+        yield Problem.of("config.source_beside_blend", origin=blend.origin)
 
 
 def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
@@ -515,99 +555,45 @@ def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
     preset = PRESETS.get(chosen.value)
     if preset is None:
         return
-    asides = list[str]()
+    left_aside = list[str]()
     for key in [*settings]:
         table, _, name = key.partition(".")
         setting = settings[key]
+        # what concerns training alone, and a vocabulary that the preset leaves open
         stays = name == "preset" or name in TRAINING or setting.origin == "command line"
-        if table != "model" or stays or (name == "vocab" and "vocab" not in preset):
+        stays = stays or (name == "vocab" and "vocab" not in preset)
+        if table != "model" or stays:
             continue
         del settings[key]
         # a key that only repeats the preset needs no note
         if preset.get(name) != setting.value:
-            asides.append(f"{key} = {toml(setting.value)}")
-    if asides:
+            left_aside.append(f"{key} = {toml(setting.value)}")
+    if left_aside:
         yield (
             f"model.preset = {toml(chosen.value)} (command line) is the model; left aside: "
-            f"{', '.join(asides)}"
+            f"{', '.join(left_aside)}"
         )
 
 
-def _add_preset(settings: dict[str, Setting]) -> list[str]:
+def _add_preset(settings: dict[str, Setting]) -> list[Problem]:
     """Add the fields of the preset that are not given. Returns a problem if there is no such
     preset."""
     chosen = settings.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        names = ", ".join(PRESETS)
         closest_preset = did_you_mean(str(chosen.value), PRESETS)
-        hint = f"{closest_preset} There are {names}" if closest_preset else f"; there are {names}"
-        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{hint}"]
+        return [
+            Problem.of(
+                "config.preset_unknown",
+                preset=toml(chosen.value),
+                origin=chosen.origin,
+                # the hint is a sentence, after which a new one begins
+                hint=f"{closest_preset} There" if closest_preset else "; there",
+                names=", ".join(PRESETS),
+            )
+        ]
     for name, value in PRESETS[chosen.value].items():
         # file and command line are stronger
         settings.setdefault(f"model.{name}", Setting(value, f"preset {chosen.value}"))
     return []
-
-
-def _add_initial(settings: dict[str, Setting], contradictions: list[str]) -> Iterator[str]:
-    """Add the model and the tokenizer of the folder train.init_from, or yield the problems of
-    reading it.
-
-    contradictions: receives a line for each given key that has another value there.
-    """
-    init_from = settings.get("train.init_from")
-    if init_from is None or not isinstance(init_from.value, str) or not init_from.value:
-        return  # the checks of the table's types report a value that cannot be
-    if home_problem(init_from.value):
-        return  # so do they of a ~ that has no meaning
-    try:
-        initial = initial_model(Path(home_expanded(init_from.value)))
-    except UserError as error:
-        hint = beside_run_file(init_from.origin, init_from.value)
-        for problem in error.problems:
-            yield f"train.init_from ({init_from.origin}): {problem}{hint}"
-        return
-    origin = initial.origin
-    yield from _add_initial_model(settings, initial.model, origin)
-    begin = settings.get("data.begin", Setting("auto", origin))
-    if initial.begin is not None and begin.value == "auto":
-        settings["data.begin"] = Setting(initial.begin, origin)
-    if initial.tokenizer:
-        settings.setdefault("data.tokenizer", Setting(str(initial.tokenizer), origin))
-
-
-def _add_initial_model(
-    settings: dict[str, Setting], model: ModelConfig, origin: str
-) -> Iterator[str]:
-    """Add the keys of `model` that are not given; yield a line for each that is given another
-    value."""
-    # training may change these, and with rotary positions the length of sequences
-    free = {*TRAINING}
-    if model.positions == "rope":
-        free.add("max_positions")
-    # a dropout of the embedding that equals the model's follows a given dropout
-    follows = {"embedding_dropout"} if model.embedding_dropout == model.dropout else set[str]()
-    for name, value in model.model_dump(exclude=follows).items():
-        chosen = settings.setdefault(f"model.{name}", Setting(value, origin))
-        left_open = name in ZERO_LEAVES and chosen.value == 0
-        if left_open and name == "vocab":
-            # the tokenizer may have fewer tokens, beside which the weights are padded
-            settings[f"model.{name}"] = Setting(value, origin)
-        if left_open or name in free or _equal_values(getattr(model, name), chosen.value):
-            continue
-        remedy = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
-        yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {remedy}"
-
-
-def _equal_values(initial: Any, chosen: Any) -> bool:
-    """Return True if the given value equals the folder's; keys that a given table leaves out have
-    their default."""
-    if not isinstance(initial, BaseModel) or not isinstance(chosen, Mapping):
-        return initial == (tuple(chosen) if isinstance(chosen, list) else chosen)
-    defaults = {
-        name: field.default
-        for name, field in type(initial).model_fields.items()
-        if not field.is_required()
-    }
-    return {**defaults, **chosen} == initial.model_dump()

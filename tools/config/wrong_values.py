@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError, did_you_mean
+from megaprec.dialects.reading import literals_of
+from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
 MAX_INTEGER = 2**63 - 1  # the largest integer
@@ -26,12 +27,13 @@ PLAIN_MESSAGES = {
 def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
     for key, setting in settings.items():
-        if any(
-            not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in _integers(setting.value)
-        ):
-            yield (
-                f"{key} = {toml(setting.value)} ({setting.origin}): an integer must lie between "
-                "-2^63 and 2^63 - 1"
+        numbers = [*_integers(setting.value)]
+        if any(not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in numbers):
+            yield Problem.of(
+                "config.integer_too_large",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
             )
 
 
@@ -65,12 +67,24 @@ def explain(
             if report_missing:
                 name = str(finding["loc"][0])
                 hint = " (or choose a model.preset)" if table == "model" else ""
-                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{hint}"
+                yield Problem.of(
+                    "config.key_missing",
+                    table=table,
+                    name=name,
+                    description=kind.model_fields[name].description,
+                    hint=hint,
+                )
         elif finding["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{finding['loc'][0]}"
             setting = settings[key]
             requirement = _requirement(finding) + _example(kind, finding)
-            yield f"{key} = {toml(setting.value)} ({setting.origin}): {requirement}"
+            yield Problem.of(
+                "config.wrong_value",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
+                requirement=requirement,
+            )
 
 
 def _join_alternatives(
@@ -84,10 +98,9 @@ def _join_alternatives(
             yield from of_key
             continue
         # without the name of the type, which pydantic puts behind the key
-        first, *others = [_requirement({**finding, "loc": key}) for finding in of_key]
-        message = " or ".join(
-            [first, *(alternative.removeprefix("must be ") for alternative in others)]
-        )
+        alternatives = [_requirement({**finding, "loc": key}) for finding in of_key]
+        words = [alternative.removeprefix("must be ") for alternative in alternatives[1:]]
+        message = " or ".join([alternatives[0], *words])
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 
@@ -121,18 +134,12 @@ def _requirement(finding: ErrorDetails) -> str:
     if _is_field(inside):
         message = f"{inside[1]} {message}"
     if finding["type"] == "literal_error":
-        message += did_you_mean(str(finding["input"]), _literals(finding))
+        message += did_you_mean(str(finding["input"]), literals_of(finding))
     if not inside:
         return message
     if isinstance(inside[0], int):
         return f"value {inside[0] + 1} {message}"
     return f"{inside[0]} {message}"
-
-
-def _literals(finding: ErrorDetails) -> list[str]:
-    """Return the words that a key may have, of which pydantic makes a text: 'a', 'b' or 'c'."""
-    expected = str(finding.get("ctx", {}).get("expected", ""))
-    return expected.replace("'", "").replace(" or ", ", ").split(", ")
 
 
 def _missing_part(inside: Sequence[int | str]) -> str:

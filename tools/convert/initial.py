@@ -5,8 +5,7 @@ if it must be rearranged or assembled first.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -20,7 +19,8 @@ from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from models.config import ModelConfig
+from tools.config.initial_model import InitialModel
+from tools.config.run_file import RunConfig, RunFile
 from tools.convert.core.finite import NotFinite, not_finite
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
@@ -30,23 +30,25 @@ from tools.convert.hf.vocabulary import check_tokenizer, main_file, stated_ids
 from tools.convert.native import native_model, special_ids
 
 
-@dataclass(frozen=True)
-class Initial:
-    """A model of train.init_from, without its weights.
+def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run of the TOML file `path`, changed by `overrides`; what they leave open of its
+    model is that of train.init_from.
 
-    tokenizer: its file, None if there is none.
-    begin: id of the token before documents in the training of the weights, None if the folder names
-        none.
-    origin: the file that says what the model is.
+    Raises UserError with all problems.
     """
+    run_file = RunFile(path, overrides)
+    folder = run_file.first_weights
+    if folder is None:
+        return run_file.resolve()
+    try:
+        initial = initial_model(folder)
+    except UserError as error:
+        # raised with the other problems of the run file
+        return run_file.resolve(error)
+    return run_file.resolve(initial)
 
-    model: ModelConfig
-    tokenizer: Path | None
-    begin: int | None
-    origin: str
 
-
-def initial_model(folder: Path) -> Initial:
+def initial_model(folder: Path) -> InitialModel:
     """Return what the folder of train.init_from says. Raises UserError."""
     kind, checkpoint = format_of(folder)
     if kind == "megaprec":
@@ -65,7 +67,7 @@ def initial_model(folder: Path) -> Initial:
         special = source.facts.special
         origin = f"{checkpoint}"
     begins = stated_ids(special, "bos_token_id", model.vocab)
-    return Initial(model, tokenizer, begins[0] if begins else None, origin)
+    return InitialModel(model, tokenizer, begins[0] if begins else None, origin)
 
 
 def open_initial(folder: Path) -> Source:

@@ -11,7 +11,7 @@ from megaprec.errors import UserError
 from megaprec.precision.plan import PrecisionPlan
 from tools.arguments.forms import option
 from tools.config.native_keys import native_keys_of
-from tools.config.precision_settings import FP8, PLAN_ONLY
+from tools.config.precision_settings import FP8
 from tools.importing.draft import MEGATRON, NO_HALF, Draft
 from tools.importing.grammar import Arguments
 
@@ -282,7 +282,7 @@ def _add_fp8(a: Arguments, draft: Draft, keys: dict[str, Any]) -> None:
     }  # fmt: skip
     for key, field in FP8.model_fields.items():
         dotted = f"fp8.{key}"
-        if dotted not in keys or dotted in PLAN_ONLY:
+        if dotted not in keys:
             continue
         name = names.get(key)
         if keys[dotted] != field.default or (name and a.has(name)):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.errors import UserError
-from tools.config.run_file import load_run, tables_of_a_run
+from tools.config.run_file import tables_of_a_run
 from tools.console.toml import Setting, toml
+from tools.convert.initial import resolve_run
 from tools.importing.deepspeed import add_deepspeed
 from tools.importing.draft import DEEPSPEED, MEGATRON, Draft
 from tools.importing.megatron_data import add_data, add_run
@@ -146,7 +147,7 @@ def _check(draft: Draft, text: str, sources: Sources) -> None:
         path = Path(folder) / "run.toml"
         path.write_text("\n".join(lines))
         try:
-            load_run(path)
+            resolve_run(path)
         except UserError as error:
             problems = [problem.replace(f"file {path}", "imported") for problem in error.problems]
             if not sources.megatron:

@@ -16,6 +16,7 @@ from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import Sharding, state_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT
+from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
@@ -89,7 +90,7 @@ class MemoryModel:
         """Return what each stage keeps of a micro-batch."""
         virtual, lanes = in_virtual_ranks(config)
         parallel = virtual.parallel
-        memory = StageMemory(
+        stage_memory = StageMemory(
             config.sized_model,
             config.plan,
             virtual.engine_options,
@@ -98,18 +99,18 @@ class MemoryModel:
             device=self.device,
             halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
-        memory = _first_equal(memory)
-        return [_times(lanes, memory.kept(cost.cut)) for cost in costs]
+        stage_memory = _first_equal(stage_memory)
+        return [_times(lanes, stage_memory.kept(cost.cut)) for cost in costs]
 
     def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
         kept = self.kept(config, passes.costs)
-        placement = passes.schedule.rank_of_stage
+        rank_of_stage = passes.schedule.rank_of_stage
         states = state_bytes(
             config.sized_model,
             config.plan,
             [cost.cut for cost in passes.costs],
-            placement,
+            rank_of_stage,
             sharding_of(config),
             make_rule(config.optimizer),
             self.device,
@@ -117,7 +118,7 @@ class MemoryModel:
         peaks = peak_bytes(config, passes, kept)
         # by pipeline rank, like `states` and `peaks`
         buffers = [0] * len(states)
-        for stage, rank in enumerate(placement):
+        for stage, rank in enumerate(rank_of_stage):
             buffers[rank] += kept[stage].buffers
 
         _, lanes = in_virtual_ranks(config)
@@ -135,7 +136,7 @@ class MemoryModel:
                 masters=lanes * state.masters,
                 moments=lanes * state.moments,
                 activations=peaks[rank],
-                logits=logits_bytes(config) if rank == placement[-1] else 0,
+                logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
                 buffers=buffers[rank],
                 communication=lanes * (state.gradients if gathers else state.reduction),
                 sums=lanes * state.gradients * waiting,
@@ -148,15 +149,16 @@ class MemoryModel:
 
 
 @lru_cache(maxsize=1024)
-def _first_equal(memory: StageMemory) -> StageMemory:
+def _first_equal(stage_memory: StageMemory) -> StageMemory:
     """Return the first `StageMemory` that was equal to this one, which knows the stages that were
     run before."""
-    return memory
+    return stage_memory
 
 
 def _times(lanes: int, kept: ActivationBytes) -> ActivationBytes:
     """Return what `lanes` virtual ranks keep, each as much as `kept`."""
-    return ActivationBytes(*(lanes * getattr(kept, part.name) for part in fields(ActivationBytes)))
+    sizes = {part.name: lanes * getattr(kept, part.name) for part in fields(kept)}
+    return ActivationBytes(**sizes)
 
 
 def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
@@ -178,10 +180,13 @@ def in_virtual_ranks(config: RunConfig) -> tuple[RunConfig, int]:
 def sharding_of(config: RunConfig) -> Sharding:
     """Return how the run shards its state, or a virtual rank its own."""
     parallel = config.parallel
+    sharers = 1
+    if parallel.zero:
+        sharers = parallel.zero_size or parallel.copies
     return Sharding(
         config.canonical_shards or parallel.tensor,
         parallel.copies,
-        (parallel.zero_size or parallel.copies) if parallel.zero else 1,
+        sharers,
         parallel.bucket,
         parallel.expert,
         parallel.expert_tensor,
@@ -199,20 +204,25 @@ def peak_bytes(
         config.sized_model, config.plan, virtual.engine_options, parallel.tensor, parallel.context
     )
     schedule = passes.schedule
-    peaks = peak(
-        schedule, lambda i: kept[i.stage].growth(i), lambda i: kept[i.stage].within(i), message
-    )
-    further = [0] * len(peaks)
-    # the one kind that keeps all micro-batches
+
+    def growth(instruction: Instruction) -> float:
+        return kept[instruction.stage].growth(instruction)
+
+    def within(instruction: Instruction) -> float:
+        return kept[instruction.stage].within(instruction)
+
+    peaks = [round(size) for size in peak(schedule, growth, within, message)]
+    # of the kinds of schedule only this one keeps all micro-batches, also those not simulated
     if parallel.schedule == "gpipe" and not parallel.schedule_file:
         for stage, rank in enumerate(schedule.rank_of_stage):
-            further[rank] += passes.more * kept[stage].activations
-    return [round(size) + extra for size, extra in zip(peaks, further, strict=True)]
+            peaks[rank] += passes.more * kept[stage].activations
+    return peaks
 
 
 def logits_bytes(config: RunConfig) -> int:
     """Return the bytes of one micro-batch's logits on a rank of the last stage."""
     parallel = config.parallel
     tokens = config.train.seq_length // parallel.context * config.train.micro_batch
-    rows = -(-config.sized_model.vocab // parallel.tensor)
-    return tokens * rows * config.plan.compute_dtype("head.weight").itemsize
+    # the vocabulary is padded until the ranks share it evenly
+    vocab_rows = -(-config.sized_model.vocab // parallel.tensor)
+    return tokens * vocab_rows * config.plan.compute_dtype("head.weight").itemsize

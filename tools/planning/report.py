@@ -2,7 +2,7 @@
 layouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from itertools import groupby
 from typing import Any
 
@@ -44,7 +44,11 @@ def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
         f"{config.tokens_per_step:,} tokens a step"
     )
     memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
-    yield f"device     {target.name}" + ("" if target.device == "cpu" else f": {memory}")
+    # the name of a CPU is its memory
+    if target.device == "cpu":
+        yield f"device     {target.name}"
+    else:
+        yield f"device     {target.name}: {memory}"
 
 
 def _modes(parallel: Parallel) -> Iterator[str]:
@@ -64,15 +68,15 @@ def _modes(parallel: Parallel) -> Iterator[str]:
 def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     """Yield the table of bytes by pipeline rank, and the verdict."""
     rows: list[tuple[str, ...]] = [("rank", *STATE, "other", "total")]
-    for first, last, rank in _equal_runs(planned.ranks):
-        kinds = rank.by_kind()
-        number = str(first) if first == last else f"{first}-{last}"
-        state = [size(kinds[kind]) for kind in STATE]
-        rows.append((number, *state, size(_other(kinds)), size(rank.total)))
+    for first, last, rank_bytes in _equal_runs(planned.ranks):
+        by_kind = rank_bytes.by_kind()
+        numbers = str(first) if first == last else f"{first}-{last}"
+        state = [size(by_kind[kind]) for kind in STATE]
+        rows.append((numbers, *state, size(_other(by_kind)), size(rank_bytes.total)))
     yield "bytes of a rank, by pipeline rank; activations at their peak"
     yield from aligned(rows)
-    kinds = planned.ranks[planned.fullest].by_kind()
-    others = [f"{words} {size(kinds[kind])}" for kind, words in OTHERS.items() if kinds[kind]]
+    by_kind = planned.ranks[planned.fullest].by_kind()
+    others = [f"{words} {size(by_kind[kind])}" for kind, words in OTHERS.items() if by_kind[kind]]
     if others:
         yield f"other      {', '.join(others)}"
     logits = planned.ranks[-1].logits or max(rank.logits for rank in planned.ranks)
@@ -81,9 +85,9 @@ def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     yield f"verdict    {describe_fit(planned.ranks, target)}"
 
 
-def _other(kinds: Mapping[str, int]) -> int:
+def _other(by_kind: Mapping[str, int]) -> int:
     """Return the bytes of the kinds that tables show together."""
-    return sum(kinds[kind] for kind in OTHERS)
+    return sum(by_kind[kind] for kind in OTHERS)
 
 
 def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
@@ -105,30 +109,32 @@ def summary_line(config: RunConfig) -> str:
         return ""
     target = target_of(config)
     planned = plan_run(config, MemoryModel(target.device), None)
-    kinds = planned.ranks[planned.fullest].by_kind()
-    counts = {kind: kinds[kind] for kind in STATE} | {"other": _other(kinds)}
-    parts = ", ".join(f"{kind} {size(count)}" for kind, count in counts.items())
+    by_kind = planned.ranks[planned.fullest].by_kind()
+    shown = {kind: by_kind[kind] for kind in STATE} | {"other": _other(by_kind)}
+    parts = ", ".join(f"{kind} {size(count)}" for kind, count in shown.items())
     available = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
-    refused = "; DOES NOT FIT" if target.verdict(planned.total) == "does not fit" else ""
-    return f"{size(planned.total)}{available} a rank: {parts}{refused}"
+    line = f"{size(planned.total)}{available} a rank: {parts}"
+    if target.verdict(planned.total) == "does not fit":
+        line += "; DOES NOT FIT"
+    return line
 
 
 def prediction_lines(
     config: RunConfig, predicted: Prediction, assumed: Assumptions
 ) -> Iterator[str]:
     """Yield the predicted step and what it rests on."""
-    sent = predicted.traffic
+    traffic = predicted.traffic
     speed = rates(config, predicted, assumed)
-    hours = config.train.steps * predicted.seconds / 3600
-    within = "tensor and context" if sent.cp else "tensor"
+    run_seconds = config.train.steps * predicted.seconds
+    within = "tensor and context" if traffic.cp else "tensor"
     by_axis = {
-        "tensor": sent.tp,
-        "context": sent.cp,
-        "pipeline": sent.pp,
-        "data": sent.dp,
-        "experts": sent.experts,
+        "tensor": traffic.tp,
+        "context": traffic.cp,
+        "pipeline": traffic.pp,
+        "data": traffic.dp,
+        "experts": traffic.experts,
     }
-    traffic = [f"{size(count)} over {axis}" for axis, count in by_axis.items() if count]
+    sent = [f"{size(count)} over {axis}" for axis, count in by_axis.items() if count]
     yield "prediction, not a measurement"
     yield (
         f"step       {duration(predicted.seconds)}: products {duration(predicted.compute)}, "
@@ -138,11 +144,11 @@ def prediction_lines(
         f"           replicas {duration(predicted.dp)}; ranks wait {predicted.idle:.1%} of the "
         "passes"
     )
-    yield f"sends      a rank, a step: {', '.join(traffic) or 'nothing'}"
+    yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
     of_rank = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {of_rank}"
-    spent = f"{hours * config.world_size:,.1f} rank-hours"
-    yield f"run        {config.train.steps:,} steps in {duration(hours * 3600)}: {spent}"
+    spent = f"{run_seconds / 3600 * config.world_size:,.1f} rank-hours"
+    yield f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {spent}"
     yield (
         f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a "
         "rank,"
@@ -196,8 +202,8 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     """Return the cells of a row of the table of layouts, by column."""
     parallel = planned.config.parallel
     predicted = planned.prediction
-    assert predicted is not None
-    sent = predicted.traffic
+    assert predicted is not None  # layouts are searched with a peak speed
+    traffic = predicted.traffic
     return {
         "layout": " x ".join(str(getattr(parallel, axis)) for axis in axes),
         "experts": f"{parallel.expert} x {expert_slices(parallel)}",
@@ -205,7 +211,7 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
         "sequence": "yes" if parallel.sequence else "no",
         "memory": size(planned.total),
         "waits": f"{predicted.idle:.1%}",
-        "sends": size(sent.tp + sent.cp + sent.pp + sent.dp + sent.experts),
+        "sends": size(sum(astuple(traffic))),
         "step": duration(predicted.seconds),
         "MFU": f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
     }
@@ -218,8 +224,7 @@ def none_found(found: LayoutSearch, ranks: int) -> str:
         return f"no layout of {ranks:,} ranks fits: {least}"
     return (
         f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the "
-        "model and one machine, "
-        "and data x train.micro_batch divides train.global_batch"
+        "model and one machine, and data x train.micro_batch divides train.global_batch"
     )
 
 
@@ -242,7 +247,8 @@ def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> di
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the rows as lines with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -253,7 +259,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _equal_runs(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
     """Yield runs of neighbouring ranks with the same bytes: first, last, and the bytes."""
     first = 0
-    for of_rank, run in groupby(ranks):
-        last = first + len([*run]) - 1
-        yield first, last, of_rank
+    for rank_bytes, equal_ranks in groupby(ranks):
+        last = first + len([*equal_ranks]) - 1
+        yield first, last, rank_bytes
         first = last + 1

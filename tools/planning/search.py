@@ -19,7 +19,7 @@ from tools.config.layouts import fit_layout
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.planning.device import Target
-from tools.planning.memory import MemoryModel, RankBytes
+from tools.planning.memory import MemoryModel, RankBytes, sharding_of
 from tools.planning.speed import Assumptions, Prediction, least_seconds, passes_of, predict
 
 ORIGIN = "megaprec plan"
@@ -27,11 +27,15 @@ MOST_LAYOUTS = 10  # that are found
 # tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
 # parts
 LONG = 8192
-NONE: dict[str, Any] = {"recompute_modules": (), "recompute_layers": 0, "recompute_fraction": 0.0}
+NO_RECOMPUTE: dict[str, Any] = {
+    "recompute_modules": (),
+    "recompute_layers": 0,
+    "recompute_fraction": 0.0,
+}
 RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {"recompute": "none", **NONE},
-    {"recompute": "selective", **NONE, "recompute_modules": ("attention",)},
-    {"recompute": "full", **NONE, "recompute_fraction": 1.0},
+    {"recompute": "none", **NO_RECOMPUTE},
+    {"recompute": "selective", **NO_RECOMPUTE, "recompute_modules": ("attention",)},
+    {"recompute": "full", **NO_RECOMPUTE, "recompute_fraction": 1.0},
 )
 
 
@@ -74,7 +78,10 @@ def plan_run(config: RunConfig, memory: MemoryModel, assumed: Assumptions | None
     """Return the run in its own layout."""
     passes = passes_of(config)
     ranks = memory.of(config, passes)
-    return Planned(config, ranks, predict(config, passes, ranks, assumed) if assumed else None)
+    prediction = None
+    if assumed:
+        prediction = predict(config, passes, ranks, assumed)
+    return Planned(config, ranks, prediction)
 
 
 def search(
@@ -89,13 +96,14 @@ def search(
     progress: is told how many of how many are looked at.
     """
     memory = MemoryModel(target.device)
-    planned_layouts = list[Planned]()
-    too_large = list[int]()
+    planned_layouts = list[Planned]()  # those that fit, fastest first
+    too_large = list[int]()  # bytes of those that do not fit
     slower = 0
     timed = [
         (least_seconds(layout, assumed), layout)
         for layout in candidates(config, ranks, assumed.machine)
     ]
+    # fastest first, so that most others are found to be slower without a closer look
     timed.sort(key=lambda pair: pair[0])
     for number, (least_time, layout) in enumerate(timed):
         progress(number, len(timed))
@@ -103,16 +111,17 @@ def search(
         if target.verdict(least) == "does not fit":
             too_large.append(least)
             continue
-        enough = len(planned_layouts) >= MOST_LAYOUTS
-        if enough and least_time > _rank(planned_layouts[MOST_LAYOUTS - 1])[0]:
-            slower += 1
-            continue
+        if len(planned_layouts) >= MOST_LAYOUTS:
+            slowest = planned_layouts[MOST_LAYOUTS - 1]
+            if least_time > _speed_then_size(slowest)[0]:
+                slower += 1
+                continue
         planned = plan_run(layout, memory, assumed)
         if target.verdict(planned.total) == "does not fit":
             too_large.append(planned.total)
         else:
             planned_layouts.append(planned)
-            planned_layouts.sort(key=_rank)
+            planned_layouts.sort(key=_speed_then_size)
     progress(len(timed), len(timed))
     slower += max(0, len(planned_layouts) - MOST_LAYOUTS)
     fastest = planned_layouts[:MOST_LAYOUTS]
@@ -127,9 +136,14 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
     for axes in _axes(config, ranks, machine):
         tensor = axes["tensor"]
         copies = axes["data"] * axes["context"]
-        sequences = (parallel.sequence, True) if tensor > 1 else (parallel.sequence,)
-        expert_cuts = possible_expert_keys(parallel, config.model.experts, tensor, copies)
-        for experts, recompute, sequence in product(expert_cuts, (current, *RECOMPUTE), sequences):
+        sequence_choices = [parallel.sequence]
+        # without tensor-parallel ranks there is nothing to cut a sequence over
+        if tensor > 1:
+            sequence_choices.append(True)
+        expert_choices = possible_expert_keys(parallel, config.model.experts, tensor, copies)
+        recompute_choices = (current, *RECOMPUTE)
+        choices = product(expert_choices, recompute_choices, sequence_choices)
+        for experts, recompute, sequence in choices:
             keys = {**axes, **experts, **recompute, "sequence": sequence, "schedule_file": ""}
             fitting = fit_layout(config, keys)
             if fitting is None:
@@ -150,10 +164,10 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
     contexts = sorted({1, parallel.context, *long_enough})
     most_tensor = max(machine, parallel.tensor)
     for tensor, pipeline, context in product(divisors, divisors, contexts):
-        shared = tensor * pipeline * context
-        if ranks % shared or pipeline > config.model.layers or tensor > most_tensor:
+        replica_ranks = tensor * pipeline * context
+        if ranks % replica_ranks or pipeline > config.model.layers or tensor > most_tensor:
             continue
-        data = ranks // shared
+        data = ranks // replica_ranks
         if train.global_batch % (train.micro_batch * data) == 0:
             yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
 
@@ -176,19 +190,22 @@ def least_bytes(config: RunConfig) -> int:
         fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)
-    sharers = (parallel.zero_size or parallel.copies) if parallel.zero else 1
     experts = config.sized_model.expert_parameters
     others = config.sized_model.num_parameters - experts
-    total = 0.0
-    for count, cut, sharing_ranks in (
-        (others, parallel.tensor, sharers),
+    # by part of the model: its parameters, the ranks of a stage that cut it, and those that share
+    # its state
+    parts = (
+        (others, parallel.tensor, sharding_of(config).zero),
         (experts, parallel.expert * expert_slices(parallel), replicas_sharing_state(parallel)),
-    ):
-        total += count / (cut * parallel.pipeline) * (local + sharded / sharing_ranks)
+    )
+    total = 0.0
+    for parameters, cut_over, sharers in parts:
+        of_rank = parameters / (cut_over * parallel.pipeline)
+        total += of_rank * (local + sharded / sharers)
     return int(total)
 
 
-def _rank(planned: Planned) -> tuple[float, int]:
+def _speed_then_size(planned: Planned) -> tuple[float, int]:
     """Return the order of layouts: faster first, then smaller."""
     assert planned.prediction is not None
     return planned.prediction.seconds, planned.total

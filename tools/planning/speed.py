@@ -87,39 +87,45 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     pipeline = parallel.pipeline
     if parallel.schedule in ("gpipe", "1f1b"):
         # they repeat themselves once the pipeline is full
-        few = pipeline + 4
-        further = 8
+        until_regular = pipeline + 4
+        period = 8
     else:
-        few = 2 * pipeline
-        further = pipeline
-    is_short = pipeline * microbatches <= MANY or microbatches <= few + further
+        until_regular = 2 * pipeline
+        period = pipeline
+    is_short = pipeline * microbatches <= MANY or microbatches <= until_regular + period
     if parallel.schedule_file or is_short:
         schedule = config.schedule
-        return PlannedPasses(
-            schedule, config.stage_costs(config.sized_model, schedule.rank_of_stage)
-        )
-    placement = pipeline_schedule(parallel, few).rank_of_stage
+        costs = config.stage_costs(config.sized_model, schedule.rank_of_stage)
+        return PlannedPasses(schedule, costs)
+
+    placement = pipeline_schedule(parallel, until_regular).rank_of_stage
     costs = config.stage_costs(config.sized_model, placement)
-    schedule, longer = (
-        pipeline_schedule(parallel, count, lambda i: costs[i.stage].of(i))
-        for count in (few, few + further)
-    )
-    return PlannedPasses(schedule, costs, microbatches - few, longer)
+
+    def flops(instruction: Instruction) -> float:
+        return costs[instruction.stage].of(instruction)
+
+    schedule = pipeline_schedule(parallel, until_regular, flops)
+    longer = pipeline_schedule(parallel, until_regular + period, flops)
+    return PlannedPasses(schedule, costs, microbatches - until_regular, longer)
 
 
 class _InstructionCosts:
     """The times and bytes of a run's instructions.
 
-    speed: FLOPs a second. links: bytes a second, by axis.
+    costs: by stage.
+    flops_per_second: of the ranks that share a micro-batch in a stage.
+    links: bytes a second, by axis.
+    message_bytes: of an activation or its gradient that a stage sends to the next.
     """
 
     def __init__(self, config: RunConfig, costs: Sequence[StageCost], assumed: Assumptions) -> None:
         self.config = config
         self.costs = costs
-        self.speed = _speed(config, assumed)
-        self.links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
         parallel = config.parallel
-        self.message = message_bytes(
+        ranks = parallel.tensor * parallel.context
+        self.flops_per_second = ranks * assumed.tflops * 1e12 * assumed.efficiency
+        self.links = {axis: _link(config, axis, assumed) * 1e9 for axis in (*AXES, "experts")}
+        self.message_bytes = message_bytes(
             config.sized_model,
             config.plan,
             config.engine_options,
@@ -127,30 +133,30 @@ class _InstructionCosts:
             parallel.context,
         )
 
-    def sent(self, i: Instruction) -> tuple[float, float, float]:
+    def sent_bytes(self, instruction: Instruction) -> tuple[float, float, float]:
         """Return the bytes that a rank sends in a computation: over tp, over cp, and to experts."""
-        cost = self.costs[i.stage]
+        cost = self.costs[instruction.stage]
         return (
-            _tensor_bytes(self.config, cost, i.op),
-            _context_bytes(self.config, cost, i.op),
-            _expert_bytes(self.config, cost, i.op),
+            _tensor_bytes(self.config, cost, instruction.op),
+            _context_bytes(self.config, cost, instruction.op),
+            _expert_bytes(self.config, cost, instruction.op),
         )
 
-    def compute_seconds(self, i: Instruction) -> float:
+    def compute_seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction's matrix products."""
-        return self.costs[i.stage].of(i) / self.speed
+        return self.costs[instruction.stage].of(instruction) / self.flops_per_second
 
-    def traffic_seconds(self, i: Instruction) -> float:
+    def traffic_seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction's communication with ranks of the same stage."""
-        tensor, context, experts = self.sent(i)
+        tensor, context, experts = self.sent_bytes(instruction)
         links = self.links
         return tensor / links["tp"] + context / links["cp"] + experts / links["experts"]
 
-    def seconds(self, i: Instruction) -> float:
+    def seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction."""
-        if i.op in SENDS:
-            return self.message / self.links["pp"]
-        return self.compute_seconds(i) + self.traffic_seconds(i)
+        if instruction.op in SENDS:
+            return self.message_bytes / self.links["pp"]
+        return self.compute_seconds(instruction) + self.traffic_seconds(instruction)
 
 
 def predict(
@@ -158,55 +164,65 @@ def predict(
 ) -> Prediction:
     """Return the predicted times of a step. ranks: the bytes of each pipeline rank."""
     schedule = passes.schedule
-    stages = len(passes.costs)
     costs = _InstructionCosts(config, passes.costs, assumed)
     spans = simulate(schedule, costs.seconds)
-    count = len(schedule.programs)
+    num_ranks = len(schedule.programs)
     # by rank, over the passes of the schedule
-    work = [0.0] * count
-    talk = [0.0] * count
-    tensor_bytes = [0.0] * count
-    context_bytes = [0.0] * count
-    expert_bytes = [0.0] * count
+    compute_seconds = [0.0] * num_ranks
+    traffic_seconds = [0.0] * num_ranks
+    tensor_bytes = [0.0] * num_ranks
+    context_bytes = [0.0] * num_ranks
+    expert_bytes = [0.0] * num_ranks
     for span in spans:
-        i = span.instruction
-        if i.op in SENDS:
+        instruction = span.instruction
+        if instruction.op in SENDS:
             continue
-        tensor, context, experts = costs.sent(i)
-        work[span.rank] += costs.compute_seconds(i)
-        talk[span.rank] += costs.traffic_seconds(i)
+        tensor, context, experts = costs.sent_bytes(instruction)
+        compute_seconds[span.rank] += costs.compute_seconds(instruction)
+        traffic_seconds[span.rank] += costs.traffic_seconds(instruction)
         tensor_bytes[span.rank] += tensor
         context_bytes[span.rank] += context
         expert_bytes[span.rank] += experts
 
     # a long step is longer by what some more micro-batches of the simulated one take each
     repeats = 1 + passes.more / schedule.microbatches  # passes of the step, in those simulated
-    length = max(span.end for span in spans)
+    passes_seconds = max(span.end for span in spans)
     if passes.longer:
-        end = max(span.end for span in simulate(passes.longer, costs.seconds))
-        further = passes.longer.microbatches - schedule.microbatches
-        length += passes.more * (end - length) / further
-    mean_work = repeats * sum(work) / count
-    mean_talk = repeats * sum(talk) / count
+        longer_seconds = max(span.end for span in simulate(passes.longer, costs.seconds))
+        added_microbatches = passes.longer.microbatches - schedule.microbatches
+        added_seconds = longer_seconds - passes_seconds
+        passes_seconds += passes.more * added_seconds / added_microbatches
+    mean_compute = repeats * sum(compute_seconds) / num_ranks
+    mean_traffic = repeats * sum(traffic_seconds) / num_ranks
     # an activation and a gradient of each micro-batch at each border of stages
-    messages = 2 * costs.message * config.num_microbatches * stages / count
+    borders = len(passes.costs) / num_ranks
+    messages = 2 * costs.message_bytes * config.num_microbatches * borders
     traffic = Traffic(
         tp=repeats * max(tensor_bytes),
-        pp=messages if count > 1 else 0.0,
+        pp=messages if num_ranks > 1 else 0.0,
         dp=max(_replica_bytes(config, rank.gradients, rank.weights) for rank in ranks),
         experts=repeats * max(expert_bytes),
         cp=repeats * max(context_bytes),
     )
     reduction = traffic.dp / costs.links["dp"]
-    overlaps = config.parallel.overlaps(assumed.device)
+    busy_seconds = mean_compute + mean_traffic
     return Prediction(
-        seconds=max(length, reduction) if overlaps else length + reduction,
-        compute=mean_work,
-        tp=mean_talk,
+        seconds=_step_seconds(config, assumed, passes_seconds, reduction),
+        compute=mean_compute,
+        tp=mean_traffic,
         dp=reduction,
-        idle=max(0.0, 1 - (mean_work + mean_talk) / length),
+        idle=max(0.0, 1 - busy_seconds / passes_seconds),
         traffic=traffic,
     )
+
+
+def _step_seconds(
+    config: RunConfig, assumed: Assumptions, passes_seconds: float, reduction_seconds: float
+) -> float:
+    """Return the time of a step, in which replicas communicate during the passes or after them."""
+    if config.parallel.overlaps(assumed.device):
+        return max(passes_seconds, reduction_seconds)
+    return passes_seconds + reduction_seconds
 
 
 def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
@@ -220,21 +236,11 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     pipeline = parallel.pipeline
     stages = pipeline * (parallel.chunks or default_chunks(parallel.schedule))
     costs = config.stage_costs(config.sized_model, range(stages))
-    instructions = _InstructionCosts(config, costs, assumed)
-    speed = instructions.speed
-    links = instructions.links
+    instruction_costs = _InstructionCosts(config, costs, assumed)
 
     def seconds_of_rank(op: Op) -> float:
-        total = 0.0
-        for cost in costs:
-            flops = cost.of(Instruction(op, cost.cut.stage))
-            total += (
-                flops / speed
-                + _tensor_bytes(config, cost, op) / links["tp"]
-                + _context_bytes(config, cost, op) / links["cp"]
-                + _expert_bytes(config, cost, op) / links["experts"]
-            )
-        return total / pipeline
+        instructions = [Instruction(op, cost.cut.stage) for cost in costs]
+        return sum(map(instruction_costs.seconds, instructions)) / pipeline
 
     sizes = Sizes(
         pipeline,
@@ -248,37 +254,41 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     elements = sum(_elements(config)) / pipeline
     weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
     sent = _replica_bytes(config, elements * plan.gradients.itemsize, weights)
-    reduction = sent / links["dp"]
-    if parallel.overlaps(assumed.device):
-        return max(passes, reduction)
-    return passes + reduction
-
-
-def _speed(config: RunConfig, assumed: Assumptions) -> float:
-    """Return the FLOPs that the ranks that share a micro-batch in a stage compute in a second."""
-    return (
-        config.parallel.tensor
-        * config.parallel.context
-        * assumed.tflops
-        * 1e12
-        * assumed.efficiency
-    )
+    return _step_seconds(config, assumed, passes, sent / instruction_costs.links["dp"])
 
 
 def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
     """Return the GB/s between neighbours of an axis. Ranks of a mesh are numbered along tp, cp, dp
     and pp."""
     parallel = config.parallel
-    shared = parallel.tensor * parallel.context
+    sequence_ranks = parallel.tensor * parallel.context
     # neighbouring ranks among which an axis lies
     spans = {
         "tp": parallel.tensor,
-        "cp": shared,
-        "dp": shared * parallel.data,
+        "cp": sequence_ranks,
+        "dp": sequence_ranks * parallel.data,
         "pp": config.world_size,
         "experts": parallel.expert * expert_slices(parallel),
     }
     return assumed.fast if spans[axis] <= assumed.machine else assumed.slow
+
+
+def _bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
+    """Return the bytes of one computation, of those of the three parts of a step; 0 of any other
+    instruction."""
+    by_op = {
+        Op.FORWARD: forward,
+        Op.BACKWARD: input_gradient + weight_gradient,
+        Op.BACKWARD_INPUT: input_gradient,
+        Op.BACKWARD_WEIGHT: weight_gradient,
+    }
+    return by_op.get(op, 0.0)
+
+
+def _local_tokens(config: RunConfig) -> int:
+    """Return the tokens of a micro-batch that a context-parallel rank has."""
+    train = config.train
+    return train.seq_length // config.parallel.context * train.micro_batch
 
 
 def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -290,43 +300,31 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     reduce-scatter and an all-gather.
     """
     parallel = config.parallel
-    train = config.train
     model = config.model
-    layers = cost.cut.layers
-    local_length = train.seq_length // parallel.context
+    cut = cost.cut
+    layers = len(cut.layers)
     # a gather or a scatter of one activation
-    transfer = (
-        local_length
-        * train.micro_batch
-        * model.hidden
-        * config.plan.compute.itemsize
-        * (1 - 1 / parallel.tensor)
-    )
+    activation = _local_tokens(config) * model.hidden * config.plan.compute.itemsize
+    transfer = activation * (1 - 1 / parallel.tensor)
     at_ends = (1 if parallel.sequence else 2) * transfer
     expert_layers = _expert_layers(config, cost)
     # layers that sum nothing over tp
     unsummed = 0
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = expert_layers
-    forward = (4 * len(layers) - unsummed) * transfer
-    recomputed = config.recompute.whole(len(layers)) / len(layers)
+    forward = (4 * layers - unsummed) * transfer
+    recomputed = config.recompute.whole(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
-    of_input = (
+    input_gradient = (
         forward * (1 + recomputed)
-        + cost.cut.last * at_ends
-        + (cost.cut.first and parallel.sequence) * transfer
+        + cut.last * at_ends
+        + (cut.first and parallel.sequence) * transfer
     )
-    of_weight = 0.0
+    weight_gradient = 0.0
     if parallel.sequence:
-        of_weight = (2 * len(layers) - expert_layers + cost.cut.last) * transfer
-    forward += cost.cut.first * at_ends + (cost.cut.last and parallel.sequence) * transfer
-    by_op = {
-        Op.FORWARD: forward,
-        Op.BACKWARD: of_input + of_weight,
-        Op.BACKWARD_INPUT: of_input,
-        Op.BACKWARD_WEIGHT: of_weight,
-    }
-    return by_op.get(op, 0.0)
+        weight_gradient = (2 * layers - expert_layers + cut.last) * transfer
+    forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
+    return _bytes_of(op, forward, input_gradient, weight_gradient)
 
 
 def _expert_layers(config: RunConfig, cost: StageCost) -> int:
@@ -343,25 +341,17 @@ def _expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     Rows go to their experts and results come back, in the forward pass and for the input gradient.
     """
     parallel = config.parallel
-    train = config.train
     model = config.model
-    layers = cost.cut.layers
     if parallel.expert == 1:
         return 0.0
-    local_length = train.seq_length // parallel.context
-    tokens = local_length * train.micro_batch * expert_slices(parallel) / parallel.tensor
-    row = model.hidden * config.plan.compute.itemsize
-    forward = (
-        2
-        * _expert_layers(config, cost)
-        * tokens
-        * model.experts_per_token
-        * row
-        * (1 - 1 / parallel.expert)
-    )
-    backward = forward * (1 + config.recompute.whole(len(layers)) / len(layers))
-    by_op = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    return by_op.get(op, 0.0)
+    layers = len(cost.cut.layers)
+    tokens = _local_tokens(config) * expert_slices(parallel) / parallel.tensor
+    rows = tokens * model.experts_per_token * _expert_layers(config, cost)
+    row_bytes = model.hidden * config.plan.compute.itemsize
+    # there and back, but for the experts of the rank itself
+    forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
+    recomputed = config.recompute.whole(layers) / layers
+    return _bytes_of(op, forward, forward * (1 + recomputed))
 
 
 def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
@@ -372,25 +362,22 @@ def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     where they belong.
     """
     parallel = config.parallel
-    train = config.train
     model = config.model
     if parallel.context == 1:
         return 0.0
-    heads = max(1, model.kv_heads // parallel.tensor)
-    local_length = train.seq_length // parallel.context
-    # elements of keys and values
-    elements = 2 * heads * model.head_dim * train.micro_batch * local_length
-    others = parallel.context - 1
-    of_layer = elements * config.plan.attention.itemsize * others
     layers = len(cost.cut.layers)
-    gradients = elements * 4 * (parallel.context if config.engine_options.ring else others)
+    others = parallel.context - 1
+    heads = max(1, model.kv_heads // parallel.tensor)
+    # elements of keys and values
+    elements = 2 * heads * model.head_dim * _local_tokens(config)
+    of_layer = elements * config.plan.attention.itemsize * others
+    gradient_hops = parallel.context if config.engine_options.ring else others
+    gradients_of_layer = elements * 4 * gradient_hops
     recomputed = config.recompute.whole(layers)
     if "attention" in config.recompute.modules:
         recomputed += layers
-    forward = layers * of_layer
-    backward = (layers + recomputed) * of_layer + layers * gradients
-    by_op = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: backward}
-    return by_op.get(op, 0.0)
+    input_gradient = (layers + recomputed) * of_layer + layers * gradients_of_layer
+    return _bytes_of(op, layers * of_layer, input_gradient)
 
 
 def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float:
@@ -402,18 +389,18 @@ def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float
     parallel = config.parallel
     plan = config.plan
     travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
-    of_experts, others = _elements(config)
-    experts = of_experts / (of_experts + others)
+    expert_elements, other_elements = _elements(config)
+    expert_share = expert_elements / (expert_elements + other_elements)
     # by part of the weights: their share, its replicas, and those among them that share state
     parts = (
-        (1 - experts, parallel.copies, sharding_of(config).zero),
-        (experts, expert_replicas(parallel), replicas_sharing_state(parallel)),
+        (1 - expert_share, parallel.copies, sharding_of(config).zero),
+        (expert_share, expert_replicas(parallel), replicas_sharing_state(parallel)),
     )
     sent = 0.0
-    for part, copies, sharers in parts:
-        transfers = 1 if sharers == copies else 2  # a reduce-scatter, or an all-reduce
-        of_gradients = transfers * (1 - 1 / copies) * travelling
-        sent += part * (of_gradients + (1 - 1 / sharers) * weights)
+    for share, replicas, sharers in parts:
+        transfers = 1 if sharers == replicas else 2  # a reduce-scatter, or an all-reduce
+        of_gradients = transfers * (1 - 1 / replicas) * travelling
+        sent += share * (of_gradients + (1 - 1 / sharers) * weights)
     return sent
 
 

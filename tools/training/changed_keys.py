@@ -18,7 +18,6 @@ from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
 from models.equivalence import TRAINING
 from tools.config.checks import lr_schedule
-from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
@@ -218,8 +217,7 @@ def _all_keys(config: RunConfig) -> dict[str, str]:
         "precision": dict(config.precision),
         "model": _training_keys(config.model.model_dump()),
     }
-    keys = keys_of(config) | _flatten_tables(tables)
-    return {key: value for key, value in keys.items() if key not in PLAN_ONLY}
+    return keys_of(config) | _flatten_tables(tables)
 
 
 def _training_keys(model: Table) -> Table:

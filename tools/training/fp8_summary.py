@@ -25,6 +25,7 @@ from models.decoder.stages import Stage
 from models.estimate.storage import simulated_experts
 from parallel.context import Context
 from tools.config.precision_modules import layer_spans
+from tools.config.precision_settings import FP8
 from tools.config.run_file import RunConfig
 
 # dialect -> field of the recipe -> key of the dialect
@@ -49,6 +50,9 @@ def check_fp8(config: RunConfig) -> None:
     problems = list[str]()
     for field, reason in unsupported_settings(recipe).items():
         origin = config.origin(f"fp8.{field}")
+        # a field that [fp8] has no key for is of another system's table
+        if field not in FP8.model_fields:
+            origin = config.plan.origin["fp8"]
         key = _key_of_origin(field, origin)
         problems.append(f"fp8.{field} = true ({origin}): {reason}; set {key} = false")
     if recipe.backend == "transformer_engine":

@@ -1,9 +1,5 @@
 """The rows of the name tables: a tensor of another system, and the logical tensors of megaprec that
-it consists of.
-
-The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a
-conversion.
-"""
+it consists of."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +9,11 @@ from typing import Literal
 import torch
 
 from models.config import ModelConfig
+from models.logical_shapes import logical_shapes
 from tools.convert.core.transforms import SAME, Heads, Transform
 
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 Layers = Literal["all", "experts", "dense"]
-NamedShape = tuple[str, tuple[int, ...]]
-NamedShapes = Iterator[NamedShape]  # of logical tensors
 
 
 @dataclass(frozen=True)
@@ -162,127 +157,3 @@ def head_sizes(model: ModelConfig) -> Heads:
         rotary=model.rotary_dims,
         value=model.latent.value_dim,
     )
-
-
-def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every logical tensor of `model`."""
-    hidden = model.hidden
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, hidden)}
-    if model.positions == "learned":
-        shapes["positions.weight"] = (model.max_positions, hidden)
-    for layer in range(model.layers):
-        for name, shape in _layer(model.kind_of_layer(layer)):
-            shapes[f"layers.{layer}.{name}"] = shape
-    shapes |= dict(_norm("final_norm", model, hidden))
-    for module in range(model.mtp_layers):
-        for name, shape in _module(model):
-            shapes[f"mtp.{module}.{name}"] = shape
-    if not model.tied:
-        shapes["head.weight"] = (model.vocab, hidden)
-    return shapes
-
-
-def _module(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
-    it."""
-    for name in ("embedding_norm", "hidden_norm", "final_norm"):
-        yield from _norm(name, model, model.hidden)
-    yield "projection.weight", (model.hidden, 2 * model.hidden)
-    yield from _layer(model.kind_of_layer(model.layers - 1))
-
-
-def _layer(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a layer. model: that of the layer (`ModelConfig.kind_of_layer`)."""
-    hidden = model.hidden
-    yield from _branch_norms("attention", model, hidden)
-    if model.latent:
-        yield from _latents(model)
-    else:
-        yield from _queries_keys_values(model)
-    values = model.heads * (model.latent.value_dim or model.head_dim)
-    yield from _linear("attention.output", hidden, values, model.output_bias)
-    yield from _branch_norms("mlp", model, hidden)
-    if model.experts:
-        yield from _experts(model)
-    else:
-        yield from _feed_forward("mlp", model, model.ffn, model.mlp_bias)
-
-
-def _experts(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of a layer's router, experts and shared experts."""
-    hidden = model.hidden
-    bias = model.expert_bias
-    yield from _linear("mlp.router", model.experts, hidden, model.router_bias)
-    if model.router.correction:
-        yield "mlp.router.correction", (model.experts,)
-    for expert in range(model.experts):
-        name = f"mlp.experts.{expert}"
-        yield from _feed_forward(name, model, model.ffn, bias)
-    if model.shared_experts:
-        yield from _feed_forward("mlp.shared", model, model.shared_experts, bias)
-    if model.shared_gate:
-        yield "mlp.shared_gate.weight", (1, hidden)
-
-
-def _queries_keys_values(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of queries, keys and values of ordinary attention."""
-    head_dim = model.head_dim
-    query_rows = model.heads * head_dim
-    kv_rows = model.kv_heads * head_dim
-    for name, rows in (("query", query_rows), ("key", kv_rows), ("value", kv_rows)):
-        yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
-    if model.qk_norm:
-        # A norm over all heads has a weight for each feature of each head.
-        over_all = model.qk_norm_over == "all"
-        yield "attention.query_norm.weight", (query_rows if over_all else head_dim,)
-        yield "attention.key_norm.weight", (kv_rows if over_all else head_dim,)
-    if model.attention_sinks:
-        yield "attention.sinks.weight", (model.heads,)
-
-
-def _latents(model: ModelConfig) -> NamedShapes:
-    """Yield the tensors of queries, keys and values of latent attention."""
-    hidden = model.hidden
-    bias = model.qkv_bias
-    sizes = model.latent
-    query_rows = model.heads * model.head_dim
-    key_rows = model.heads * sizes.nope_dim
-    value_rows = model.heads * sizes.value_dim
-    if sizes.query_rank:
-        yield from _linear("attention.query_down", sizes.query_rank, hidden, bias)
-        yield "attention.query_down_norm.weight", (sizes.query_rank,)
-        yield "attention.query_up.weight", (query_rows, sizes.query_rank)
-    else:
-        yield "attention.query.weight", (query_rows, hidden)
-    # All heads share the latent of keys and values, and the rotary part of keys.
-    yield from _linear("attention.key_value_down", sizes.kv_rank, hidden, bias)
-    yield from _linear("attention.key_rope", sizes.rope_dim, hidden, bias)
-    yield "attention.key_value_down_norm.weight", (sizes.kv_rank,)
-    yield "attention.key_up.weight", (key_rows, sizes.kv_rank)
-    yield "attention.value_up.weight", (value_rows, sizes.kv_rank)
-
-
-def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
-    for part in ("gate", "up") if model.gated else ("up",):
-        yield from _linear(f"{name}.{part}", ffn, model.hidden, bias)
-    yield from _linear(f"{name}.down", model.hidden, ffn, bias)
-
-
-def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
-    yield f"{name}.weight", (rows, columns)
-    if bias:
-        yield f"{name}.bias", (rows,)
-
-
-def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes:
-    """Yield the norms before a branch of a layer, after it, or both."""
-    if model.norm_at != "after":
-        yield from _norm(f"{branch}_norm", model, features)
-    if model.norm_at != "before":
-        yield from _norm(f"{branch}_post_norm", model, features)
-
-
-def _norm(name: str, model: ModelConfig, features: int) -> NamedShapes:
-    yield f"{name}.weight", (features,)
-    if model.norm == "layer":
-        yield f"{name}.bias", (features,)

@@ -1,0 +1,170 @@
+"""Another system's table in a run file, such as [precision.nxd]: its plan, and the keys it decides.
+
+A run file states its precision in native keys or in one dialect. A dialect may also decide keys of
+other tables, such as `parallel.zero`, which the run file may then not contradict.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaprec.dialects.translate import DIALECTS
+from megaprec.errors import Problem, UserError
+from megaprec.precision.plan import PrecisionPlan
+from tools.config.native_keys import KEYS
+from tools.config.settings import Parallel
+from tools.console.toml import Setting, toml
+
+NATIVE_ONLY = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
+"""Native keys that no dialect has words for."""
+_ZERO_OF_NXD = "optimizer_config.zero_one_enabled"
+
+
+@dataclass(frozen=True)
+class DialectResult:
+    """The meaning of a dialect's table.
+
+    plan: None if there is no such table, or none that can be read.
+    notes: on how it was understood.
+    """
+
+    plan: PrecisionPlan | None = None
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def resolve_dialect(
+    settings: dict[str, Setting], known_keys: Collection[str] | None
+) -> DialectResult:
+    """Take the table of a dialect out of `settings`, and add the keys of other tables that it
+    decides.
+
+    known_keys: all keys of a run file; a decision without such a key is then a problem.
+    """
+    tables = dict[str, dict[str, Setting]]()
+    for name in DIALECTS:
+        leaves = _take_table(settings, name)
+        # an empty table counts too: it may decide all by its defaults
+        if leaves is not None:
+            tables[name] = leaves
+    if not tables:
+        return DialectResult()
+    if len(tables) > 1:
+        names = " and ".join(f"[precision.{name}]" for name in tables)
+        return DialectResult(problems=(Problem.of("config.several_dialects", tables=names),))
+    ((name, leaves),) = tables.items()
+
+    problems: list[str] = [*_native_conflicts(settings, name)]
+    if name == "nxd":
+        _add_zero_of_nxd(settings, leaves)
+    # the path "" is the table itself
+    origins = {f"precision.{name}.{path}": leaf.origin for path, leaf in leaves.items() if path}
+    try:
+        resolved = DIALECTS[name].resolve(_tree(leaves), origins)
+    except UserError as error:
+        return DialectResult(problems=(*problems, *error.problems))
+    if "model.layers" in resolved.settings and (preset := settings.get("model.preset")):
+        problems.append(
+            Problem.of(
+                "config.preset_beside_dialect",
+                preset=toml(preset.value),
+                origin=preset.origin,
+                table=f"[precision.{name}]",
+            )
+        )
+    for key, decision in resolved.settings.items():
+        decided = Setting(decision.value, decision.origin)
+        problems += _settle(settings, key, decided, decision.given, known_keys)
+    return DialectResult(resolved.plan, resolved.notes, tuple(problems))
+
+
+def _take_table(settings: dict[str, Setting], name: str) -> dict[str, Setting] | None:
+    """Remove the keys of [precision.<name>] from `settings` and return them by dotted path; None if
+    there are none."""
+    table = f"precision.{name}"
+    leaves = dict[str, Setting]()
+    keys = [key for key in settings if key == table or key.startswith(f"{table}.")]
+    for key in keys:
+        setting = settings.pop(key)
+        path = key.removeprefix(table).lstrip(".")
+        leaves |= _leaves(path, setting.value, setting.origin)
+    return leaves if keys else None
+
+
+def _leaves(path: str, value: Any, origin: str) -> dict[str, Setting]:
+    """Return the tree `value` at `path` by dotted paths; a table has an entry of its own, {}."""
+    if not isinstance(value, dict):
+        return {path: Setting(value, origin)}
+    leaves: dict[str, Setting] = {path: Setting({}, origin)}
+    for key, inner in value.items():
+        leaves |= _leaves(f"{path}.{key}" if path else key, inner, origin)
+    return leaves
+
+
+def _tree(leaves: Mapping[str, Setting]) -> Any:
+    """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
+    tree: dict[str, Any] = {"": {}}
+    for path, leaf in leaves.items():
+        *tables, last = ["", *path.split(".")] if path else [""]
+        node = tree
+        for table in tables:
+            if not isinstance(node.get(table), dict):
+                node[table] = {}
+            node = node[table]
+        # a table is there already if one of its keys came before it
+        if not (leaf.value == {} and isinstance(node.get(last), dict)):
+            node[last] = leaf.value
+    return tree[""]
+
+
+def _native_conflicts(settings: Mapping[str, Setting], name: str) -> Iterator[Problem]:
+    """Yield a problem for each native key beside a dialect, which decides it."""
+    native_keys = {key for keys in KEYS.values() for key in keys}.difference(NATIVE_ONLY)
+    for key, setting in settings.items():
+        if key in native_keys:
+            yield Problem.of(
+                "config.native_beside_dialect",
+                key=key,
+                value=toml(setting.value),
+                origin=setting.origin,
+                table=f"[precision.{name}]",
+            )
+
+
+def _add_zero_of_nxd(settings: Mapping[str, Setting], leaves: dict[str, Setting]) -> None:
+    """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
+    # a dialect that is no table is refused as it is
+    is_table = leaves.get("", Setting({}, "")).value == {}
+    if is_table and _ZERO_OF_NXD not in leaves:
+        zero = settings.get("parallel.zero", Setting(Parallel().zero, "default"))
+        leaves[_ZERO_OF_NXD] = Setting(zero.value, f"parallel.zero, {zero.origin}")
+
+
+def _settle(
+    settings: dict[str, Setting],
+    key: str,
+    decided: Setting,
+    explicit: bool,
+    known_keys: Collection[str] | None,
+) -> Iterator[Problem]:
+    """Add a dialect's decision on a run-file key to `settings`.
+
+    explicit: True if a key that the dialect's user has written decided it; only then can it
+        contradict the run file.
+    """
+    written = settings.get(key)
+    if known_keys is not None and key not in known_keys:
+        yield Problem.of(
+            "config.dialect_unsupported", origin=decided.origin, value=toml(decided.value)
+        )
+    elif written is None:
+        settings[key] = decided
+    elif explicit and written.value != decided.value:
+        yield Problem.of(
+            "config.dialect_contradicted",
+            key=key,
+            value=toml(written.value),
+            origin=written.origin,
+            decider=decided.origin,
+            decided=toml(decided.value),
+        )

@@ -1,0 +1,89 @@
+"""The keys of a run that its first weights decide: [model], tokenizer, token before documents.
+
+The folder itself is read by `tools.convert.initial`: a run file is understood without opening a
+checkpoint.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from megaprec.errors import Problem
+from models.computed import TRAINING
+from models.config import ModelConfig
+from tools.console.toml import Setting, toml
+
+ZERO_LEAVES_OPEN = ("vocab", "head_dim", "mtp_layers")  # keys whose 0 claims nothing
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """A model of train.init_from, without its weights.
+
+    tokenizer: its file, None if there is none.
+    begin: id of the token before documents in the training of the weights, None if the folder names
+        none.
+    origin: the file that says what the model is.
+    """
+
+    model: ModelConfig
+    tokenizer: Path | None
+    begin: int | None
+    origin: str
+
+
+def add_initial_model(settings: dict[str, Setting], initial: InitialModel) -> Iterator[Problem]:
+    """Add to `settings` the keys that the weights decide; yield a line for each that is given
+    another value."""
+    origin = initial.origin
+    yield from _add_model(settings, initial.model, origin)
+    begin = settings.get("data.begin", Setting("auto", origin))
+    if initial.begin is not None and begin.value == "auto":
+        settings["data.begin"] = Setting(initial.begin, origin)
+    if initial.tokenizer:
+        settings.setdefault("data.tokenizer", Setting(str(initial.tokenizer), origin))
+
+
+def _add_model(settings: dict[str, Setting], model: ModelConfig, origin: str) -> Iterator[Problem]:
+    """Add the keys of `model` that are not given; yield a line for each that is given another
+    value."""
+    # training may change these, and with rotary positions the length of sequences
+    may_differ = {*TRAINING}
+    if model.positions == "rope":
+        may_differ.add("max_positions")
+    # a dropout of the embedding that equals the model's follows a given dropout
+    follows = {"embedding_dropout"} if model.embedding_dropout == model.dropout else set[str]()
+    for name, value in model.model_dump(exclude=follows).items():
+        key = f"model.{name}"
+        chosen = settings.setdefault(key, Setting(value, origin))
+        is_open = name in ZERO_LEAVES_OPEN and chosen.value == 0
+        if is_open and name == "vocab":
+            # the tokenizer may have fewer tokens, beside which the weights are padded
+            settings[key] = Setting(value, origin)
+        if is_open or name in may_differ or _is_equal(getattr(model, name), chosen.value):
+            continue
+        yield Problem.of(
+            "config.not_of_weights",
+            key=key,
+            value=toml(chosen.value),
+            origin=chosen.origin,
+            value_of_weights=toml(value),
+            file=origin,
+        )
+
+
+def _is_equal(of_weights: Any, chosen: Any) -> bool:
+    """Return True if the given value equals the folder's; keys that a given table leaves out have
+    their default."""
+    if not isinstance(of_weights, BaseModel) or not isinstance(chosen, Mapping):
+        # TOML has lists where the model has tuples
+        return of_weights == (tuple(chosen) if isinstance(chosen, list) else chosen)
+    defaults = {
+        name: field.default
+        for name, field in type(of_weights).model_fields.items()
+        if not field.is_required()
+    }
+    return {**defaults, **chosen} == of_weights.model_dump()

@@ -132,6 +132,7 @@ def measure_systems(
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     gib = dict[str, float]()
     refused = dict[str, str]()
+    # Each system twice, so that a change of the machine meanwhile is seen by all.
     for _ in range(PASSES):
         for name in systems:
             if name in refused:

@@ -117,6 +117,7 @@ def memory_by_process(pid: int, parent_report: str = "") -> dict[str, int]:
         return {}
     sizes = {f"{pid}": 0}
     for line in report.splitlines():
+        # The proportional set size, in units of 1024 bytes.
         if line.startswith("Pss:"):
             sizes[f"{pid}"] = int(line.split()[1]) * 1024
     for child in children:

@@ -76,6 +76,7 @@ def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:
         stall_seconds += time.perf_counter() - start
         if outcome is not None:
             break
+        # The save is under way meanwhile.
         steps_beside.append(bench.step())
     dist.barrier()
     start = time.perf_counter()

@@ -81,6 +81,7 @@ def _milliseconds(
 
 
 def _sum_directly(axis: Axis, tensor: Tensor) -> Tensor:
+    # Every rank sends its numbers to all others, and adds what it receives.
     gathered = start_gather(tensor, axis.rank, _group(axis))()
     return tensor.copy_(gathered.view(axis.size, -1).sum(0))
 

@@ -277,6 +277,7 @@ class Products(TorchDispatchMode):
         """Return the seconds of all recorded products, each alone, by this clock."""
         total = 0.0
         for call, count in self.counts.items():
+            # Made here, one call at a time: the operands of all together may not fit.
             function, operands = self._calls[call]
             args, kwargs = tree_map(_make_operand, operands)
             times = list[float]()

@@ -65,6 +65,7 @@ class Batches:
         return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
     def _read(self, samples: Samples | Blend, first_sample: int, replica: int) -> Share:
+        # The checks of a run file see to it that the replicas divide the batch.
         share_size = self._global_batch // self._dp.size
         # Consecutive shares: together the replicas read the batch in the order of one process.
         offset = share_size * replica

@@ -105,6 +105,7 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Differ
 
 def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
     weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
+    # Other numbers of sets cannot be compared one by one.
     if len(saved.sets) != len(weights):
         change = f"{counted(len(saved.sets), 'data set')} -> {counted(len(weights), 'data set')}"
         yield Difference("data", f"data.blend: {change}")
@@ -127,6 +128,7 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
         return
     for i, (saved_set, current_set) in enumerate(zip(saved.sets, now.sets, strict=True)):
         if not _is_same(saved_set, current_set):
+            # The key as the run file has it: a single set has no number.
             key = "data.source" if len(now.sets) == 1 else f"data.blend[{i}].source"
             change = f"{_describe_set(saved_set)}{between}{_describe_set(current_set)}"
             yield Difference("data", f"{key}: {change}")

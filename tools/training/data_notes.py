@@ -25,6 +25,7 @@ def tokenizer_notes(
         yield from tokenizer.notes
     if record is None:
         return
+    # Counted by the build; a few are normal, many mean another language or tokenizer.
     if unknown := record.get("unknown"):
         yield f"{prefix}: {unknown:,} of {record.get('tokens', 0):,} tokens stand for unknown text"
     if tokenizer is None:
@@ -61,6 +62,7 @@ def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> 
     built = [(prefix, record) for prefix, record in records.items() if record]
     for prefix, record in built:
         first_prefix, first = built[0]
+        # Records of earlier builds have the digest of the file alone.
         same_file = record.get(FILE_DIGEST) == first.get(FILE_DIGEST)
         same_meaning = TOKENS_DIGEST in record and record[TOKENS_DIGEST] == first.get(TOKENS_DIGEST)
         if not same_file and not same_meaning:

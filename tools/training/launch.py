@@ -105,6 +105,7 @@ def own_program(argv: Sequence[str]) -> list[str]:
     one ends.
     """
     root = Path(__file__).resolve().parents[2]  # the folder of all packages
+    # -P: a file of the working directory must not hide a module.
     return [sys.executable, "-P", "-c", PROGRAM, str(root), *argv]
 
 

@@ -153,6 +153,7 @@ def _state_bytes(config: RunConfig) -> int:
 def _logit_bytes(config: RunConfig) -> int:
     """Return the bytes of the logits of a micro-batch, in two bytes each, on all replicas."""
     train = config.train
+    # All pipeline ranks but the last have none, and tensor ranks share them: one copy a replica.
     tokens = config.parallel.data * train.micro_batch * train.seq_length
     return tokens * config.sized_model.vocab * 2
 

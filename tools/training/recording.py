@@ -117,6 +117,7 @@ def _end_event(
         reason = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
     else:
         reason = "all steps are taken"
+    # Not `is_available`: a run on the CPU of a machine with a GPU does not use it.
     on_gpu = torch.cuda.is_initialized()
     peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
     return {

@@ -72,6 +72,8 @@ class Saves:
             return
         self._checked_buffers = True
         unsaved = unsaved_buffers(self._optimizer)
+        # A buffer that is not trained is remade from the configuration; one that changes would be
+        # lost.
         if unsaved:
             others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
             raise UserError.of("training.buffer_changes", unsaved=unsaved[0], others=others)

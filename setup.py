@@ -37,7 +37,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(
-        include=[name for package in PACKAGES for name in (package, f"{package}.*")]
+        include=[name for package in PACKAGES for name in (package, f"{package}.*")],
+        exclude=["tools.bench"],  # for a clone, whose documents tell what it measures
     ),
     package_dir={
         "": "."

@@ -51,9 +51,8 @@ from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
 from tools.console.tables import print_result
-from tools.training.endings import CODES, ON_PURPOSE, as_user_error
-from tools.training.launch import is_consequence, is_local_rank, note_failure, prints_own_failure
-from tools.training.signals import Stopped
+from tools.training.launch import is_consequence, is_local_rank, prints_own_failure
+from tools.training.stopping import CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
 RETRIED_COMMANDS = (

@@ -7,7 +7,7 @@ import pytest
 
 from parallel.hangs.heartbeat import Beat
 from tools import cli
-from tools.training.end_records import FOLDER, EndRecord, forget_records, read_records, write_record
+from tools.training.hangs import FOLDER, EndRecord, forget_records, read_records, write_record
 
 
 def beat(rank: int, doing: str = "update", waits: bool = True) -> Beat:

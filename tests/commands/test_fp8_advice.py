@@ -1,8 +1,5 @@
-"""`megaprec fp8-advice` and `python -m tools.bench fp8`: every product is listed with its own
-numbers."""
+"""`megaprec fp8-advice`: every product is listed with its own numbers."""
 
-import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +8,10 @@ import torch
 
 from megaprec.fp8.quantize import quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
-from tools.bench import fp8 as bench
 from tools.cli import main
 from tools.commands import fp8_advice
-from tools.commands.fp8_timing import Shape, Times, linear_times
 from tools.config.run_file import RunConfig, load_run
+from tools.planning.fp8_timing import Shape, Times, linear_times
 
 RUN = """
 [model]
@@ -166,65 +162,3 @@ def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> N
         for a, b in zip(made, told, strict=True):
             assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
             assert torch.equal(a.inverse, b.inverse)
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
-    return parser.parse_args(["fp8", *given])
-
-
-def test_without_a_gpu_the_benchmark_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main(arguments()) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("no GPU here")
-
-
-def test_the_benchmark_times_all_products_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [
-        "--hidden",
-        "64",
-        "--layers",
-        "1",
-        "--tokens",
-        "16",
-        "--micro-batch",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    small += ["--kinds", "current", "--peak", "1e6"]
-    assert bench.main(arguments("--device", "cpu", *small)) == 0
-    *lines, formula = capsys.readouterr().out.splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [r["shape"] for r in records[:4]] == [
-        "16 x 64 x 96",
-        "16 x 64 x 64",
-        "16 x 64 x 448",
-        "16 x 224 x 64",
-    ]
-    assert [r["precision"] for r in records[4:]] == ["bf16", "current"]
-    for record in records[4:]:
-        expected = (
-            record["tokens_per_s"]
-            * 3
-            * bench.layer_stack(arguments(*small)).flops_per_token(16)
-            / 1e6
-        )
-        assert record["mfu"] == pytest.approx(expected, rel=0.01)
-    assert formula == "MFU = tokens/s x 3 x forward FLOPs a token / bf16 FLOP/s of the device"
-
-
-def test_the_benchmarks_layer_is_that_of_llama_3_8b() -> None:
-    made = bench.layer_stack(arguments())
-    assert (made.hidden, made.heads, made.kv_heads, made.head_dim, made.ffn) == (
-        4096,
-        32,
-        8,
-        128,
-        14336,
-    )
-    assert str(bench.shapes(made, 8192)["gate, up"]) == "8192 x 4096 x 28672"

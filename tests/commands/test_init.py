@@ -13,7 +13,8 @@ from megaprec.data.text import open_source
 from tools.cli import main
 from tools.commands import init
 from tools.config.run_file import load_run
-from tools.training.corpus import check_sources, open_corpus
+from tools.training.corpus import open_corpus
+from tools.training.data_sources import check_sources
 
 LINE = re.compile(r"(# .*\.|\[\w+\]|\w+ = .*|)")
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprst"]

@@ -13,7 +13,7 @@ import pytest
 from parallel.hangs.heartbeat import Beat
 from tests.runs import checkpoint, train, write_run
 from tools import cli
-from tools.training.end_records import EndRecord, write_record
+from tools.training.hangs import EndRecord, write_record
 
 # no tables
 WITHOUT = {

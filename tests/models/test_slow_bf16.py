@@ -21,7 +21,7 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, CASES, LENGTH, OURS
 from tests.models.test_sink_attention import MASKS, B, D, N, S
-from tools.bench.products import Products
+from tools.bench.train import Products
 
 # of the norm: the result is rounded by up to 2^-9, and with it what the gradients are computed from
 BOUND = 2**-8

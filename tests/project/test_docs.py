@@ -74,7 +74,7 @@ SHORTER = {
     "train.steps=60 parallel.tensor=1": "train.steps=12 parallel.tensor=1",
     "log.timeline=50": "log.timeline=11",
     "--layouts tp=2 pp=2": "--layouts tp=2 pp=2 --steps 1",
-    "tools.bench train --warmup 1": "tools.bench train --layers 1 --hidden 64 --tokens 64 --warmup 1",
+    "tools.bench train train.n": "tools.bench train model.layers=1 model.hidden=64 train.seq_length=64 train.n",
 }
 """What a page prints, and what is run in its place."""
 SMALLER = (

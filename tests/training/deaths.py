@@ -21,7 +21,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tools.training import launch
-from tools.training.skipped_steps import TrainingDiverged
+from tools.training.stopping import TrainingDiverged
 
 PLACES = {
     "boot": ("tools.commands.train", "load_run"),

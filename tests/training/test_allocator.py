@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.training.allocator import keep_freed_memory
+from tools.training.machine import keep_freed_memory
 
 
 @pytest.mark.parametrize("name", ["", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
@@ -13,8 +13,8 @@ def test_the_c_library_is_told_unless_the_environment_speaks_for_itself(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr("tools.training.allocator.sys.platform", "linux")
-    monkeypatch.setattr("tools.training.allocator.os.environ", {name: "1"} if name else {})
+    monkeypatch.setattr("tools.training.machine.sys.platform", "linux")
+    monkeypatch.setattr("tools.training.machine.os.environ", {name: "1"} if name else {})
     monkeypatch.setattr(
         ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *numbers: told.append(numbers))
     )

@@ -273,7 +273,7 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(
-        "tools.commands.train._run_rank", lambda *_: pytest.fail("a rank was started")
+        "tools.commands.train.train_rank", lambda *_: pytest.fail("a rank was started")
     )
     refused(["train", "my.toml", *NEW, *overrides], *lines)
 
@@ -410,7 +410,7 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
     for name, value in {**joined, "TORCHELASTIC_RUN_ID": run}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        "tools.commands.train.world", lambda device: pytest.fail("the world was joined")
+        "tools.training.rank.world", lambda device: pytest.fail("the world was joined")
     )
     line = r"world size 3 != parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1 = 1: .* parallel.data = 3"
     refused(["train", "my.toml", "parallel.tensor=1"], *([line] if told else []))
@@ -422,7 +422,7 @@ def test_ranks_take_a_cuda_device_each_or_none_does(
     devices: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(
-        "tools.commands.train.world", lambda device, *rest, **more: devices.append(device) or 1 / 0
+        "tools.training.rank.world", lambda device, *rest, **more: devices.append(device) or 1 / 0
     )
     for name, value in {
         "RANK": "0",

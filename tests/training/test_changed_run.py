@@ -93,7 +93,7 @@ def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_ar
 def test_a_resume_with_another_torch_or_processor_is_not_called_bit_for_bit(
     file: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.training.arithmetic.processor", lambda: "abacus")
+    monkeypatch.setattr("tools.training.changed_keys.processor", lambda: "abacus")
     assert train(file, OWN, f"train.folder={run}") == 0
     (line,) = (line for line in changed(capsys.readouterr().out) if line.startswith("processor"))
     assert line.endswith("-> abacus (not bit for bit)")

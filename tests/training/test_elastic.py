@@ -14,8 +14,7 @@ from tests.hosts import ADDRESSES, Hosts, two_hosts
 from tests.runs import assert_close, steps, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
-from tools.training.elastic import in_this_world
-from tools.training.restarts import reason_to_end
+from tools.training.elastic import in_this_world, reason_to_end
 
 ROOT = Path(__file__).parents[2]
 EXACT = ["precision.compute=fp64"]

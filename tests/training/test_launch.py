@@ -15,14 +15,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tests.runs import write_run
-from tools.training.ground import require_local_meeting
 from tools.training.launch import (
     PROGRAM,
     first_failure,
-    has_own_device,
+    require_local_meeting,
     share_of_cores,
     start_ranks,
 )
+from tools.training.machine import has_own_device
 
 ROOT = Path(__file__).parents[2]
 REPORT = """
@@ -38,9 +38,9 @@ if os.environ["RANK"] == "0":
     time.sleep(900)
 while not Path(sys.argv[1]).exists():
     time.sleep(0.01)
-from tools.training.launch import note_failure
+from tools.training.stopping import note_failure
 from megaprec.errors import UserError
-from tools.training.skipped_steps import TrainingDiverged
+from tools.training.stopping import TrainingDiverged
 try:
     raise UserError("data.source: empty", "data.vocab_size: too large")
 except UserError as error:

@@ -4,7 +4,6 @@ rank's number."""
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,9 @@ from models.engine.passes import OutsideVocabulary
 from tests.runs import checkpoint, write_run
 from tests.training.test_hangs import ROOT, planted
 from tools import cli
-from tools.training.launch import exit_code, first_failure, loss_of, note_failure, start_ranks
-from tools.training.leftovers import OWNER, PREFIX, YOUNG, launcher_folder, remove_leftovers
-from tools.training.restarts import ended_by_choice
-from tools.training.signals import SIGNALS, Stopped
-from tools.training.silent_faults import FaultyHardware
-from tools.training.skipped_steps import TrainingDiverged
+from tools.training.elastic import ended_by_choice
+from tools.training.launch import exit_code, first_failure, lost_rank_of, start_ranks
+from tools.training.stopping import SIGNALS, FaultyHardware, Stopped, TrainingDiverged, note_failure
 
 FORWARD = "forward of micro-batch 1"
 # no rank hangs here, however busy the machine is
@@ -158,37 +154,7 @@ def test_a_rank_that_was_stopped_while_it_left_has_the_exit_code_of_the_reason_i
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     note_failure(error)
     note_failure(RuntimeError("Connection closed by peer"))
-    loss = loss_of({1: ProcessFailure(1, 1, -signal.SIGTERM, str(tmp_path / "error.json"))})
+    loss = lost_rank_of({1: ProcessFailure(1, 1, -signal.SIGTERM, str(tmp_path / "error.json"))})
     assert (loss.rank, loss.exitcode) == (1, code)
     assert loss.message.startswith(f"rank 1 failed with exit code {code}: ")
     assert ended_by_choice(loss.exitcode) == (code != 1)
-
-
-def test_folders_of_killed_launchers_are_removed_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    old = time.time() - 2 * YOUNG
-    for name, owned in (("killed", True), ("foreign", False), ("young", True)):
-        (tmp_path / f"{PREFIX}{name}").mkdir()
-        if owned:
-            (tmp_path / f"{PREFIX}{name}" / OWNER).write_text("1\n")
-        if name != "young":
-            os.utime(tmp_path / f"{PREFIX}{name}", (old, old))
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / OWNER).touch()
-    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "kept")
-    with launcher_folder() as first:
-        os.utime(first, (old, old))
-        with launcher_folder() as second:
-            left = {path.name for path in tmp_path.iterdir()}
-    assert left == {
-        f"{PREFIX}foreign",
-        f"{PREFIX}young",
-        f"{PREFIX}link",
-        "kept",
-        Path(first).name,
-        Path(second).name,
-    }
-    assert not Path(first).exists() and not Path(second).exists()
-    remove_leftovers(tmp_path / "gone")

@@ -4,7 +4,7 @@ from threading import Event, current_thread, main_thread
 
 import pytest
 
-from tools.training.prefetch import Prefetch
+from tools.training.batches import Prefetch
 
 
 class Reader:

@@ -25,12 +25,12 @@ from tests.training.deaths import Death, planted
 from tools.config.run_file import RunConfig, load_run
 from tools.journal.journal import rewind
 from tools.journal.records import read_events
-from tools.training import restarts
-from tools.training.launch import OURS, RESTARTED, Loss, start_ranks, was_restarted
-from tools.training.restarts import Restarts, ended_by_choice
+from tools.training import elastic
+from tools.training.elastic import Restarts, ended_by_choice
+from tools.training.launch import OURS, RESTARTED, LostRank, start_ranks, was_restarted
 from tools.training.resume import check_resumable
 
-KILLED = Loss(1, -signal.SIGKILL, "rank 1 was ended by SIGKILL")
+KILLED = LostRank(1, -signal.SIGKILL, "rank 1 was ended by SIGKILL")
 EXACT = ["precision.compute=fp64"]
 EVALUATED = ["train.eval_every=2", "train.steps=8"]
 
@@ -69,7 +69,7 @@ def test_a_lost_rank_is_started_again_in_one_line_and_the_steps_since_the_checkp
 ) -> None:
     restarts = Restarts(config_in(run_file, tmp_path, "train.restarts=2"), nullcontext)
     train_to(tmp_path, 5, saved=3)
-    assert restarts.again(KILLED) == 2
+    assert restarts.ranks_after(KILLED) == 2
     said = (
         "rank 1 was ended by SIGKILL: training goes on from the checkpoint of step 3; 1 restart "
         "left"
@@ -88,7 +88,7 @@ def test_no_rank_is_started_again_once_the_restarts_are_used_up(
     started = []
     for _ in range(4):
         train_to(tmp_path, 5)
-        started.append(restarts.again(KILLED))
+        started.append(restarts.ranks_after(KILLED))
     assert started == [2, 2, 0, 0]
     assert capsys.readouterr().err.endswith(
         "not restarted: the restarts are used up (train.restarts = 2)\n"
@@ -117,7 +117,7 @@ def test_a_crash_loop_is_not_restarted(
     restarts = Restarts(config_in(run_file, tmp_path), nullcontext)
     if after:
         train_to(tmp_path, **after)
-    assert restarts.again(KILLED) == 0
+    assert restarts.ranks_after(KILLED) == 0
     assert capsys.readouterr().err == "not restarted: no step was applied since the last start\n"
 
 
@@ -147,7 +147,7 @@ def test_who_ended_by_choice_is_not_started_again_and_who_crashed_is(
     assert ended_by_choice(exitcode) is chosen
     restarts = Restarts(config_in(run_file, tmp_path), nullcontext)
     train_to(tmp_path, 5)
-    assert restarts.again(Loss(0, exitcode, "")) == (0 if chosen else 2)
+    assert restarts.ranks_after(LostRank(0, exitcode, "")) == (0 if chosen else 2)
 
 
 def test_without_restarts_a_failure_is_told_as_it_always_was(
@@ -155,7 +155,7 @@ def test_without_restarts_a_failure_is_told_as_it_always_was(
 ) -> None:
     restarts = Restarts(config_in(run_file, tmp_path, "train.restarts=0"), nullcontext)
     train_to(tmp_path, 5)
-    assert restarts.again(KILLED) == 0
+    assert restarts.ranks_after(KILLED) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -167,11 +167,11 @@ def test_a_damaged_checkpoint_or_a_folder_in_use_is_named_and_ends_the_run(
 
     restarts = Restarts(config_in(run_file, tmp_path), in_use)
     train_to(tmp_path, 5)
-    assert restarts.again(KILLED) == 0
+    assert restarts.ranks_after(KILLED) == 0
     assert capsys.readouterr().err.endswith("not restarted: another process trains there now\n")
     assert len(steps(tmp_path)) == 5
     checkpoint_path(tmp_path / "checkpoints", 3).mkdir(parents=True)
-    assert restarts.again(KILLED) == 0
+    assert restarts.ranks_after(KILLED) == 0
     assert "step_00000003 is damaged" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_an_elastic_run_goes_on_without_a_rank_that_cannot_be_started_again(
     options = ["parallel.elastic=true", "parallel.pipeline=2", "train.restarts=9"]
     restarts = Restarts(config_in(run_file, tmp_path, *options), nullcontext)
     train_to(tmp_path, 5)
-    assert [restarts.again(KILLED) for _ in range(4)] == [4, 2, 1, 0]
+    assert [restarts.ranks_after(KILLED) for _ in range(4)] == [4, 2, 1, 0]
     said = capsys.readouterr().err.splitlines()
     assert said[1].endswith(
         "from the start, without rank 1, which could not be started again; 7 restarts left"
@@ -193,7 +193,9 @@ def test_an_elastic_run_that_never_applied_a_step_is_not_shrunk(
     run_file: Path, tmp_path: Path
 ) -> None:
     assert (
-        Restarts(config_in(run_file, tmp_path, "parallel.elastic=true"), nullcontext).again(KILLED)
+        Restarts(config_in(run_file, tmp_path, "parallel.elastic=true"), nullcontext).ranks_after(
+            KILLED
+        )
         == 0
     )
 
@@ -241,9 +243,9 @@ pathlib.Path(sys.argv[1], name).write_text(str("MEGAPREC_RESTARTED" in os.enviro
 def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_last_failure(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lost: list[Loss] = []
+    lost: list[LostRank] = []
 
-    def again(loss: Loss) -> int:
+    def again(loss: LostRank) -> int:
         lost.append(loss)
         for left in tmp_path.glob("*of*"):
             left.unlink()
@@ -260,7 +262,7 @@ def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_la
 def test_a_signal_between_two_starts_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def again(loss: Loss) -> int:
+    def again(loss: LostRank) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         return 2
 
@@ -437,7 +439,7 @@ def test_ranks_that_start_again_from_a_damaged_checkpoint_name_it_and_the_one_be
         flip(checkpoint(folder, step) / "optimizer-00000.safetensors", -1)
         rewind(folder, step, event)
 
-    monkeypatch.setattr(restarts, "rewind", damage_first)
+    monkeypatch.setattr(elastic, "rewind", damage_first)
     keys = ["parallel.tensor=2", "checkpoint.background=false"]
     code, run = die_in([Death(1, "step", 8)], run_file, tmp_path, monkeypatch, *keys)
     assert code == 2

@@ -32,8 +32,7 @@ from tools.config.run_file import load_run
 from tools.journal.lines import Lines
 from tools.training import run_folder
 from tools.training.corpus import open_corpus
-from tools.training.signals import Stopped
-from tools.training.skipped_steps import TrainingDiverged
+from tools.training.stopping import Stopped, TrainingDiverged
 from tools.training.trainer import Trainer
 
 

@@ -24,7 +24,7 @@ from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools import cli
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
-from tools.training.signals import ECHO, Stopped, listening
+from tools.training.stopping import ECHO_SECONDS, Stopped, listening
 from tools.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -136,9 +136,9 @@ def test_the_first_signal_is_told_its_echo_is_not_and_a_later_one_is(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = []
-    times = iter((5.0, 5.0 + ECHO / 2, 5.1 + ECHO))
+    times = iter((5.0, 5.0 + ECHO_SECONDS / 2, 5.1 + ECHO_SECONDS))
     monkeypatch.setattr(
-        "tools.training.signals.time", SimpleNamespace(monotonic=lambda: next(times))
+        "tools.training.stopping.time", SimpleNamespace(monotonic=lambda: next(times))
     )
     outside = signal.signal(number, signal.SIG_DFL)  # nohup may have started the tests
     try:
@@ -163,7 +163,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 def test_by_itself_a_second_signal_ends_a_process_at_once() -> None:
     program = """
 import signal, time
-from tools.training.signals import listening
+from tools.training.stopping import listening
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
 with listening(lambda number: print("told", flush=True)):
     print("listening", flush=True)
@@ -177,7 +177,7 @@ with listening(lambda number: print("told", flush=True)):
         assert process.stdout.readline() == "listening\n"
         process.terminate()
         assert process.stdout.readline() == "told\n"
-        time.sleep(1.1 * ECHO)
+        time.sleep(1.1 * ECHO_SECONDS)
         process.send_signal(signal.SIGHUP)
         assert process.wait(600) == -signal.SIGHUP
 
@@ -186,5 +186,5 @@ def test_the_command_exits_with_the_signal(monkeypatch: pytest.MonkeyPatch, run_
     def stop(*_: object, **__: object) -> None:
         raise Stopped(signal.SIGTERM)
 
-    monkeypatch.setattr("tools.commands.train._run_rank", stop)
+    monkeypatch.setattr("tools.commands.train.train_rank", stop)
     assert cli.main(["train", str(run_file)]) == 143

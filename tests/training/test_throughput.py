@@ -9,7 +9,7 @@ import torch
 from models.estimate.flops import training_flops
 from tests.runs import train, write_run
 from tools.config.run_file import load_run
-from tools.training.throughput import Throughput, peak_of
+from tools.training.step_records import Throughput, peak_tflops
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,10 @@ def test_a_rank_has_its_share_of_the_flops_and_a_custom_model_none(tmp_path: Pat
     file = write_run(tmp_path)
     one, four = (load_run(file, [f"parallel.data={data}"]) for data in (1, 4))
     model = one.sized_model
-    assert Throughput.of(four, model, CPU).flops == Throughput.of(one, model, CPU).flops / 4
+    assert (
+        Throughput.of(four, model, CPU).token_flops
+        == Throughput.of(one, model, CPU).token_flops / 4
+    )
     assert (
         Throughput.of(one, model.model_copy(update={"factory": "a.py:b"}), CPU).fields(10.0) == {}
     )
@@ -42,8 +45,8 @@ def test_without_a_known_peak_there_is_no_mfu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run(write_run(tmp_path), ["precision.compute=bf16"])
-    assert peak_of(config, CPU) == 0
+    assert peak_tflops(config, CPU) == 0
     assert "mfu" not in Throughput.of(config, config.sized_model, CPU).fields(10.0)
     for name, peak in (("NVIDIA H200", 989), ("a GPU of tomorrow", 0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_of(config, torch.device("cuda", 0)) == peak
+        assert peak_tflops(config, torch.device("cuda", 0)) == peak

@@ -45,13 +45,13 @@ from tests.runs import (
     train_on,
     write_run,
 )
-from tools.commands.train import open_prepared, prepare
 from tools.config.run_file import load_run
 from tools.console.wrapped import say
 from tools.journal.journal import Journal
 from tools.plots.run_plots import BLUE, ORANGE, RED, plot_run
 from tools.training.corpus import open_corpus
-from tools.training.signals import ECHO
+from tools.training.prepare import open_prepared, prepare
+from tools.training.stopping import ECHO_SECONDS
 
 ROOT = Path(__file__).parents[2]
 EXACT = ["precision.compute=fp64", "train.eval_every=2"]
@@ -186,8 +186,8 @@ def test_of_two_processes_that_need_the_same_data_one_builds_it_and_the_other_wa
             assert waits.wait(300)
         return train_sentencepiece(*arguments)
 
-    monkeypatch.setattr("tools.training.corpus.train_sentencepiece", learn)
-    monkeypatch.setattr("tools.training.corpus.say_busy", lambda _: waits.set())
+    monkeypatch.setattr("tools.training.data_building.train_sentencepiece", learn)
+    monkeypatch.setattr("tools.training.data_building.say_busy", lambda _: waits.set())
     open_corpus(config)
     threads[0].join(300)
     assert len(built) == 1
@@ -208,7 +208,7 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     with ExitStack() as held:
         assert prepare(config, held).items() >= {**named, "checkpoint": str(last)}.items()
     monkeypatch.setattr(
-        "tools.training.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself")
+        "tools.training.data_building.reusable", lambda *_: pytest.fail("a rank decided for itself")
     )
     corpus, start = open_prepared(config, named | unknown)
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
@@ -514,7 +514,7 @@ def test_a_signal_ends_all_ranks_in_one_line_their_state_saved(
 def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Launched) -> None:
     os.kill(launched.ranks["1"], signal.SIGSTOP)
     launched.process.terminate()
-    time.sleep(1.1 * ECHO)
+    time.sleep(1.1 * ECHO_SECONDS)
     assert launched.process.poll() is None
     while (
         launched.process.poll() is None
@@ -570,7 +570,7 @@ def test_of_two_runs_that_start_at_once_the_later_is_refused(
 ) -> None:
     config = load_run(run_file, [*EXACT, f"train.folder={exact}"])
     # both have looked by now
-    monkeypatch.setattr("tools.commands.train._open_checked", lambda *_: open_corpus(config))
+    monkeypatch.setattr("tools.training.prepare.open_checked", lambda *_: open_corpus(config))
     with ExitStack() as first, ExitStack() as second:
         prepare(config, first)
         with pytest.raises(UserError, match="another process trains there now"):
@@ -690,7 +690,7 @@ def test_the_working_directory_need_not_be_writable(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(
-        "tools.commands.train.os.access", lambda path, mode: path != tmp_path / "here"
+        "tools.training.run_folder.os.access", lambda path, mode: path != tmp_path / "here"
     )
     assert train(run_file, "data.cache=", f"train.folder={tmp_path / 'run'}", "train.steps=1") == 0
 

@@ -5,12 +5,24 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools.bench import fp8, gpu, hot_path, memory, optimizer, save, scale, sums, train
+from tools.bench import fp8, gpu, memory, optimizer, save, scale, sums, train
+
+MEASUREMENTS = {
+    "train": train,
+    "save": save,
+    "optimizer": optimizer,
+    "fp8": fp8,
+    "gpu": gpu,
+    "memory": memory,
+    "scale": scale,
+    "sums": sums,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the measurement of the command line `argv` (default: the process's own); return the exit
-    code."""
+    code.
+    """
     args = parser().parse_args(argv)
     try:
         return args.run(args)
@@ -21,11 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all measurements."""
-    made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    commands = made.add_subparsers(required=True, metavar="WHAT")
-    for measurement in (train, save, optimizer, fp8, gpu, memory, hot_path, scale, sums):
-        measurement.add_parser(commands)
-    return made
+    whole = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    commands = whole.add_subparsers(required=True, metavar="WHAT")
+    for name, measurement in MEASUREMENTS.items():
+        command = commands.add_parser(
+            name,
+            help=measurement.SUBJECT,
+            description=measurement.__doc__,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        measurement.add_options(command)
+        command.set_defaults(run=measurement.main)
+    return whole
 
 
 if __name__ == "__main__":

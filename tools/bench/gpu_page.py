@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tools.bench.gpu_peers import Work
+from tools.bench.llama_layers import Workload
 
 HEAD = """# On a GPU
 
@@ -62,30 +62,29 @@ code.
 
 def page(
     machine: Mapping[str, str] | None = None,
-    work: Work | None = None,
+    workload: Workload | None = None,
     rows: Mapping[str, Mapping[str, float] | str] | None = None,
     tests: Mapping[str, str] | None = None,
 ) -> str:
     """Return the page. machine: None if nothing was run."""
-    if machine is None or work is None:
+    if machine is None or workload is None:
         return HEAD + NOTHING + TAIL
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     lines = [HEAD.rstrip(), "", "## What has been seen", "", f"{facts}."]
-    lines += _table(work, rows or {})
+    lines += _table(workload, rows or {})
     lines += _tests(tests or {})
     return "\n".join(lines) + "\n" + TAIL
 
 
-def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterator[str]:
+def _table(workload: Workload, rows: Mapping[str, Mapping[str, float] | str]) -> Iterator[str]:
     """Yield the table of training steps."""
     yield ""
     yield (
-        f"Training steps in bf16 with FP32 masters: {work.layers} layers of hidden "
-        f"{work.hidden}, {work.heads} heads, "
-        f"{work.kv_heads} key and value heads, feed-forward {work.ffn}, vocabulary "
-        f"{work.vocab}; {work.microbatches} "
-        f"micro-batches of {work.micro_batch} x {work.tokens} tokens. MFU counts attention as "
-        "if it were not causal."
+        f"Training steps in bf16 with FP32 masters: {workload.layers} layers of hidden "
+        f"{workload.hidden}, {workload.heads} heads, {workload.kv_heads} key and value heads, "
+        f"feed-forward {workload.ffn}, vocabulary {workload.vocab}; {workload.microbatches} "
+        f"micro-batches of {workload.micro_batch} x {workload.tokens} tokens. MFU counts attention "
+        "as if it were not causal."
     )
     yield from ("", "| | tokens/s | step | TFLOP/s | MFU | memory |", "|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -96,8 +95,7 @@ def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterato
         memory = f"{row['gib']:.1f} GiB" if row.get("gib") else "not known"
         yield (
             f"| {name} | {row['tokens_per_s']:,.0f} | {row['step_s'] * 1e3:.1f} ms | "
-            f"{row['tflops']:.1f} | {mfu} "
-            f"| {memory} |"
+            f"{row['tflops']:.1f} | {mfu} | {memory} |"
         )
 
 

@@ -8,53 +8,21 @@ installed; what is missing is said.
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LR = 1e-4
-BASE = 10000.0  # of the rotary frequencies
+from tools.bench.llama_layers import LEARNING_RATE, Workload
+from tools.bench.measurement import Step
+
+ROTARY_BASE = 10000.0
 
 
 class Absent(Exception):
     """A system that cannot be measured here; the message says why."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a step.
-
-    heads: 128 wide, unless hidden is small.
-    tokens: of a sequence.
-    micro_batch: sequences of a micro-batch.
-    microbatches: of a step.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    tokens: int
-    micro_batch: int
-    microbatches: int
-    device: str
-
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (tokens, targets) of each micro-batch, int64 [micro_batch, tokens], on the
-        device."""
-        rows = self.micro_batch * self.microbatches
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=generator)
-        microbatches = ids.to(self.device).split(self.micro_batch)
-        return [(samples[:, :-1], samples[:, 1:]) for samples in microbatches]
-
-
-Step = Callable[[], object]
 
 
 class MasterAdamW:
@@ -64,7 +32,7 @@ class MasterAdamW:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.masters = [parameter.detach().float() for parameter in self.parameters]
         self.rule = torch.optim.AdamW(
-            self.masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
     def step(self) -> None:
@@ -82,19 +50,19 @@ class MasterAdamW:
 class Layer(nn.Module):
     """A Llama-style layer of plain torch modules."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.work = work
-        self.head_dim = work.hidden // work.heads
+        self.workload = workload
+        self.head_dim = workload.hidden // workload.heads
         # features of queries, keys and values
-        heads = (work.heads, work.kv_heads, work.kv_heads)
+        heads = (workload.heads, workload.kv_heads, workload.kv_heads)
         self.sizes = [count * self.head_dim for count in heads]
-        self.norm1 = nn.RMSNorm(work.hidden, eps=1e-5)
-        self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5)
-        self.qkv = nn.Linear(work.hidden, sum(self.sizes), bias=False)
-        self.out = nn.Linear(self.sizes[0], work.hidden, bias=False)
-        self.gate_up = nn.Linear(work.hidden, 2 * work.ffn, bias=False)
-        self.down = nn.Linear(work.ffn, work.hidden, bias=False)
+        self.norm1 = nn.RMSNorm(workload.hidden, eps=1e-5)
+        self.norm2 = nn.RMSNorm(workload.hidden, eps=1e-5)
+        self.qkv = nn.Linear(workload.hidden, sum(self.sizes), bias=False)
+        self.out = nn.Linear(self.sizes[0], workload.hidden, bias=False)
+        self.gate_up = nn.Linear(workload.hidden, 2 * workload.ffn, bias=False)
+        self.down = nn.Linear(workload.ffn, workload.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the activations [b, s, hidden] after the layer."""
@@ -118,14 +86,15 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, norm and head. layers: any modules that take (x, cos, sin)."""
 
-    def __init__(self, work: Work, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, workload: Workload, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(work.vocab, work.hidden)
+        self.embedding = nn.Embedding(workload.vocab, workload.hidden)
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(work.hidden, eps=1e-5)
-        self.head = nn.Linear(work.hidden, work.vocab, bias=False)
-        dim = work.hidden // work.heads
-        angles = torch.outer(torch.arange(work.tokens), BASE ** -(torch.arange(0, dim, 2) / dim))
+        self.norm = nn.RMSNorm(workload.hidden, eps=1e-5)
+        self.head = nn.Linear(workload.hidden, workload.vocab, bias=False)
+        head_dim = workload.hidden // workload.heads
+        frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.outer(torch.arange(workload.tokens), frequencies)
         self.cos = nn.Buffer(angles.cos(), persistent=False)
         self.sin = nn.Buffer(angles.sin(), persistent=False)
 
@@ -147,13 +116,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
 
 
-def _make_step(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def _make_step(
+    model: nn.Module, workload: Workload, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Step:
     """Return a step of `model` with `MasterAdamW`. loss: of a micro-batch's tokens and targets."""
     optimizer = MasterAdamW(list(model.parameters()))
-    batches = work.batches()
+    batches = workload.batches()
 
     def step() -> Tensor:
-        total = torch.zeros((), device=work.device)
+        total = torch.zeros((), device=workload.device)
         for tokens, targets in batches:
             share = loss(tokens, targets) / len(batches)
             share.backward()
@@ -164,34 +135,30 @@ def _make_step(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Te
     return step
 
 
-def torch_native(work: Work) -> Step:
-    """Return the step of plain torch modules."""
-    model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
-    return _make_step(model, work, model)
+def torch_native(workload: Workload, compiled: bool = False) -> Step:
+    """Return the step of plain torch modules. compiled: as a whole, by torch.compile."""
+    model = Decoder(workload, [Layer(workload) for _ in range(workload.layers)])
+    model.to(workload.device, torch.bfloat16)
+    return _make_step(model, workload, torch.compile(model) if compiled else model)
 
 
-def torch_compiled(work: Work) -> Step:
-    """Return the step of plain torch modules, compiled as a whole."""
-    model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
-    return _make_step(model, work, torch.compile(model))
-
-
-def transformer_engine(work: Work) -> Step:
+def transformer_engine(workload: Workload) -> Step:
     """Return the step of Transformer Engine's layers. Raises Absent."""
     te = _module("transformer_engine.pytorch")
-    layers = [_EngineLayer(te, work) for _ in range(work.layers)]
-    model = Decoder(work, layers).to(work.device, torch.bfloat16)
-    return _make_step(model, work, model)
+    layers = [_EngineLayer(te, workload) for _ in range(workload.layers)]
+    model = Decoder(workload, layers)
+    model.to(workload.device, torch.bfloat16)
+    return _make_step(model, workload, model)
 
 
 class _EngineLayer(nn.Module):
-    def __init__(self, te: Any, work: Work) -> None:
+    def __init__(self, te: Any, workload: Workload) -> None:
         super().__init__()
         self.layer = te.TransformerLayer(
-            work.hidden,
-            work.ffn,
-            work.heads,
-            num_gqa_groups=work.kv_heads,
+            workload.hidden,
+            workload.ffn,
+            workload.heads,
+            num_gqa_groups=workload.kv_heads,
             layernorm_epsilon=1e-5,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -203,47 +170,49 @@ class _EngineLayer(nn.Module):
             fuse_qkv_params=True,
             params_dtype=torch.bfloat16,
         )
-        frequencies = te.attention.RotaryPositionEmbedding(work.hidden // work.heads)(work.tokens)
+        rotary = te.attention.RotaryPositionEmbedding(workload.hidden // workload.heads)
+        frequencies = rotary(workload.tokens)
         self.positions = nn.Buffer(frequencies, persistent=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Its kernel takes FP32, and the cast of the module to bf16 was one of the angles, too.
         return self.layer(x, rotary_pos_emb=self.positions.float())
 
 
-def megatron_core(work: Work) -> Step:
+def megatron_core(workload: Workload) -> Step:
     """Return the step of Megatron-core's GPTModel with its own optimizer, on one rank. Raises
     Absent."""
-    state = _module("megatron.core.parallel_state")
+    parallel_state = _module("megatron.core.parallel_state")
     gpt = _module("megatron.core.models.gpt")
     distributed = _module("megatron.core.distributed")
-    optim = _module("megatron.core.optimizer")
-    if not state.model_parallel_is_initialized():
-        state.initialize_model_parallel()
+    optimizers = _module("megatron.core.optimizer")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
         _module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
-    config = _megatron_config(work)
+    config = _megatron_config(workload)
     model = gpt.GPTModel(
         config,
         _megatron_layer(),
-        vocab_size=work.vocab,
-        max_sequence_length=work.tokens,
+        vocab_size=workload.vocab,
+        max_sequence_length=workload.tokens,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-    ).to(work.device, torch.bfloat16)
+    ).to(workload.device, torch.bfloat16)
     reduction = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = distributed.DistributedDataParallel(config, reduction, model)
-    settings = optim.OptimizerConfig(
-        optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=1.0, bf16=True
+    settings = optimizers.OptimizerConfig(
+        optimizer="adam", lr=LEARNING_RATE, weight_decay=0.1, clip_grad=1.0, bf16=True
     )
-    return _megatron_step(work, model, optim.get_megatron_optimizer(settings, [model]))
+    return _megatron_step(workload, model, optimizers.get_megatron_optimizer(settings, [model]))
 
 
-def _megatron_config(work: Work) -> Any:
+def _megatron_config(workload: Workload) -> Any:
     return _module("megatron.core.transformer.transformer_config").TransformerConfig(
-        num_layers=work.layers,
-        hidden_size=work.hidden,
-        num_attention_heads=work.heads,
-        num_query_groups=work.kv_heads,
-        ffn_hidden_size=work.ffn,
+        num_layers=workload.layers,
+        hidden_size=workload.hidden,
+        num_attention_heads=workload.heads,
+        num_query_groups=workload.kv_heads,
+        ffn_hidden_size=workload.ffn,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization="RMSNorm",
@@ -268,15 +237,16 @@ def _megatron_layer() -> Any:
     return specs.get_gpt_layer_with_transformer_engine_spec()
 
 
-def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
-    batches = work.batches()
-    positions = torch.arange(work.tokens, device=work.device)[None]
-    mask = torch.ones(1, 1, work.tokens, work.tokens, dtype=torch.bool, device=work.device).triu(1)
+def _megatron_step(workload: Workload, model: Any, optimizer: Any) -> Step:
+    batches = workload.batches()
+    positions = torch.arange(workload.tokens, device=workload.device)[None]
+    square = (1, 1, workload.tokens, workload.tokens)
+    mask = torch.ones(square, dtype=torch.bool, device=workload.device).triu(1)
 
     def step() -> Tensor:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        total = torch.zeros((), device=work.device)
+        total = torch.zeros((), device=workload.device)
         for tokens, targets in batches:
             losses = model(tokens, positions.expand_as(tokens), mask, labels=targets)
             share = losses.float().mean() / len(batches)
@@ -297,9 +267,9 @@ def _module(name: str) -> Any:
         raise Absent(f"{name.split('.')[0]} is not installed ({error})") from error
 
 
-PEERS: dict[str, Callable[[Work], Step]] = {
+PEERS: dict[str, Callable[[Workload], Step]] = {
     "torch": torch_native,
-    "torch, compiled": torch_compiled,
+    "torch, compiled": partial(torch_native, compiled=True),
     "Megatron-core": megatron_core,
     "Transformer Engine": transformer_engine,
 }

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from itertools import cycle
@@ -28,12 +28,17 @@ from typing import Any
 import torch
 
 from megaprec.data.text import open_source
-from tools.commands.convert import write_model
+from tools.bench.measurement import add_integers, print_record, status_bytes
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import matches
+from tools.convert.core.source import Source
+from tools.convert.core.target import Target, convert
 from tools.convert.core.tensors import fill, reserve_safetensors
 from tools.convert.formats import open_source as open_model
 from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.folder import hf_target
+from tools.convert.megatron.write import MegatronLayout, megatron_target
+from tools.convert.native import native_target
 
 INTERVAL = 0.3  # seconds between two looks
 LLAMA = {
@@ -57,40 +62,37 @@ CONVERSIONS = (
     ("megaprec", "hf"),
     ("given", "megatron"),
 )
+TARGETS: dict[str, Callable[[Source], Target]] = {
+    "hf": lambda source: hf_target(source, None),
+    "megaprec": lambda source: native_target(source, None),
+    "megatron": lambda source: megatron_target(source, None, MegatronLayout()),
+}
+SUBJECT = "peak memory of data and convert"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `memory` to the measurements."""
-    parser = subparsers.add_parser(
-        "memory", help="peak memory of data and convert", description=__doc__
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
     parser.add_argument("what", choices=("data", "convert"))
-    parser.add_argument(
-        "--megabytes", type=int, default=1000, metavar="N", help="of JSONL (default: 1000)"
+    add_integers(
+        parser,
+        {
+            "megabytes": (1000, "of JSONL"),
+            "vocab-size": (8192, "of its tokens"),
+            "workers": (2, "that make them"),
+            "layers": (6, "of the model; of 6 it has 2.0 GB"),
+        },
     )
-    parser.add_argument(
-        "--vocab-size", type=int, default=8192, metavar="N", help="of its tokens (default: 8192)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="that make them (default: 2)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=6, metavar="N", help="of the model (default: 6, 2.0 GB)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="for the files (default: the system's for temporary ones)"
-    )
-    parser.set_defaults(run=main)
+    parser.add_argument("--folder", type=Path, help="for the files; none: a temporary folder")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench memory`."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.what == "data":
-            print(json.dumps(_data(Path(folder), args)))
-            return 0
-        for record in _conversions(Path(folder), args.layers):
-            print(json.dumps(record), flush=True)
+            print_record(_data(Path(folder), args))
+        else:
+            for record in _conversions(Path(folder), args.layers):
+                print_record(record)
     return 0
 
 
@@ -115,6 +117,7 @@ def memory_by_process(pid: int, parent_report: str = "") -> dict[str, int]:
         return {}
     sizes = {f"{pid}": 0}
     for line in report.splitlines():
+        # The proportional set size, in units of 1024 bytes.
         if line.startswith("Pss:"):
             sizes[f"{pid}"] = int(line.split()[1]) * 1024
     for child in children:
@@ -186,34 +189,34 @@ def _conversions(folder: Path, layers: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each conversion."""
     for name, sizes in (("small", SMALL), ("large", {**LARGE, "num_hidden_layers": layers})):
         size, largest = _write_model(folder / name / "given", {**LLAMA, **sizes})
+    # Not forked: the child would begin with the memory of this process.
     spawned = multiprocessing.get_context("spawn")
-    for origin, to in CONVERSIONS:
+    for source_format, target_format in CONVERSIONS:
         with ProcessPoolExecutor(1, spawned) as process:
-            grew = process.submit(_growth, folder, origin, to).result()
+            grew = process.submit(_growth, folder, source_format, target_format).result()
         yield {
-            "from": origin,
-            "to": to,
+            "from": source_format,
+            "to": target_format,
             "bytes": size,
             "largest_tensor": largest,
             "grew_bytes": grew,
         }
 
 
-def _growth(folder: Path, origin: str, to: str) -> int:
+def _growth(folder: Path, source_format: str, target_format: str) -> int:
     """Return the growth of resident memory in bytes over that after the conversion of the small
     model."""
     with redirect_stdout(sys.stderr):
-        write_model(open_model(folder / "small" / origin), to, folder / "small" / to)
+        _convert(folder / "small", source_format, target_format)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
-        before = _status_bytes("VmRSS:")
-        write_model(open_model(folder / "large" / origin), to, folder / "large" / to)
-    return _status_bytes("VmHWM:") - before
+        before = status_bytes("VmRSS:")
+        _convert(folder / "large", source_format, target_format)
+    return status_bytes("VmHWM:") - before
 
 
-def _status_bytes(field: str) -> int:
-    """Return a field of this process's status in /proc, which is in units of 1024 bytes."""
-    _, _, after = Path("/proc/self/status").read_text().partition(field)
-    return int(after.split()[0]) * 1024
+def _convert(folder: Path, source_format: str, target_format: str) -> None:
+    source = open_model(folder / source_format)
+    convert(source, TARGETS[target_format](source), folder / target_format, lambda *progress: None)
 
 
 def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:

@@ -15,12 +15,9 @@ them:
 """
 
 import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,36 +26,50 @@ from megaprec.comm.layout import attach_whole
 from megaprec.optim.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
+from tools.bench.measurement import (
+    Step,
+    add_integers,
+    print_profile,
+    print_record,
+    seconds_in_turn,
+    status_bytes,
+)
 from tools.config.settings import Parallel
 
 SCALE = 1024.0
-LR = 1e-4
+LEARNING_RATE = 1e-4
 BUCKET = Parallel().bucket
-# what is done before each step, and the step
-Timed = tuple[Callable[[], object], Callable[[], object]]
+SUBJECT = "time of the optimizer step"
+RATIOS = (
+    ("ours", "bare"),
+    ("naive", "ours"),
+    ("foreach", "ours"),
+    ("native", "bare"),
+    ("naive", "native"),
+)
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `optimizer` to the measurements."""
-    parser = subparsers.add_parser(
-        "optimizer", help="time of the optimizer step", description=__doc__
+@dataclass(frozen=True)
+class Kind:
+    """A step that is timed. prepare: what is done before it, and is not."""
+
+    prepare: Step
+    step: Step
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
+    add_integers(
+        parser,
+        {
+            "matrices": (12, "of width x width"),
+            "width": (2048, "of a matrix"),
+            "bucket": (BUCKET, "parallel.bucket of a run"),
+            "threads": (1, "of the process"),
+            "rounds": (9, "timed steps of each kind"),
+        },
     )
-    parser.add_argument(
-        "--matrices", type=int, default=12, metavar="N", help="of width x width (default: 12)"
-    )
-    parser.add_argument("--width", type=int, default=2048, metavar="N", help="(default: 2048)")
-    parser.add_argument(
-        "--bucket",
-        type=int,
-        default=BUCKET,
-        metavar="N",
-        help=f"parallel.bucket of a run (default: {BUCKET:_})",
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)"
-    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--native",
         action="store_true",
@@ -67,127 +78,81 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print the operators of one step of ours by time"
     )
-    parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench optimizer`."""
     torch.set_num_threads(args.threads)
-    with torch.device(args.device):
-        steps = _steps(args)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(args.rounds + 1):
-            for name, (prepare, step) in steps.items():
-                prepare()
-                duration = _seconds(step)
-                if number > 0:  # the first is a warm-up
-                    seconds[name].append(duration)
-        parameters = args.matrices * args.width**2
-        record: dict[str, Any] = {
-            "parameters": parameters,
+    device = torch.device(args.device)
+    sizes = (args.matrices, args.width)
+    with device:
+        kinds = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
+        if args.native:
+            kinds["native"] = ours(*sizes, args.bucket, native=True)
+        kinds["naive"] = naive(*sizes, foreach=False)
+        kinds["foreach"] = naive(*sizes, foreach=True)
+        prepare = {name: kind.prepare for name, kind in kinds.items()}
+        steps = {name: kind.step for name, kind in kinds.items()}
+        medians = seconds_in_turn(steps, args.rounds, device, prepare)
+        num_parameters = args.matrices * args.width**2
+        record = {
+            "parameters": num_parameters,
             "bucket": args.bucket,
             "device": args.device,
             "threads": args.threads,
             "torch": torch.__version__,
-            "extra_memory": _extra_memory(*steps["ours"], parameters),
-            **_compare(seconds),
+            "extra_memory": _extra_memory(kinds["ours"], num_parameters),
         }
-        print(json.dumps(record), flush=True)
+        print_record(record | _compare(medians))
         if args.profile:
-            _profile(*steps["ours"])
+            kinds["ours"].prepare()
+            print_profile(kinds["ours"].step, rows=20)
     return 0
 
 
-def _steps(args: argparse.Namespace) -> dict[str, Timed]:
-    """Return the measured steps, by name."""
-    sizes = args.matrices, args.width
-    steps = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
-    if args.native:
-        steps["native"] = ours(*sizes, args.bucket, native=True)
-    return steps | {
-        "naive": naive(*sizes, foreach=False),
-        "foreach": naive(*sizes, foreach=True),
-    }
-
-
-def _compare(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return medians in ms, and their ratios."""
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    record = {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()}
-    pairs = [
-        ("ours", "bare"),
-        ("naive", "ours"),
-        ("foreach", "ours"),
-        ("native", "bare"),
-        ("naive", "native"),
-    ]
-    for name, other in pairs:
-        if name in medians and other in medians:
-            record[f"{name}_over_{other}"] = round(medians[name] / medians[other], 2)
+def _compare(medians: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each kind of step in ms, and their ratios."""
+    record = {f"{kind}_ms": round(seconds * 1e3, 3) for kind, seconds in medians.items()}
+    for kind, other_kind in RATIOS:
+        if kind in medians and other_kind in medians:
+            record[f"{kind}_over_{other_kind}"] = round(medians[kind] / medians[other_kind], 2)
     return record
 
 
-def _profile(prepare: Callable[[], object], step: Callable[[], object]) -> None:
-    prepare()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
-
-
-def _seconds(step: Callable[[], object]) -> float:
-    if torch.get_default_device().type != "cpu":
-        torch.accelerator.synchronize()
-    start = time.perf_counter()
-    step()
-    if torch.get_default_device().type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
-
-
-def _extra_memory(
-    prepare: Callable[[], object], step: Callable[[], object], parameters: int
-) -> float | None:
-    """Return the temporary memory of a step, beyond the 18 bytes a parameter that stay; None if
-    unknown."""
-    prepare()
-    reset = Path("/proc/self/clear_refs")
-    status = Path("/proc/self/status")
-    if torch.get_default_device().type != "cpu" or not reset.exists():
+def _extra_memory(kind: Kind, num_parameters: int) -> float | None:
+    """Return the temporary memory of a step, as a share of the 18 bytes a parameter that stay; None
+    if it is not known.
+    """
+    kind.prepare()
+    clear_refs = Path("/proc/self/clear_refs")
+    if torch.get_default_device().type != "cpu" or not clear_refs.exists():
         return None
-    reset.write_text("5")  # Linux: forget the highest memory use so far
-    before = _kilobytes(status, "VmRSS")
-    step()
-    return round((_kilobytes(status, "VmHWM") - before) * 1024 / (18 * parameters), 5)
+    clear_refs.write_text("5")  # Linux: forget the highest memory use so far
+    before = status_bytes("VmRSS:")
+    kind.step()
+    return round((status_bytes("VmHWM:") - before) / (18 * num_parameters), 5)
 
 
-def _kilobytes(status: Path, name: str) -> int:
-    return next(
-        int(line.split()[1])
-        for line in status.read_text().splitlines()
-        if line.startswith(f"{name}:")
-    )
-
-
-def _values(length: int, scale: float) -> Tensor:
+def _random(length: int, scale: float) -> Tensor:
     return torch.randn(length) * scale
 
 
-def bare(matrices: int, width: int) -> Timed:
+def bare(matrices: int, width: int) -> Kind:
     """Return a step of torch's fused AdamW alone, on flat FP32 tensors."""
-    weights = _values(matrices * width**2, 0.02)
-    grads = _values(matrices * width**2, 1e-3)
-    state = [torch.zeros_like(weights) for _ in range(2)]
+    weights = _random(matrices * width**2, 0.02)
+    gradients = _random(matrices * width**2, 1e-3)
+    moments = [torch.zeros_like(weights) for _ in range(2)]
     steps = torch.zeros(())
 
     def step() -> None:
         torch._fused_adamw_(
             [weights],
-            [grads],
-            [state[0]],
-            [state[1]],
+            [gradients],
+            [moments[0]],
+            [moments[1]],
             [],
             [steps],
-            lr=LR,
+            lr=LEARNING_RATE,
             beta1=0.9,
             beta2=0.95,
             weight_decay=0.1,
@@ -198,10 +163,10 @@ def bare(matrices: int, width: int) -> Timed:
             found_inf=None,
         )
 
-    return lambda: steps.add_(1), step
+    return Kind(lambda: steps.add_(1), step)
 
 
-def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Timed:
+def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Kind:
     """Return a whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
@@ -210,37 +175,39 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
     precision = plan("bf16", LossScaling("constant", SCALE))
     optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket, native=native)
     buffers = optimizer.all_buffers()
-    grads = [_values(buffer.size, 1e-3 * SCALE) for buffer in buffers]
+    gradients = [_random(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)
 
     def prepare() -> None:
-        for buffer, values in zip(buffers, grads, strict=True):
+        for buffer, values in zip(buffers, gradients, strict=True):
             buffer.grads.copy_(values)
+            # As a backward pass leaves them: their gradients are there.
             for parameter in buffer.parameters:
                 begin_accumulation(parameter)
 
-    return prepare, lambda: optimizer.step(LR, loss)
+    return Kind(prepare, lambda: optimizer.step(LEARNING_RATE, loss))
 
 
-def naive(matrices: int, width: int, foreach: bool) -> Timed:
+def naive(matrices: int, width: int, foreach: bool) -> Kind:
     """Return a step that does the same work in separate passes."""
-    masters = [nn.Parameter(_values(width**2, 0.02).view(width, width)) for _ in range(matrices)]
+    masters = [nn.Parameter(_random(width**2, 0.02).view(width, width)) for _ in range(matrices)]
     weights = [master.detach().bfloat16() for master in masters]
-    grads = [_values(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
+    gradients = [_random(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(
         masters,
-        LR,
+        LEARNING_RATE,
         (0.9, 0.95),
         weight_decay=0.1,
-        **({"foreach": True} if foreach else {"fused": True}),
+        foreach=foreach,
+        fused=not foreach,
     )
     for master in masters:
         master.grad = torch.empty_like(master)
 
     def prepare() -> None:
-        for master, grad in zip(masters, grads, strict=True):
+        for master, gradient in zip(masters, gradients, strict=True):
             assert master.grad is not None
-            master.grad.copy_(grad)
+            master.grad.copy_(gradient)
 
     @torch.no_grad()
     def step() -> None:
@@ -248,13 +215,14 @@ def naive(matrices: int, width: int, foreach: bool) -> Timed:
         found_inf = torch.zeros(())
         inverse_scale = torch.tensor(1 / SCALE)
         torch._amp_foreach_non_finite_check_and_unscale_(with_grad, found_inf, inverse_scale)
+        # The host waits here, as in torch's GradScaler.
         if found_inf:
             return
-        zeros = [grad.numel() - torch.count_nonzero(grad) for grad in with_grad]
+        zeros = [gradient.numel() - torch.count_nonzero(gradient) for gradient in with_grad]
         torch.stack(zeros).sum().item()
         nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         for master, weight in zip(masters, weights, strict=True):
             weight.copy_(master)
 
-    return prepare, step
+    return Kind(prepare, step)

@@ -38,24 +38,28 @@ from megaprec.data.samples import Samples
 from parallel.mesh import make_mesh
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.p2p import CPU, P2P
+from tools.bench.measurement import add_integers, print_record
+
+SUBJECT = "start and messages of very many ranks"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `scale` to the measurements."""
-    parser = subparsers.add_parser(
-        "scale", help="start and messages of very many ranks", description=__doc__
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
+    add_integers(
+        parser,
+        {
+            "pipeline": (8, "ranks of a pipeline"),
+            "data": (256, "replicas"),
+            "tensor": (8, "tensor ranks"),
+            "tokens": (10**13, "of the data set"),
+        },
     )
-    parser.add_argument("--pipeline", type=int, default=8)
-    parser.add_argument("--data", type=int, default=256)
-    parser.add_argument("--tensor", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=10**13, help="tokens of the data set")
-    parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench scale`."""
     for record in _records(args):
-        print(json.dumps(record), flush=True)
+        print_record(record)
     return 0
 
 
@@ -87,18 +91,24 @@ def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**record, "cpu_s": time.process_time() - start}
 
 
-def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
+def _make_groups(pipeline_ranks: int, replicas: int, tensor_ranks: int) -> dict[str, Any]:
     """Make all groups that a rank of a run may need, in a world of which only this rank is
     there."""
-    dist.init_process_group("fake", rank=0, world_size=pp * dp * tp)
+    # torch's backend for tests: groups are made, and nothing is sent.
+    dist.init_process_group("fake", rank=0, world_size=pipeline_ranks * replicas * tensor_ranks)
     try:
-        mesh = make_mesh(pp, dp, tp)
+        mesh = make_mesh(pipeline_ranks, replicas, tensor_ranks)
         Axis.stage(mesh, own=True)
-        Axis.of(mesh, "dp").in_runs(max(1, dp // 2), "zero")
+        Axis.of(mesh, "dp").in_runs(max(1, replicas // 2), "zero")
         pipelines = Axis.of(mesh, "pp")
-        if pipelines.runs is not None and pp > 1:
-            make_groups(pipelines.runs[:, [0, pp - 1]])  # a tied head
-        chunks = schedule("interleaved" if pp > 1 else "1f1b", pp, 2 * pp, 2 if pp > 1 else 0)
+        if pipelines.runs is not None and pipeline_ranks > 1:
+            make_groups(pipelines.runs[:, [0, pipeline_ranks - 1]])  # a tied head
+        chunks = schedule(
+            "interleaved" if pipeline_ranks > 1 else "1f1b",
+            pipeline_ranks,
+            2 * pipeline_ranks,
+            2 if pipeline_ranks > 1 else 0,
+        )
         P2P.open(pipelines, chunks.rank_of_stage, (1,), torch.float32, CPU, "order")
         return {"calls": len(dist.distributed_c10d._world.pg_names) - 1}
     finally:
@@ -129,9 +139,9 @@ class _Memory(Axis):
 
 def _announced(value: dict[str, Any]) -> Tensor:
     """Return what a rank tells the others of its text before it is sent."""
-    alone = _Memory("world", 0, 1, texts=json.dumps(value).encode())
-    gather_entries(value, alone, CPU)
-    return alone.announced
+    lonely_world = _Memory("world", 0, 1, texts=json.dumps(value).encode())
+    gather_entries(value, lonely_world, CPU)
+    return lonely_world.announced
 
 
 def _exchange(ranks: int, different: int) -> dict[str, Any]:

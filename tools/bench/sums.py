@@ -6,8 +6,6 @@ as those of tensor parallelism do, and nothing is computed between them.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,17 +16,18 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gloo import start_gather
-from megaprec.errors import UserError
-from parallel.mesh import make_mesh, world
-from tools.training.launch import start_ranks
+from megaprec.errors import Problem, UserError
+from parallel.mesh import make_mesh
+from tools.bench.measurement import add_integers, print_record, run_on_ranks
+
+SUBJECT = "time of sums over CPU ranks, by size"
+LEAST = {"ranks": 2, "numbers": 1, "rounds": 1}
+WARMUP_SUMS = 10
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `sums` to the measurements."""
-    parser = subparsers.add_parser(
-        "sums", help="time of sums over CPU ranks, by size", description=__doc__
-    )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this measurement."""
+    add_integers(parser, {"ranks": (2, "that take part"), "rounds": (200, "sums of each kind")})
     parser.add_argument(
         "--numbers",
         type=int,
@@ -37,41 +36,43 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="FP32 numbers in a sum",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=200, metavar="N", help="sums of each kind (default: 200)"
-    )
-    parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `python -m tools.bench sums`: start the ranks, or be one of them. Raises UserError."""
+    """Run `python -m tools.bench sums`. Raises UserError."""
     values = {"ranks": args.ranks, "numbers": min(args.numbers), "rounds": args.rounds}
     too_small = [name for name, value in values.items() if value < LEAST[name]]
     if too_small:
-        raise UserError(*(f"--{name}: must be at least {LEAST[name]}" for name in too_small))
-    if not dist.is_torchelastic_launched():
-        return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], args.ranks, 1)
-    torch.set_num_threads(1)
-    with world():
+        raise UserError(
+            *(Problem.of("bench.too_small", name=name, least=LEAST[name]) for name in too_small)
+        )
+
+    def measure_all() -> None:
         axis = Axis.of(make_mesh(tp=args.ranks), "tp")
         for numbers in args.numbers:
             record = measure(axis, numbers, args.rounds)
             if axis.rank == 0:
-                print(json.dumps(record), flush=True)
-    return 0
+                print_record(record)
+
+    return run_on_ranks(measure_all, args.ranks, threads=1)
 
 
 def measure(axis: Axis, numbers: int, rounds: int) -> dict[str, Any]:
     """Return the record of sums of as many numbers. Collective over the axis."""
-    times = {f"{name}_ms": _timed(way, axis, numbers, rounds) for name, way in WAYS.items()}
-    return {"ranks": axis.size, "numbers": numbers, "rounds": rounds, **times}
+    record: dict[str, Any] = {"ranks": axis.size, "numbers": numbers, "rounds": rounds}
+    for name, way in WAYS.items():
+        record[f"{name}_ms"] = _milliseconds(way, axis, numbers, rounds)
+    return record
 
 
-def _timed(way: Callable[[Axis, Tensor], object], axis: Axis, numbers: int, rounds: int) -> float:
+def _milliseconds(
+    way: Callable[[Axis, Tensor], object], axis: Axis, numbers: int, rounds: int
+) -> float:
     """Return the milliseconds of one sum of as many numbers, after some to warm up."""
     tensor = torch.zeros(numbers)
-    for _ in range(10):
+    for _ in range(WARMUP_SUMS):
         way(axis, tensor)
+    # Ranks whose warm-up took longer would count it as a sum.
     axis.barrier()
     start = time.perf_counter()
     for _ in range(rounds):
@@ -79,12 +80,13 @@ def _timed(way: Callable[[Axis, Tensor], object], axis: Axis, numbers: int, roun
     return round(1000 * (time.perf_counter() - start) / rounds, 4)
 
 
-def _direct(axis: Axis, tensor: Tensor) -> Tensor:
+def _sum_directly(axis: Axis, tensor: Tensor) -> Tensor:
+    # Every rank sends its numbers to all others, and adds what it receives.
     gathered = start_gather(tensor, axis.rank, _group(axis))()
     return tensor.copy_(gathered.view(axis.size, -1).sum(0))
 
 
-def _ring(axis: Axis, tensor: Tensor) -> None:
+def _sum_in_ring(axis: Axis, tensor: Tensor) -> None:
     dist.all_reduce(tensor, group=_group(axis))
 
 
@@ -93,9 +95,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
     return axis.group
 
 
-LEAST = {"ranks": 2, "numbers": 1, "rounds": 1}
 WAYS: dict[str, Callable[[Axis, Tensor], object]] = {
     "sum": Axis.sum_,
-    "direct": _direct,
-    "ring": _ring,
+    "direct": _sum_directly,
+    "ring": _sum_in_ring,
 }

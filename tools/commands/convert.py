@@ -38,7 +38,7 @@ from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
 from tools.convert.verify import compare_logits, require_comparable
-from tools.training.allocator import keep_freed_memory
+from tools.training.machine import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,7 @@ from typing import Any
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
 from tools.console.tables import add_json, print_result
-from tools.training.end_records import EndRecord, read_records
+from tools.training.hangs import EndRecord, read_records
 
 
 def add_parser(subparsers: Any) -> None:

@@ -29,6 +29,7 @@ from megaprec.errors import UserError
 from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
+from tools.commands.notes import tell_notes
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
@@ -39,7 +40,6 @@ from tools.doctor.ranks import DoctorRequest, take_part
 from tools.doctor.verdict import document, show
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
-from tools.training.notes import tell_notes
 
 # as many local ranks as there are GPUs, but at most so many; more cores allow a larger layout
 MAX_LOCAL_RANKS = 8

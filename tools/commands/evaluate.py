@@ -35,7 +35,8 @@ from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
 from tools.text.load import LoadedModel, load_model
 from tools.text.windows import read_documents
-from tools.training.launch import launch_local, note_failure
+from tools.training.launch import launch_local
+from tools.training.stopping import note_failure
 
 MAX_LOCAL_RANKS = 1024
 COMPUTE = ("fp32", "bf16", "fp64")

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
+from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
@@ -69,7 +70,6 @@ from tools.parity.runs import (
 )
 from tools.parity.shrink import LayoutLimits, changes
 from tools.training.corpus import open_corpus
-from tools.training.notes import add_strict, tell_notes
 
 RANKS = 4  # ranks of the largest default layout
 LOCAL_LAUNCHER = Launcher()

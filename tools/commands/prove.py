@@ -21,6 +21,7 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
 from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
+from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result, print_table
@@ -39,7 +40,6 @@ from tools.prove.proof import (
     proof,
 )
 from tools.prove.runs import Failure, Room
-from tools.training.notes import add_strict, tell_notes
 
 FORMAT = "megaprec prove 1"
 FILE = "prove.json"  # in the folder of the run

@@ -4,7 +4,7 @@ the first step.
 `EFFECT_RULES` says when such a key has an effect, and which keys decide it. Only what the user
 wrote is told, and only if it differs from the default, which claims nothing. Keys that are refused
 in such runs are in `tools.config.checks`, those without effect on the data in
-`tools.training.doubts`.
+`tools.training.run_warnings`.
 """
 
 import inspect

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tools.training.state_digests import STEP_FIELDS
+from tools.training.step_records import STEP_FIELDS
 
 # fields of a digest that are tables, of which its "state" is the digest
 TABLES = ("progress", "tensors", "numbers")

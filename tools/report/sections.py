@@ -15,20 +15,21 @@ from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
+from tools.journal.fp8_shadow import SHADOW
+from tools.journal.perfetto import TIMELINE, read_trace
 from tools.journal.records import NO_TOKENS_EVENT
 from tools.parity.certificate import run_digest
 from tools.parity.page import conclusion, verdict
 from tools.plots.compare_plot import LAST, Curve
 from tools.plots.drawing import to_svg as to_svg_file
 from tools.plots.panels import Over, pictures
-from tools.plots.perfetto import TIMELINE, read_trace
-from tools.plots.shadow_plot import PICTURE, SHADOW
+from tools.plots.shadow_plot import PICTURE
 from tools.plots.svg_panels import legend, to_svg
 from tools.plots.timeline import Panel as Timeline
 from tools.plots.timeline import draw
 from tools.report.html import Html, Text, facts, folded, html, paragraph, table
 from tools.report.run import Key, Run
-from tools.training.end_records import read_records
+from tools.training.hangs import read_records
 
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn

@@ -5,6 +5,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from megaprec.checkpoint.atomic import damaged_beside, step_of, whole_checkpoints
+from megaprec.checkpoint.keeping import Keep, made_here
 from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
@@ -17,6 +19,7 @@ from models.decoder.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
+from tools.config.settings import Checkpoint
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
@@ -26,23 +29,24 @@ from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
 from tools.training.batches import evaluated_samples
 from tools.training.corpus import Corpus
-from tools.training.deletions import deletion_lines
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
-MOST_MARKED = 4  # names of marked parameters in the line
-MOST_OTHERS = 3  # names of tensors that Muon does not update in the line
+# the most names in a line: of marked parameters, tensors that Muon leaves out, and checkpoints
+MAX_MARKED = 4
+MAX_LEFT_OUT = 3
+MAX_CHECKPOINTS = 4
 NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
 def print_start(
-    config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int
+    config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, steps_done: int
 ) -> None:
     """Print model, data, layout, batch sizes, precision and stages.
 
-    resumed: the checkpoint that the run resumes from, None if it begins. done: the number of steps
-    that it has taken before.
+    resumed: the checkpoint that the run resumes from, None if it begins. steps_done: the number of
+    steps that it has taken before.
     """
     _print_settings(config, corpus, device)
     if config.train.eval_every:
@@ -56,10 +60,10 @@ def print_start(
     if config.train.init_from and not resumed:
         say(f"weights    from {config.train.init_from}")
     if resumed:
-        say(f"resumed    from {resumed}, {_describe_remaining(done, config.train.steps)}")
+        say(f"resumed    from {resumed}, {_describe_remaining(steps_done, config.train.steps)}")
         for line in resume_lines(config, corpus, resumed):
             say(line)
-    for line in deletion_lines(config, done):
+    for line in deletion_lines(config, steps_done):
         say(line)
 
 
@@ -68,7 +72,9 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     model = corpus.model
     tokens = sum(dataset.num_tokens for dataset in corpus.datasets)
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
-    layout, _, experts = in_words(config.parallel).partition(", ")
+    # The device is named after the axes that all models have, before those of experts.
+    layout, _, expert_axes = in_words(config.parallel).partition(", ")
+    expert_axes = f"{expert_axes}, " if expert_axes else ""
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
     replicas = counted(config.parallel.data, "replica")
@@ -78,7 +84,7 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {counted(documents, 'document')}, "
         f"{_describe_samples(config, corpus)}\n"
-        f"layout     {layout} on {device}, {experts and f'{experts}, '}{modes}\n"
+        f"layout     {layout} on {device}, {expert_axes}{modes}\n"
         f"batch      {train.global_batch} samples = {replicas} x {microbatches} x "
         f"{train.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
@@ -115,28 +121,27 @@ def _print_evaluated(config: RunConfig, corpus: Corpus) -> None:
             )
 
 
-def _describe_remaining(done: int, steps: int) -> str:
+def _describe_remaining(steps_done: int, steps: int) -> str:
     """Return the steps that remain of a resumed run, in words."""
-    if done >= steps:
+    if steps_done >= steps:
         return "no step is left: train.steps is reached"
-    if done + 1 < steps:
-        return f"steps {done + 1} to {steps} are left"
+    if steps_done + 1 < steps:
+        return f"steps {steps_done + 1} to {steps} are left"
     return f"step {steps} is left"
 
 
 def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
-    """Return the number of samples of an epoch.
-
-    Of a blend a line per data set with its share and its epochs.
+    """Return the number of samples of an epoch; of a blend a line per data set with its share and
+    its epochs.
     """
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
-    taken_of_each = corpus.train.taken(steps * config.train.global_batch)
+    taken_samples = corpus.train.taken(steps * config.train.global_batch)  # of each data set
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     for source, part, taken in zip(
-        config.data.blend, corpus.train.parts, taken_of_each, strict=True
+        config.data.blend, corpus.train.parts, taken_samples, strict=True
     ):
         share = source.weight / total_weight
         lines.append(
@@ -147,14 +152,11 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """Print what Muon updates, and the memory of weights, gradients and optimizer state.
-
-    The memory is told by formula, and in bytes on rank 0.
-
-    The formula leaves out routers' corrections, a number for each expert.
+    """Print what Muon updates, and the memory of weights, gradients and optimizer state, by formula
+    and in bytes on rank 0.
     """
     buffers = optimizer.all_buffers()
-    # Buffers of routers' corrections are left out: they would be a formula for a few numbers.
+    # Those of routers' corrections are left out: they would be a formula for a few numbers.
     kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.balances}
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
@@ -185,9 +187,8 @@ class _BufferKind(NamedTuple):
         return cls(buffer.in_codes, len(buffer.state), buffer.of_experts, buffer.shards.size)
 
     def sort_key(self) -> tuple[bool, int, bool, int]:
-        """Return the key of a descending order.
-
-        FP8 is first, then few moments, then what is not of experts, then many ranks.
+        """Return the key of a descending order: FP8 is first, then few moments, then what is not of
+        experts, then many ranks.
         """
         return (self.in_fp8, -self.moments, not self.of_experts, self.ranks)
 
@@ -195,7 +196,7 @@ class _BufferKind(NamedTuple):
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
     """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
-        listed = _list_names(names, MOST_MARKED)
+        listed = _list_names(names, MAX_MARKED)
         say(f"marked     {listed}: held and computed in FP32 (set_fp32_attr_to_module)")
 
 
@@ -207,41 +208,43 @@ def _list_names(names: Sequence[str], max_names: int) -> str:
     return listed
 
 
-def _bytes_formula(optimizer: ParallelAMPOptimizer, kind: _BufferKind) -> str:
+def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) -> str:
     """Return the bytes of a parameter of this kind: on every rank, and of optimizer state."""
-    on_every_rank, sharded = optimizer.plan.bytes_per_parameter(kind.moments, kind.in_fp8)
-    divisor = f"/{kind.ranks}" if kind.ranks > 1 else ""
-    total = on_every_rank + sharded / kind.ranks
+    on_every_rank, sharded = optimizer.plan.bytes_per_parameter(
+        buffer_kind.moments, buffer_kind.in_fp8
+    )
+    divisor = f"/{buffer_kind.ranks}" if buffer_kind.ranks > 1 else ""
+    total = on_every_rank + sharded / buffer_kind.ranks
     formula = f"{on_every_rank} + {sharded}{divisor} = {total:g} bytes a parameter"
     if isinstance(optimizer.rule, Muon):  # which leaves some tensors to AdamW, with two moments
-        formula += " updated by Muon" if kind.moments == 1 else " updated by AdamW"
-    if kind.in_fp8:
+        formula += " updated by Muon" if buffer_kind.moments == 1 else " updated by AdamW"
+    if buffer_kind.in_fp8:
         formula += " kept in FP8"
-    if kind.of_experts:
+    if buffer_kind.of_experts:
         formula += " of experts"
     return formula
 
 
 def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
     """Yield a line about the tensors of this rank that Muon updates, and those that AdamW does."""
-    rule = optimizer.rule
-    if not isinstance(rule, Muon):
+    update_rule = optimizer.rule
+    if not isinstance(update_rule, Muon):
         return
     matrices = list[Part]()
-    others = list[Part]()
+    left_out = list[Part]()
     for buffer in optimizer.all_buffers():
         for piece in buffer.pieces:
-            if rule.updates(piece.part):
+            if update_rule.updates(piece.part):
                 matrices.append(piece.part)
             else:
-                others.append(piece.part)
-    others.sort(key=lambda part: -len(part.shape))  # matrices that Muon leaves out come first
-    other_names = _list_names([part.name for part in others], MOST_OTHERS) or "nothing"
+                left_out.append(piece.part)
+    left_out.sort(key=lambda part: -len(part.shape))  # matrices first, for they are unexpected
+    names_left_out = _list_names([part.name for part in left_out], MAX_LEFT_OUT) or "nothing"
     size = sum(prod(part.shape) for part in matrices)
-    dtype = dtype_name(rule.iteration_dtype(optimizer.plan.masters))
+    dtype = dtype_name(update_rule.iteration_dtype(optimizer.plan.masters))
     yield (
         f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, "
-        f"iterated in {dtype}; AdamW updates {other_names}"
+        f"iterated in {dtype}; AdamW updates {names_left_out}"
     )
 
 
@@ -249,19 +252,98 @@ def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
     """Return the layers and the share of the FLOPs of each stage, and the predicted bubble."""
     schedule = config.schedule  # a stage is a part of the layers; a rank may hold several
     costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
-    total = sum(cost.forward for cost in costs)
+    total_cost = sum(cost.forward for cost in costs)
     stages = list[str]()
     for cost in costs:
         layers = counted(len(cost.cut.layers), "layer")
-        stages.append(f"{layers} ({cost.forward / total:.0%})")
+        stages.append(f"{layers} ({cost.forward / total_cost:.0%})")
     simulated = simulate(schedule, lambda item: costs[item.stage].of(item))
     return f"{', '.join(stages)}; predicted bubble {bubble(simulated):.1%}"
 
 
-def print_skipped(config: RunConfig, progress: TrainState) -> None:
-    """Print how many steps were skipped, the tokens not learned, and the last learning rate.
+def deletion_lines(config: RunConfig, steps_done: int) -> Iterator[str]:
+    """Yield a line if saves of the run will delete checkpoints, and one for each that is damaged.
 
-    The rate follows applied steps, so skips cut its schedule short.
+    steps_done: the number of steps that the run has taken before.
+    """
+    checkpoints = whole_checkpoints(config.checkpoint_folder)
+    if checkpoints:
+        for line in damaged_beside(checkpoints[-1]):
+            yield f"note       {line}"
+    if steps_done < config.train.steps:
+        yield from _keeping_line(config, steps_done, checkpoints)
+
+
+def _keeping_line(config: RunConfig, steps_done: int, checkpoints: Sequence[Path]) -> Iterator[str]:
+    """Yield the line about deletions, none if the saves to come delete nothing.
+
+    checkpoints: those in the run's folder, whoever has made them.
+    """
+    saved_steps = [step_of(path) for path in made_here(config.checkpoint_folder)]
+    following = _saves_after(steps_done, config)
+    keep = config.checkpoint.kept
+    expiring = keep.expired(saved_steps, len(following))
+    if not expiring and not _later_ones_expire(following, keep):
+        return
+
+    line = f"keeps      {_describe_rule(config.checkpoint)} that it saves; older ones are deleted"
+    if expiring:
+        names = [f"step_{step:08d}" for step in expiring]
+        line += f", {_enumerate_names(names)} too"
+    copied = [path.name for path in checkpoints if step_of(path) not in saved_steps]
+    if copied:
+        verb, pronoun = ("stays", "it") if len(copied) == 1 else ("stay", "them")
+        line += f"; {_enumerate_names(copied)} {verb}, for no save into this folder made {pronoun}"
+    yield line
+
+
+def _saves_after(steps_done: int, config: RunConfig) -> Sequence[int]:
+    """Return the steps after which the run will save, beginning after `steps_done`. They may be
+    many, and are not stored.
+    """
+    steps = config.train.steps
+    every = config.checkpoint.every
+    if not every:
+        return (steps,)
+    first = steps_done - steps_done % every + every
+    if steps % every == 0:
+        return range(first, steps + 1, every)
+    # The last save, after an unequal rest, expires the same ones as one at the next multiple of
+    # `every` would: it is the newest.
+    return range(first, steps + every, every)
+
+
+def _later_ones_expire(following: Sequence[int], keep: Keep) -> bool:
+    """Return True if checkpoints of saves that follow will be deleted by saves after them."""
+    if keep.newest is None:
+        return False
+    older = following[: max(0, len(following) - keep.newest)]
+    # Of two neighbours one is no multiple of checkpoint.keep_every, or all of them are.
+    return bool(keep.expired(older[:2], keep.newest))
+
+
+def _describe_rule(settings: Checkpoint) -> str:
+    if settings.keep == 1:
+        newest = "the newest checkpoint"
+    else:
+        newest = f"the newest {counted(int(settings.keep), 'checkpoint')}"
+    if settings.keep_every:
+        return f"{newest} and those of each multiple of {settings.keep_every} steps"
+    return newest
+
+
+def _enumerate_names(names: Sequence[str]) -> str:
+    """Return "a, b and c"; of many names the first ones and the number of the others."""
+    listed = list(names[:MAX_CHECKPOINTS])
+    if len(names) > MAX_CHECKPOINTS:
+        listed.append(f"{len(names) - MAX_CHECKPOINTS} more")
+    *first_ones, last = listed
+    return f"{', '.join(first_ones)} and {last}" if first_ones else last
+
+
+def print_skipped(config: RunConfig, progress: TrainState) -> None:
+    """Print how many steps were skipped, the tokens that were not learned, and the last learning
+    rate if skips have cut its schedule short.
     """
     if not progress.skipped:
         return
@@ -272,15 +354,18 @@ def print_skipped(config: RunConfig, progress: TrainState) -> None:
     if not progress.applied:
         return  # another line says that nothing was learned
     schedule = config.lr_schedule
-    in_samples = config.lr.unit == "samples"
-    batch = config.train.global_batch if in_samples else 1
-    applied = progress.applied_samples if in_samples else progress.applied
+    # The schedule is a function of applied steps, or of their samples.
+    per_step = 1
+    applied = progress.applied
     without_skips = progress.step
-    if in_samples:  # not progress.samples, which is a position in the data
+    if config.lr.unit == "samples":
+        per_step = config.train.global_batch
+        applied = progress.applied_samples
+        # not progress.samples, which is a position in the data
         without_skips = applied + progress.skipped_tokens // config.train.seq_length
     # The last rate is that of the step before the one that would follow.
-    ended = schedule.at(max(0, applied - batch))
-    planned = schedule.at(without_skips - batch)
+    ended = schedule.at(max(0, applied - per_step))
+    planned = schedule.at(without_skips - per_step)
     if ended == planned:
         return
     steps = config.train.steps + progress.skipped

@@ -1,7 +1,10 @@
-"""The part of each global batch that a data-parallel rank trains on, read one step ahead
-(`prefetch.py`)."""
+"""The part of each global batch that a data-parallel rank trains on, read one step ahead."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,7 +16,8 @@ from models.attention.packing import Packing
 from models.engine.passes import Share
 from tools.config.run_file import RunConfig
 from tools.config.settings import Train
-from tools.training.prefetch import Prefetch
+
+Batch = TypeVar("Batch")
 
 
 class Batches:
@@ -25,23 +29,23 @@ class Batches:
     def __init__(
         self, config: RunConfig, samples: Samples | Blend, dp: Axis, position: Position
     ) -> None:
-        self._batch = config.train.global_batch
+        self._global_batch = config.train.global_batch
         # the samples of the run, beyond which nothing is read ahead
         self._end = config.train.global_batch * config.train.steps
         self._dp = dp
         self._position = position
-        self._prefetch = Prefetch(lambda first: self._read(samples, first, dp.rank))
+        self._prefetch = Prefetch(lambda first_sample: self._read(samples, first_sample, dp.rank))
 
-    def take(self, first: int) -> Share:
+    def take(self, first_sample: int) -> Share:
         """Return this rank's share of the training batch at `first`, and begin to read the next."""
         self._position.at("reading of samples")
-        following = first + self._batch
-        return self._prefetch.take(first, following if following < self._end else None)
+        following = first_sample + self._global_batch
+        return self._prefetch.take(first_sample, following if following < self._end else None)
 
     def share(
         self,
         samples: Samples | Blend,
-        first: int,
+        first_sample: int,
         replica: int | None = None,
         end: int | None = None,
     ) -> Share:
@@ -51,26 +55,73 @@ class Batches:
         only fill the batch, and do not count in its loss; None: all count.
         """
         self._position.at("reading of samples")
-        share = self._read(samples, first, self._dp.rank if replica is None else replica)
+        share = self._read(samples, first_sample, self._dp.rank if replica is None else replica)
         # Decided by the global batch, the same on every rank: all have a mask, or none has.
-        if end is None or first + self._batch <= end:
+        if end is None or first_sample + self._global_batch <= end:
             return share
-        begin = first + share.first
+        begin = first_sample + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
         mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
         return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
-    def _read(self, samples: Samples | Blend, first: int, replica: int) -> Share:
-        share_size = self._batch // self._dp.size
+    def _read(self, samples: Samples | Blend, first_sample: int, replica: int) -> Share:
+        # The checks of a run file see to it that the replicas divide the batch.
+        share_size = self._global_batch // self._dp.size
+        # Consecutive shares: together the replicas read the batch in the order of one process.
         offset = share_size * replica
-        batch = samples.batch(first + offset, share_size)
+        batch = samples.batch(first_sample + offset, share_size)
         packing = Packing(batch.documents, batch.positions)
         return Share(batch.tokens, batch.targets, batch.mask, first=offset, packing=packing)
 
 
 def evaluated_samples(train: Train, available: int) -> int:
-    """Return the number of samples of an evaluation.
-
-    That of train.eval_batches global batches, or all that are available.
+    """Return the number of samples of an evaluation: train.eval_batches global batches, or all that
+    are available.
     """
     return min(available, train.eval_batches * train.global_batch)
+
+
+class Prefetch(Generic[Batch]):
+    """Reads one batch ahead, in a thread, while the step before is computed.
+
+    What is read depends on the position only, so a batch is the same whether it was read ahead or
+    not. An error of the reading is raised where the batch is asked for, so it ends the step that it
+    belongs to and no other; the state before that step is what a checkpoint holds. Nothing is read
+    ahead that is not asked for next: a run that resumes, repeats a step or ends leaves what was
+    read ahead unused.
+
+    read: a function of the position alone, which may run in another thread.
+    """
+
+    def __init__(self, read: Callable[[int], Batch]) -> None:
+        self._read = read
+        self._position_ahead: int | None = None
+        self._batch_ahead = Future[Batch]()
+
+    def take(self, position: int, following: int | None = None) -> Batch:
+        """Return what is read at `position`, and begin to read at `following`.
+
+        Raises what `read` raises there.
+        """
+        # After a resume or a repeated step the position is another one.
+        is_read_ahead = position == self._position_ahead
+        self._position_ahead = None
+        batch = self._batch_ahead.result() if is_read_ahead else self._read(position)
+        if following is not None:
+            self._position_ahead = following
+            self._batch_ahead = Future[Batch]()
+            # A daemon, not an executor's thread: a reading that hangs must not keep the process.
+            Thread(
+                target=_read_into,
+                args=(self._batch_ahead, self._read, following),
+                name="prefetch",
+                daemon=True,
+            ).start()
+        return batch
+
+
+def _read_into(future: Future[Batch], read: Callable[[int], Batch], position: int) -> None:
+    try:
+        future.set_result(read(position))
+    except BaseException as error:  # raised in the thread that takes the batch
+        future.set_exception(error)

@@ -1,7 +1,7 @@
-"""Keys of a resumed run that differ from those of the checkpoint's run, and their effect.
+"""Differences of a resumed run from the checkpoint's: its keys, torch, and the processor.
 
-Every such key is named. Most may change; the run is then no longer bit for bit the one without the
-change, which MARK says, except for keys that no number depends on.
+Every key that differs is named. Most may change; the run is then no longer bit for bit the one
+without the change, which NOT_EXACT_MARK says, except for keys that no number depends on.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from megaprec.checkpoint.reader import Store
@@ -62,51 +63,49 @@ KEYS_WITHOUT_EFFECT = (
     "lr.*",
 )
 # keys that no number depends on either if sums have one order in every layout
-LAYOUT = ("parallel.*",)
+LAYOUT_KEYS = ("parallel.*",)
 
 
 @dataclass(frozen=True)
 class Rates:
     """The learning rates of a run.
 
-    each: what a step adds to the count that the schedule is a function of. samples: the count is
-    one of samples, not of steps.
+    per_step: what a step adds to the count that the schedule is a function of. in_samples: the
+    count is one of samples, not of steps.
     """
 
     schedule: LRSchedule
-    each: int
-    samples: bool
+    per_step: int
+    in_samples: bool
 
     @classmethod
     def of(cls, lr: LR, train: Train) -> "Rates":
         """Return the rates of a run with these tables. Raises UserError."""
-        samples = lr.unit == "samples"
-        each = train.global_batch if samples else 1
-        return cls(lr_schedule(lr, train), each, samples)
+        in_samples = lr.unit == "samples"
+        per_step = train.global_batch if in_samples else 1
+        return cls(lr_schedule(lr, train), per_step, in_samples)
 
     def at(self, progress: TrainState, steps: int = 0) -> float:
         """Return the rate of the next step, or of the one that is `steps` later."""
-        return self.schedule.at(self._count(progress) + steps * self.each)
+        return self.schedule.at(self._count(progress) + steps * self.per_step)
 
     def ends(self, progress: TrainState) -> Iterator[int]:
-        """Yield the steps before and after each end of a formula of the schedule.
-
-        Counted as by `at`: 0 is the next step.
+        """Yield the steps before and after each end of a formula of the schedule, counted as by
+        `at`: 0 is the next step.
         """
         schedule = self.schedule
         for count in (schedule.warmup, schedule.total - schedule.decay, schedule.total):
-            step = (count - self._count(progress)) // self.each
+            step = (count - self._count(progress)) // self.per_step
             yield from (step, step + 1)
 
     def _count(self, progress: TrainState) -> int:
         """Return the steps or samples until now: only those of applied steps move the schedule."""
-        return progress.applied_samples if self.samples else progress.applied
+        return progress.applied_samples if self.in_samples else progress.applied
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """Return the keys that a checkpoint stores as "run", in TOML's grammar.
-
-    All but those of tables that it stores separately.
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but those of tables
+    that it stores separately.
     """
     keys = dict[str, str]()
     for table, values in config:
@@ -116,34 +115,31 @@ def keys_of(config: RunConfig) -> dict[str, str]:
 
 
 def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> list[str]:
-    """Return a line for each key that differs from the checkpoint.
-
-    Keys that it does not know are omitted.
-    """
-    before = saved_keys(checkpoint)
-    now = _all_keys(config)
-    unmarked_patterns = KEYS_WITHOUT_EFFECT
-    if before.get("train.numerics") == now["train.numerics"] == toml("canonical"):
-        unmarked_patterns = (*KEYS_WITHOUT_EFFECT, *LAYOUT)
-    rates_change = _rates_change(before, config, progress)
+    """Return a line for each key that differs from the checkpoint, of those that it knows."""
+    saved_values = saved_keys(checkpoint)
+    current_values = _all_keys(config)
+    exact_patterns = KEYS_WITHOUT_EFFECT
+    if saved_values.get("train.numerics") == current_values["train.numerics"] == toml("canonical"):
+        exact_patterns = (*KEYS_WITHOUT_EFFECT, *LAYOUT_KEYS)
+    rates_change = _rates_change(saved_values, config, progress)
 
     lines = list[str]()
-    for key in before.keys() & now.keys():
-        if before[key] == now[key]:
+    for key in saved_values.keys() & current_values.keys():
+        if saved_values[key] == current_values[key]:
             continue
-        unmarked = any(fnmatchcase(key, pattern) for pattern in unmarked_patterns)
+        is_exact = any(fnmatchcase(key, pattern) for pattern in exact_patterns)
         if rates_change and _decides_rates(key, config):
-            unmarked = False
-        mark = "" if unmarked else NOT_EXACT_MARK
-        lines.append(f"{key}: {before[key]} -> {now[key]}{mark}")
+            is_exact = False
+        mark = "" if is_exact else NOT_EXACT_MARK
+        lines.append(f"{key}: {saved_values[key]} -> {current_values[key]}{mark}")
     return sorted(lines)
 
 
 def _rates_change(saved: dict[str, str], config: RunConfig, progress: TrainState) -> bool:
     """Return True if the steps to come have other learning rates than with the saved keys."""
-    before = _rates_of_keys(saved)
-    after = Rates.of(config.lr, config.train)
-    return before is not None and not same_rates(before, after, progress)
+    old_rates = _rates_of_keys(saved)
+    new_rates = Rates.of(config.lr, config.train)
+    return old_rates is not None and not same_rates(old_rates, new_rates, progress)
 
 
 def _decides_rates(key: str, config: RunConfig) -> bool:
@@ -155,24 +151,23 @@ def _decides_rates(key: str, config: RunConfig) -> bool:
 def lr_jump(checkpoint: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
     saved = saved_keys(checkpoint)
-    last, following = rates_around(checkpoint, config, progress)
-    before = _rates_of_keys(saved)
-    unchanged = before == Rates.of(config.lr, config.train)
-    if before is None or unchanged or not progress.applied:
+    last_rate, next_rate = rates_around(checkpoint, config, progress)
+    old_rates = _rates_of_keys(saved)
+    unchanged = old_rates == Rates.of(config.lr, config.train)
+    if old_rates is None or unchanged or not progress.applied:
         return
-    if last is None or not _is_jump(last, following):
+    if last_rate is None or not _is_jump(last_rate, next_rate):
         return
     # A jump that the saved keys would have had too, as in warm-up, is no effect of a change.
-    if not _is_jump(before.at(progress), following):
+    if not _is_jump(old_rates.at(progress), next_rate):
         return
     yield (
-        f"the learning rate jumps from {last:.3g} in step {progress.step} to {following:.3g} in "
-        f"step {progress.step + 1}{_describe_stretching(saved, config)}. Ways out: "
-        f"lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 keeps the old rate; "
+        f"the learning rate jumps from {last_rate:.3g} in step {progress.step} to {next_rate:.3g} "
+        f"in step {progress.step + 1}{_describe_stretching(saved, config)}. Ways out: "
+        f"lr.schedule=constant lr.peak={last_rate:.3g} lr.warmup=0 keeps the old rate; "
         f"train.init_from={checkpoint.path} with another train.folder and lr.warmup starts a new "
-        "run "
-        'with these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" '
-        "from the start"
+        "run with these weights; for runs that may be prolonged use lr.schedule = "
+        '"constant" or "wsd" from the start'
     )
 
 
@@ -183,20 +178,20 @@ def _is_jump(first_rate: float, second_rate: float) -> bool:
 def rates_around(
     checkpoint: Store, config: RunConfig, progress: TrainState
 ) -> tuple[float | None, float]:
-    """Return the learning rates of the last step before a resume and of the next one.
-
-    The first is None if it is not known.
+    """Return the learning rates of the last step before a resume, None if it is not known, and of
+    the next one.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    before = _rates_of_keys(saved_keys(checkpoint))
-    following = Rates.of(config.lr, config.train).at(progress)
+    old_rates = _rates_of_keys(saved_keys(checkpoint))
+    next_rate = Rates.of(config.lr, config.train).at(progress)
+    # From the end, where the record of the last step is.
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
-            return record["lr"], following
-    if before is None or not progress.applied:
-        return None, following
-    return before.at(progress, -1), following
+            return record["lr"], next_rate
+    if old_rates is None or not progress.applied:
+        return None, next_rate
+    return old_rates.at(progress, -1), next_rate
 
 
 def _describe_stretching(saved: dict[str, str], config: RunConfig) -> str:
@@ -226,9 +221,8 @@ def _training_keys(model: Table) -> Table:
 
 
 def saved_keys(checkpoint: Store) -> dict[str, str]:
-    """Return the keys that the checkpoint stores of its run.
-
-    Raises UserError if they are damaged.
+    """Return the keys that the checkpoint stores of its run. Raises UserError if they are
+    damaged.
     """
     run = checkpoint.index.get("run", {})
     tables = {
@@ -245,8 +239,8 @@ def saved_keys(checkpoint: Store) -> dict[str, str]:
 def _flatten_tables(tables: dict[str, Table]) -> dict[str, str]:
     """Return the keys of all tables as "table.key", their values in TOML's grammar."""
     keys = dict[str, str]()
-    for table, values in tables.items():
-        keys |= {f"{table}.{key}": toml(value) for key, value in values.items()}
+    for table, keys_of_table in tables.items():
+        keys |= {f"{table}.{key}": toml(value) for key, value in keys_of_table.items()}
     return keys
 
 
@@ -254,24 +248,56 @@ def _rates_of_keys(keys: dict[str, str]) -> Rates | None:
     """Return the learning rates of a run with these keys; None if they are not all known."""
     tables: dict[str, Table] = {"lr": {}, "train": {}}
     try:
-        for key, value in keys.items():
+        for key, toml_value in keys.items():
             table, name = key.split(".", 1)
             if table in tables:
-                tables[table][name] = parse_toml(f"value = {value}")["value"]
+                tables[table][name] = parse_toml(f"value = {toml_value}")["value"]
         return Rates.of(LR(**tables["lr"]), Train(**tables["train"]))
     # a checkpoint of another version, whose keys or values are not those of today
     except (ValidationError, ValueError, TypeError):
         return None
 
 
-def same_rates(before: Rates, after: Rates, progress: TrainState) -> bool:
-    """Return True if both have the same rates for all steps after `progress`.
-
-    Compared at up to a thousand of them and around the ends of warm-up, stable phase and schedule.
+def same_rates(old_rates: Rates, new_rates: Rates, progress: TrainState) -> bool:
+    """Return True if both have the same rates for all steps after `progress`, as far as a thousand
+    of them and those around the ends of warm-up, stable phase and schedule tell.
     """
-    ends = {*before.ends(progress), *after.ends(progress)}
-    last = max(0, *ends)
-    stride = max(1, last // COMPARED_RATES)
-    steps = {*range(0, last, stride), *ends, last}
-    following = [step for step in steps if step >= 0]  # an end may lie in the past
-    return all(before.at(progress, step) == after.at(progress, step) for step in following)
+    # Between the ends both are smooth, so few steps tell.
+    ends = {*old_rates.ends(progress), *new_rates.ends(progress)}
+    last_step = max(0, *ends)
+    stride = max(1, last_step // COMPARED_RATES)
+    steps = {*range(0, last_step, stride), *ends, last_step}
+    # An end may lie in the past.
+    return all(
+        old_rates.at(progress, step) == new_rates.at(progress, step) for step in steps if step >= 0
+    )
+
+
+def arithmetic() -> dict[str, str]:
+    """Return what the bits of a run depend on besides its keys: the version of torch and the
+    processor.
+
+    Another version of torch or another instruction set computes products and functions by other
+    code, and the last bits of the results differ. A checkpoint records both.
+    """
+    return {"torch": torch.__version__, "processor": processor()}
+
+
+def processor() -> str:
+    """Return the GPU, if this process uses one; otherwise the CPU's instruction set for torch."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    instructions = [torch.backends.cpu.get_cpu_capability()]
+    if torch.cpu._is_avx512_bf16_supported():
+        instructions.append("AVX512_BF16")
+    if torch.cpu._is_amx_tile_supported():
+        instructions.append("AMX")
+    return ", ".join(instructions)
+
+
+def arithmetic_changes(checkpoint: Store) -> Iterator[str]:
+    """Yield a line for each of `arithmetic` that the checkpoint records otherwise."""
+    for name, now in arithmetic().items():
+        before = checkpoint.index.get(name, now)
+        if before != now:
+            yield f"{name}: {before} -> {now}"

@@ -33,7 +33,7 @@ from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.training.changed_keys import NOT_EXACT_MARK
 
-MOST_CHARACTERS = 160  # of a compiler's error
+MAX_CHARACTERS = 160  # of a compiler's error
 
 
 def compile_leaves(
@@ -60,22 +60,24 @@ def compile_leaves(
     every = gather_entries(dict.fromkeys((call.name for call in forms), ""), world, device)
     reasons = {name: f"rank {world.rank}: {reason}" for name, reason in hindrances.items()}
     failures = gather_entries(reasons, world, device)
-    names = ", ".join(sorted({*every} - {*failures}))
+    leaf_names = ", ".join(sorted({*every} - {*failures}))
     if world.rank == 0:
         seconds = time.perf_counter() - start
         for line in (
-            *_describe_outcome(names, failures, seconds),
-            *_describe_change(names, resumed),
+            *_describe_outcome(leaf_names, failures, seconds),
+            *_describe_change(leaf_names, resumed),
         ):
             say(line)
     forms = {call: form for call, form in forms.items() if call.name not in failures}
-    return Leaves(forms, names, by_region=config.train.compile == "block")
+    return Leaves(forms, leaf_names, by_region=config.train.compile == "block")
 
 
-def _describe_outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterator[str]:
+def _describe_outcome(
+    leaf_names: str, failures: Mapping[str, str], seconds: float
+) -> Iterator[str]:
     """Yield a line for the compiled leaves, and one for each reason why others are not."""
-    if names:
-        yield f"compiled   {names}: {seconds:.0f} s; torch keeps the code in {_folder()}"
+    if leaf_names:
+        yield f"compiled   {leaf_names}: {seconds:.0f} s; torch keeps the code in {_folder()}"
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in failures.items():
         names_by_reason.setdefault(reason, []).append(name)
@@ -84,12 +86,13 @@ def _describe_outcome(names: str, failures: Mapping[str, str], seconds: float) -
         yield f"note       not compiled on any rank: {leaves}; the reason on {reason}"
 
 
-def _describe_change(names: str, resumed: Path | None) -> Iterator[str]:
+def _describe_change(leaf_names: str, resumed: Path | None) -> Iterator[str]:
     """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was
     the same."""
-    before = Store(resumed).index.get("compiled", names) if resumed else names
-    if before != names:
-        yield f"changed    compiled code: {before or 'none'} -> {names or 'none'}{NOT_EXACT_MARK}"
+    before = Store(resumed).index.get("compiled", leaf_names) if resumed else leaf_names
+    if before != leaf_names:
+        change = f"{before or 'none'} -> {leaf_names or 'none'}"
+        yield f"changed    compiled code: {change}{NOT_EXACT_MARK}"
 
 
 def leaf_calls(
@@ -101,6 +104,7 @@ def leaf_calls(
         config.engine_options,
         leaves=Leaves(noted=noted, by_region=config.train.compile == "block"),
     )
+    # The estimate of memory runs each stage on tensors without storage, and so calls every leaf.
     memory = StageMemory(
         model,
         config.plan,
@@ -119,6 +123,7 @@ def leaf_calls(
     for stage in cut:
         if placement[stage.stage] == pp_rank:
             memory.kept(stage)
+    # Each once, in the order of their first use.
     return list(dict.fromkeys(call.on(device.type) for call in noted))
 
 
@@ -147,8 +152,8 @@ def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[s
 def _error_line(error: Exception) -> str:
     """Return a compiler's error in one line: the first that tells of an error."""
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
-    line = next((line for line in lines if "error:" in line.lower()), lines[0])
-    return f"{type(error).__name__}: {line}"[:MOST_CHARACTERS]
+    first_error = next((line for line in lines if "error:" in line.lower()), lines[0])
+    return f"{type(error).__name__}: {first_error}"[:MAX_CHARACTERS]
 
 
 def _folder() -> str:

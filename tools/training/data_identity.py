@@ -17,6 +17,7 @@ from megaprec.errors import UserError
 from tools.config.data_settings import Data
 from tools.config.settings import Train
 from tools.console.toml import toml
+from tools.console.units import counted
 
 ALLOW = ("data", "tokenizer", "seed", "shuffle", "seq_length")
 """Differences that a resumed run may have only with --allow."""
@@ -78,16 +79,13 @@ def read_identity(checkpoint: Store) -> Identity | None:
     try:
         return Identity.model_validate(checkpoint.index["data"])
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        unknown_keys = [
-            ".".join(map(str, ("data", *problem["loc"])))
-            for problem in problems
-            if problem["type"] == "extra_forbidden"
-        ]
+        unknown_keys = list[str]()
+        for problem in error.errors(include_url=False):
+            if problem["type"] != "extra_forbidden":
+                raise UserError.of("training.data_record_damaged", path=checkpoint.path) from error
+            unknown_keys.append(".".join(map(str, ("data", *problem["loc"]))))
         # Keys that are only unknown are those of a later version, no damage.
-        if len(unknown_keys) == len(problems):
-            raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
-        raise UserError.of("training.data_record_damaged", path=checkpoint.path) from error
+        raise newer_version(checkpoint.path, f"says {', '.join(unknown_keys)}") from error
 
 
 def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Difference]:
@@ -107,8 +105,9 @@ def other_settings(saved: Identity, data: Data, train: Train) -> Iterator[Differ
 
 def _other_weights(saved: Identity, data: Data) -> Iterator[Difference]:
     weights = [source.weight for source in data.blend] or [1.0]  # without a blend one set
+    # Other numbers of sets cannot be compared one by one.
     if len(saved.sets) != len(weights):
-        change = f"{_count_sets(len(saved.sets))} -> {_count_sets(len(weights))}"
+        change = f"{counted(len(saved.sets), 'data set')} -> {counted(len(weights), 'data set')}"
         yield Difference("data", f"data.blend: {change}")
         return
     for i, (saved_set, weight) in enumerate(zip(saved.sets, weights, strict=True)):
@@ -129,6 +128,7 @@ def other_sets(saved: Identity, now: Identity, between: str = " -> ") -> Iterato
         return
     for i, (saved_set, current_set) in enumerate(zip(saved.sets, now.sets, strict=True)):
         if not _is_same(saved_set, current_set):
+            # The key as the run file has it: a single set has no number.
             key = "data.source" if len(now.sets) == 1 else f"data.blend[{i}].source"
             change = f"{_describe_set(saved_set)}{between}{_describe_set(current_set)}"
             yield Difference("data", f"{key}: {change}")
@@ -139,14 +139,11 @@ def _describe_begin(begin: int | None) -> str:
 
 
 def _is_same(saved_set: DataSet, current_set: DataSet) -> bool:
-    """Return True unless the digests differ.
-
-    Digests of different sets of blocks cannot be compared and count as equal.
-    """
-    if saved_set.tokens != current_set.tokens or saved_set.documents != current_set.documents:
-        return False
-    if saved_set.idx_sha256 != current_set.idx_sha256:
-        return False
+    """Return True unless sizes or digests differ."""
+    for field in ("tokens", "documents", "idx_sha256"):
+        if getattr(saved_set, field) != getattr(current_set, field):
+            return False
+    # Digests of some blocks and of all blocks cannot be compared, and count as equal.
     comparable = saved_set.sampled == current_set.sampled
     return saved_set.bin_sha256 == current_set.bin_sha256 or not comparable
 
@@ -155,7 +152,3 @@ def _describe_set(data_set: DataSet) -> str:
     extent = " of some blocks" if data_set.sampled else ""
     digest = f"SHA-256{extent} {data_set.bin_sha256[:12]}..."
     return f"{toml(data_set.source)} ({data_set.tokens:,} tokens, {digest})"
-
-
-def _count_sets(number: int) -> str:
-    return f"{number} data set{'' if number == 1 else 's'}"

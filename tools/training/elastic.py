@@ -1,25 +1,38 @@
-"""Training with as many ranks as there are, if `parallel.elastic` is set.
+"""Going on after ranks were lost: which layout the ranks that are there train in, and restarts.
 
-A launcher that restarts ranks on the hosts that are left, such as torchrun with `--nnodes=1:2`,
-gives them a world of another size than [parallel] needs. The ranks then take the largest layout
-that fits (`tools.config.layouts`), and the given one as soon as a restart finds enough of them.
-Checkpoints load into every layout, and the global batch and the order of its samples stay, so the
-run goes on as if nothing had happened.
+`Restarts` decides for the launcher of local ranks. Ranks are started again after a crash, whether
+of the machine or of the program, not after an end on purpose (`stopping`). If no step was applied
+since the last start, another would end in the same way: the run ends, unless parallel.elastic
+allows a smaller layout without the rank that could not be started. The ranks resume from the newest
+checkpoint as after a restart by hand. Records of later steps are removed before, so that no step is
+recorded twice, and events.jsonl receives an event "restart".
 
-Ranks that the layout has no place for are spares: they wait, so that their launcher keeps their
-host in the run, and end when the run does. They are the last ranks of the world.
+torchrun restarts ranks after any failure, with `--nnodes=1:2` on the hosts that are left, and so in
+a world of another size than [parallel] needs. With parallel.elastic the ranks then take the largest
+layout that fits (`tools.config.layouts`), and the given one as soon as a restart finds enough of
+them. Checkpoints load into every layout, and the global batch and the order of its samples stay, so
+the run goes on as if nothing had happened. Ranks that the layout has no place for are spares: they
+wait, so that torchrun keeps their host in the run, and end when the run does. They are the last
+ranks of the world. Ranks that ended on purpose must not train again, so each restarted rank looks
+for the reasons that the ranks of its host noted in the attempt before (`reason_to_end`).
 """
 
+import json
 import os
+import signal
+import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from megaprec.checkpoint.atomic import latest, step_of
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from tools.config.layouts import (
     AXES,
@@ -34,21 +47,21 @@ from tools.config.settings import Parallel
 from tools.console.units import counted
 from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.journal import rewind
-from tools.training.launch import under_torchrun
-from tools.training.restarts import newest_step, reason_to_end, restart_event
+from tools.journal.records import read_metrics
+from tools.training.launch import LostRank, under_torchrun
+from tools.training.stopping import CODES, SIGNALS, ended_on_purpose
 
-# key of the store; the number of a spare is added when that spare has seen it
-OVER_KEY = "the run is over"
-ENDED_KEY = "why the ranks of this host ended"  # key of the store, with the rank
+OVER_KEY = "the run is over"  # of the store; a spare that has seen it adds one with its number
+ENDED_KEY = "why the ranks of this host ended"  # of the store, with the rank
 RELEASE_TIME = timedelta(seconds=10)  # how long rank 0 waits for the spares to see the end
 STORE_TIME = timedelta(minutes=10)  # how long a spare waits for the store to answer
 POLL_SECONDS = 0.5  # between two looks of a spare
+STOP_SIGNALS = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 
 def require_fresh_store(config: RunConfig) -> None:
-    """Raise UserError if torchrun would restart the ranks over the store of those before.
-
-    Its keys name the addresses of ranks that are gone.
+    """Raise UserError if torchrun would restart the ranks over the store of those before, whose
+    keys name the addresses of ranks that are gone.
     """
     restarts = config.parallel.elastic or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and under_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -56,14 +69,13 @@ def require_fresh_store(config: RunConfig) -> None:
 
 
 def in_this_world(config: RunConfig) -> RunConfig:
-    """Return the run in the layout that this world trains.
-
-    WORLD_SIZE becomes the number of ranks that train.
+    """Return the run in the layout that this world trains, and set WORLD_SIZE to its ranks.
 
     A run file that names no axis of the layout has a replica on each rank. Raises UserError if the
     world has another size than the layout and parallel.elastic is false, or if none fits.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    # A user who names no axis wants all ranks used, whatever their number.
     if ranks > 1 and not any(config.given(f"parallel.{axis}") for axis in AXES):
         return _with_replicas(config, ranks)
     if ranks == config.world_size or not config.parallel.elastic:
@@ -84,9 +96,10 @@ def in_this_world(config: RunConfig) -> RunConfig:
 def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
     """Return a run whose file names no axis of the layout with a replica on each rank, and say so.
 
-    With parallel.elastic ranks that the global batch has no part for are spares. Raises UserError
-    without.
+    Ranks that the global batch has no part for are spares with parallel.elastic, and raise
+    UserError without.
     """
+    # The most replicas that pass the checks; the ranks that are left over stand by.
     sizes = range(ranks, 0, -1) if config.parallel.elastic else (ranks,)
     layouts = [config.parallel.model_copy(update={"data": size}) for size in sizes]
     parallel = next((layout for layout in layouts if not layout_problems(config, layout)), None)
@@ -104,18 +117,17 @@ def _with_replicas(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _describe_change(config: RunConfig, fitting: FittingLayout, ranks: int) -> str:
-    """Return the given and the fitting layout in words.
-
-    With the keys that do not fit and the number of spares.
+    """Return the given and the fitting layout in words, with the keys that do not fit and the
+    number of spares.
     """
-    before = in_words(config.parallel)
-    now = in_words(fitting.parallel)
-    parts = [now if now == before else f"{before} -> {now}"]
-    parts += [f"without parallel.{key}" for key in fitting.left_out]
+    given_layout = in_words(config.parallel)
+    layout = in_words(fitting.parallel)
+    changes = [layout if layout == given_layout else f"{given_layout} -> {layout}"]
+    changes += [f"without parallel.{key}" for key in fitting.left_out]
     spares = ranks - fitting.ranks
     if spares:
-        parts.append(counted(spares, "spare"))
-    return ", ".join(parts)
+        changes.append(counted(spares, "spare"))
+    return ", ".join(changes)
 
 
 def is_spare(config: RunConfig) -> bool:
@@ -124,9 +136,8 @@ def is_spare(config: RunConfig) -> bool:
 
 
 def stand_by() -> None:
-    """Wait as a spare until rank 0 says that the run is over.
-
-    Raises torch's errors if its store is lost.
+    """Wait as a spare until rank 0 says that the run is over. Raises torch's errors if its store is
+    lost.
     """
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -150,21 +161,20 @@ def release_spares(store: dist.Store, spares: Iterable[int]) -> None:
 
 
 def publish_end_reason(store: dist.Store) -> None:
-    """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them.
-
-    "" if they did not.
+    """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them, "" if
+    they did not.
     """
     if under_torchrun():
         store.set(f"{ENDED_KEY} {dist.get_rank()}", reason_to_end())
 
 
 def require_no_ended_ranks(store: dist.Store) -> None:
-    """Raise UserError if ranks of any host ended on purpose before torchrun restarted them.
-
-    For rank 0.
+    """Raise UserError on rank 0 if ranks of any host ended on purpose before torchrun restarted
+    them.
     """
     if not under_torchrun():
         return
+    # Each rank has published its own before rank 0 got here, or does so now: `get` waits.
     for rank in range(dist.get_world_size()):
         reason = store.get(f"{ENDED_KEY} {rank}").decode()
         if reason:
@@ -172,39 +182,34 @@ def require_no_ended_ranks(store: dist.Store) -> None:
 
 
 def record_restart(config: RunConfig) -> None:
-    """Print and record that torchrun has started the ranks again, or in another layout.
-
-    For rank 0, which resumes.
-    """
+    """Print and record on rank 0 that torchrun has started the ranks again or in another layout."""
     if not under_torchrun():
         return
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    before = _saved_layout(config)
-    now = in_words(config.parallel)
+    saved_layout = _saved_layout(config)
+    current_layout = in_words(config.parallel)
     reasons = list[str]()
-    if count:
+    if restart_count:
         reasons.append(
-            f"torchrun has started the ranks again, {count} of {max_restarts} restarts are used"
+            f"torchrun has started the ranks again, {restart_count} of {max_restarts} restarts "
+            "are used"
         )
-    if config.parallel.elastic and before and before != now:
-        reasons.append(f"{before} -> {now}")
+    if config.parallel.elastic and saved_layout and saved_layout != current_layout:
+        reasons.append(f"{saved_layout} -> {current_layout}")
     if not reasons:
         return
 
     step = newest_step(config)
     reason = "; ".join(reasons)
-    origin = f"from the checkpoint of step {step}" if step else "from the start"
-    print(f"restart    {reason}: training goes on {origin}")
-    event = restart_event(step, config.world_size, reason, None)
+    print(f"restart    {reason}: training goes on {_describe_origin(step)}")
+    # torchrun counts the restarts that are left
+    event = restart_event(step, config.world_size, reason, left=None)
     rewind(Path(config.train.folder), step, event)
 
 
 def _saved_layout(config: RunConfig) -> str:
-    """Return the axes of the newest checkpoint in words.
-
-    Empty if there is none, or it does not say.
-    """
+    """Return the axes of the newest checkpoint in words; "" if none says its axes."""
     store = open_newest_checkpoint(config.checkpoint_folder)
     layout = store.index.get("layout") if store else None
     if not layout:
@@ -212,4 +217,151 @@ def _saved_layout(config: RunConfig) -> str:
     try:
         return in_words(Parallel.model_validate(layout))
     except ValidationError:  # of a version with other keys
+        return ""
+
+
+class Restarts:
+    """Decides after each failure on how many local ranks a run goes on: `ranks_after` is what
+    `launch_local` asks.
+
+    lock_folder: returns a lock on the run folder. Raises UserError if another run holds it.
+    """
+
+    def __init__(
+        self, config: RunConfig, lock_folder: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.config = config
+        self.lock_folder = lock_folder
+        self.left = config.train.restarts
+        self.ranks = config.world_size
+        self.restarted = False
+        self._remember_start()
+
+    def ranks_after(self, lost_rank: LostRank) -> int:
+        """Return how many ranks are started after `lost_rank`, and print it; 0 if the run ends."""
+        if not self.config.train.restarts or ended_by_choice(lost_rank.exitcode):
+            return 0
+        try:
+            ranks = self._ranks_to_start()
+            if ranks:
+                self._record_restart(lost_rank, ranks)
+        except UserError as error:
+            return _refuse_restart("; ".join(error.problems))
+        return ranks
+
+    def _ranks_to_start(self) -> int:
+        if not self.left:
+            return _refuse_restart(
+                f"the restarts are used up (train.restarts = {self.config.train.restarts})"
+            )
+        if self._has_applied_a_step():
+            return self.ranks
+        # A second start in vain: the rank that was lost may be one that cannot be started.
+        if self.restarted and self.config.parallel.elastic:
+            fitting = largest_fitting(self.config, self.ranks - 1)
+            if fitting and fitting.ranks:
+                return fitting.ranks
+        return _refuse_restart("no step was applied since the last start")
+
+    def _record_restart(self, lost_rank: LostRank, ranks: int) -> None:
+        """Announce and record the restart."""
+        step = newest_step(self.config)
+        without = ""
+        if ranks < self.ranks:
+            without = f", without rank {lost_rank.rank}, which could not be started again"
+        self.left -= 1  # counted before the record, which names the restarts that are left
+        self.ranks = ranks
+        self.restarted = True
+        event = restart_event(step, ranks, lost_rank.message, self.left)
+        with self.lock_folder():  # another run may have begun there
+            rewind(Path(self.config.train.folder), step, event)
+        left = f"{counted(self.left, 'restart')} left"
+        print(
+            f"restart    {lost_rank.message}: training goes on {_describe_origin(step)}{without}; "
+            f"{left}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._remember_start()
+
+    def _remember_start(self) -> None:
+        """Remember the state of the run before its ranks are started."""
+        records = read_metrics(Path(self.config.train.folder))
+        self._last_record = records[-1] if records else None
+        self._start_step = newest_step(self.config)
+
+    def _has_applied_a_step(self) -> bool:
+        """Return True if the ranks have applied a step since they were started."""
+        records = read_metrics(Path(self.config.train.folder))
+        # Ranks remove the records of steps after the checkpoint when they resume. Until then, and
+        # until they have added one, the last record is the old one.
+        if not records or records[-1] == self._last_record:
+            return False
+        return any(
+            record["step"] > self._start_step and record["outcome"] == "applied"
+            for record in records
+        )
+
+
+def ended_by_choice(exitcode: int) -> bool:
+    """Return True if a rank ended by wrong input, by a run that stopped itself, or by a signal that
+    asked it to.
+    """
+    by_signal = {-number for number in STOP_SIGNALS}
+    # as a shell tells it; `by_signal` is as the parent process sees it
+    after_signal = {128 + number for number in STOP_SIGNALS}
+    return exitcode in CODES.values() or exitcode in by_signal | after_signal
+
+
+def newest_step(config: RunConfig) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none. Raises UserError for a damaged
+    one.
+    """
+    newest = latest(config.checkpoint_folder)
+    return step_of(newest) if newest else 0
+
+
+def restart_event(step: int, ranks: int, reason: str, left: int | None) -> dict[str, Any]:
+    """Return the event of a restart after `step`.
+
+    left: restarts that are left, None if another program counts.
+    """
+    return {"event": "restart", "step": step, "ranks": ranks, "why": reason, "left": left}
+
+
+def _describe_origin(step: int) -> str:
+    return f"from the checkpoint of step {step}" if step else "from the start"
+
+
+def _refuse_restart(reason: str) -> int:
+    """Print why the run is not restarted; return 0, the number of ranks to start."""
+    print(f"not restarted: {reason}", file=sys.stderr, flush=True)
+    return 0
+
+
+def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why ranks of this host ended on purpose before torchrun restarted them; "" if they
+    crashed.
+
+    torchrun gives the attempts of a host folders side by side, and each rank a file for its reason.
+    A new attempt with the same number, after a host has joined, replaces its folder.
+    """
+    error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    attempt_folder = error_file.parent.parent
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or attempt_folder.name != f"attempt_{attempt}":
+        return ""
+    attempt_before = attempt_folder.with_name(f"attempt_{attempt - 1}")
+    for note in sorted(attempt_before.glob("*/error.json")):
+        reason = _read_reason(note)
+        if ended_on_purpose(reason):
+            return reason
+    return ""
+
+
+def _read_reason(note: Path) -> str:
+    """Return the reason that `note_failure` has stored; "" if the file is not whole."""
+    try:
+        return str(json.loads(read_whole(note))["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
         return ""

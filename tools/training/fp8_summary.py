@@ -1,6 +1,4 @@
-"""The FP8 lines that a run prints before it starts, and the checks of FP8 settings that need the
-model or the device.
-"""
+"""The FP8 lines that a run prints first, and checks of FP8 that need the model or the device."""
 
 import re
 from collections import defaultdict
@@ -12,7 +10,7 @@ import torch
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8 import transformer_engine
 from megaprec.fp8.eligibility import Eligibility, unsupported_settings
 from megaprec.fp8.matmul import describe_kernels
@@ -47,16 +45,20 @@ def check_fp8(config: RunConfig) -> None:
     recipe = config.plan.fp8
     if recipe is None:
         return
-    problems = list[str]()
+    problems = list[Problem]()
     for field, reason in unsupported_settings(recipe).items():
         origin = config.origin(f"fp8.{field}")
         # a field that [fp8] has no key for is of another system's table
         if field not in FP8.model_fields:
             origin = config.plan.origin["fp8"]
         key = _key_of_origin(field, origin)
-        problems.append(f"fp8.{field} = true ({origin}): {reason}; set {key} = false")
+        problems.append(
+            Problem.of(
+                "training.fp8_not_computed", field=field, origin=origin, reason=reason, key=key
+            )
+        )
     if recipe.backend == "transformer_engine":
-        problems += _check_transformer_engine(config.train.device)
+        problems += _backend_problems(config.train.device)
     if recipe.wide:
         stage = _stage_of_rank(config, config.sized_model, recipe)
         problems += _unused_patterns(recipe.wide, stage)
@@ -65,9 +67,8 @@ def check_fp8(config: RunConfig) -> None:
 
 
 def _key_of_origin(field: str, origin: str) -> str:
-    """Return the key to change for a field of the recipe.
-
-    That of the dialect it comes from, or that of [fp8].
+    """Return the key to change for a field of the recipe: that of the dialect it comes from, or
+    that of [fp8].
     """
     for dialect, keys in DIALECT_KEYS.items():
         if origin.startswith(f"precision.{dialect}."):
@@ -75,7 +76,8 @@ def _key_of_origin(field: str, origin: str) -> str:
     return f"fp8.{field}"
 
 
-def _check_transformer_engine(device: str) -> Iterator[str]:
+def _backend_problems(device: str) -> Iterator[Problem]:
+    """Yield a problem if Transformer Engine cannot compute the products on this device."""
     try:
         transformer_engine.require()
     except UserError as error:
@@ -87,27 +89,24 @@ def _check_transformer_engine(device: str) -> Iterator[str]:
         reason = "torch sees none"
     else:
         return
-    yield (f'fp8.backend = "transformer_engine": it needs a CUDA device, and {reason}; use "torch"')
+    yield Problem.of("training.fp8_backend_device", reason=reason)
 
 
-def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
+def _unused_patterns(patterns: Sequence[str], stage: Stage) -> Iterator[Problem]:
     """Yield a problem for each pattern of fp8.wide that no weight of the model has."""
-    names = list[str]()
+    weight_names = list[str]()
     for parameter in stage.parameters():
-        names += [part.name for part in layout_of(parameter).parts]
+        weight_names += [part.name for part in layout_of(parameter).parts]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatchcase(name, pattern) for name in weight_names):
             # A name of a layer, for those are what fp8.wide is about.
-            example = next(name for name in names if "layers." in name)
-            yield (
-                f'fp8.wide has "{pattern}", but no weight has such a name; names are like {example}'
-            )
+            example = next(name for name in weight_names if "layers." in name)
+            yield Problem.of("training.fp8_wide_unused", pattern=pattern, example=example)
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """Yield lines on the recipe, on the kernels of a device, and on weights left out.
-
-    Weights whose products are not in FP8 are grouped by reason.
+    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are
+    not in FP8, grouped by reason.
     """
     recipe = config.plan.fp8
     if recipe is None:
@@ -137,10 +136,15 @@ def weight_eligibility(
 def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
     """Return the whole model as one tensor-parallel rank holds it, on the meta device."""
     plan = replace(config.plan, fp8=recipe)
-    tp = Axis("tp", 0, config.parallel.tensor)
-    experts = simulated_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
-    context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp), experts=experts)
+    tensor_axis = Axis("tp", 0, config.parallel.tensor)
+    experts = simulated_experts(
+        tensor_axis.size, config.parallel.expert, config.parallel.expert_tensor
+    )
+    context = Context(
+        plan, tensor_axis, fp8=FP8State(recipe, model.layers, tensor_axis), experts=experts
+    )
     whole_model = cuts(model, 1, config.train.seq_length)[0]  # the only stage of one
+    # Only shapes and names are asked for, which need no memory.
     with torch.device("meta"):
         return Stage(model.undrawn, context, whole_model)
 
@@ -175,17 +179,16 @@ def _describe_kernels(plan: PrecisionPlan, device: str) -> str:
 
 
 def _join_layers(weights: list[Eligibility]) -> Iterator[str]:
-    """Yield the names of the weights, those of all layers and experts together.
-
-    For example "layers.0-3.mlp.down.weight".
+    """Yield the names of the weights, those of all layers and experts together, as
+    "layers.0-3.mlp.down.weight".
     """
     layers_by_name = defaultdict[str, dict[int, int]](dict)
     for weight in weights:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
+        pattern = re.sub(r"\.experts\.\d+\.", ".experts.*.", weight.name)
         # Weights outside of the layers count as layer 0, whose number is not shown.
-        in_layer = re.match(r"layers\.(\d+)\.", name)
+        in_layer = re.match(r"layers\.(\d+)\.", pattern)
         layer = int(in_layer[1]) if in_layer else 0
-        layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", name)][layer] = 1
-    for name, layers in layers_by_name.items():
+        layers_by_name[re.sub(r"^layers\.\d+\.", "layers.%.", pattern)][layer] = 1
+    for pattern, layers in layers_by_name.items():
         for layer_range, _ in layer_spans(layers):
-            yield name.replace("%", layer_range)
+            yield pattern.replace("%", layer_range)

@@ -1,31 +1,111 @@
-"""Ending a run that hangs: each rank leaves a record of what it was doing, and the cause is printed
-once, last.
+"""The end of a run that hangs or fails, and the record that each rank leaves of what it was doing.
 
-`megaprec diagnose` reads the records (`end_records.py`).
+A record is a JSON file in the folder of the run, which `megaprec diagnose` reads. The next run in
+the folder removes it. The cause of a hang is printed once, last.
 """
 
 import os
+import shutil
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megaprec.comm.waiting import noted
+from megaprec.data.files import write_whole
 from megaprec.diagnose.position import Position
+from megaprec.durable import read_whole
+from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
-from tools.training.end_records import EndRecord, write_record
-from tools.training.endings import ON_PURPOSE
-from tools.training.launch import RankHangs, is_local_rank, lost_connection, note_failure
+from tools.training.launch import RankHangs, is_local_rank, lost_connection
+from tools.training.stopping import ON_PURPOSE, note_failure
 
-LEFT = "left, because of that"
+LEFT = "left, because of that"  # the end of a rank that leaves because others hang
+FOLDER = "last_end"  # of the records, in the run folder
+MAX_RANKS = 1_000_000  # of a run, so that a damaged record cannot ask for endless lines
+WRITE_SECONDS = 3.0  # for writing a record; the filesystem may be what hangs
+
+
+class EndRecord(BaseModel):
+    """The end of a run as one rank saw it.
+
+    rank: the position of the rank that wrote the record. ranks: number of ranks of the run.
+    ended: why it ended. verdict: the cause of a hang, empty if there was none. culprits: ranks that
+    hang, or the rank itself if it failed. others: the last known positions of other ranks.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Beat
+    ranks: int = Field(gt=0, le=MAX_RANKS)
+    ended: str
+    verdict: str = ""
+    culprits: tuple[int, ...] = ()
+    others: tuple[Beat, ...] = ()
+
+    @model_validator(mode="after")
+    def _require_ranks(self) -> "EndRecord":
+        named_ranks = [self.rank.rank, *self.culprits, *(beat.rank for beat in self.others)]
+        if not all(0 <= rank < self.ranks for rank in named_ranks):
+            raise ValueError(f"it names a rank that is not one of {self.ranks}")
+        return self
+
+
+def write_record(folder: Path, record: EndRecord) -> None:
+    """Write a record into the run folder, unless that fails or takes long: the cause must be told
+    in any case.
+    """
+    file = folder / FOLDER / f"rank-{record.rank.rank:05d}.json"
+
+    def write() -> None:
+        with suppress(OSError):
+            write_whole(file, record.model_dump_json().encode())
+
+    # A thread can be left behind; the main one must go on.
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(WRITE_SECONDS)
+
+
+def forget_records(folder: Path) -> None:
+    """Remove the records of an earlier end of the run in `folder`."""
+    with suppress(OSError):
+        shutil.rmtree(folder / FOLDER)
+
+
+def read_records(folder: Path) -> Sequence[EndRecord]:
+    """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one
+    is damaged.
+    """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError.of("training.not_a_run", folder=folder, problem=problem)
+    records = [_read_record(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
+    if not records:
+        raise UserError.of("training.no_end_record", folder=folder)
+    return sorted(records, key=lambda record: record.rank.rank)
+
+
+def _read_record(file: Path) -> EndRecord:
+    try:
+        return EndRecord.model_validate_json(read_whole(file))
+    except OSError as error:
+        raise UserError.of(
+            "training.end_record_unreadable", file=file, strerror=error.strerror
+        ) from error
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise UserError.of("training.end_record_damaged", file=file, problem=problem) from error
 
 
 @contextmanager
@@ -39,13 +119,13 @@ def watching(
     another rank, it leaves with that rank's verdict.
     """
     rank = dist.get_rank()
-    size = dist.get_world_size()
+    num_ranks = dist.get_world_size()
 
     def leave(verdict: Verdict) -> None:
-        _leave(folder, size, verdict, watchdog.me())
+        _leave(folder, num_ranks, verdict, watchdog.me())
 
     position.share()
-    watchdog = Watchdog(store, rank, size, position, timeout, leave, peers)
+    watchdog = Watchdog(store, rank, num_ranks, position, timeout, leave, peers)
     watchdog.start()
     try:
         with noted(position.waits):
@@ -53,18 +133,21 @@ def watching(
     except ON_PURPOSE:
         raise
     except Exception as error:
-        if size > 1:
-            # the launcher's, while this rank leaves by itself
+        if num_ranks > 1:
+            # The launcher sends it, while this rank leaves by itself.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if lost_connection(str(error)):
             # The rank that is gone or hangs has its own reason: this one is no culprit.
+            # A launcher tells which rank is gone; without one the watchdog looks for it.
             watchdog.lost_connection(search="TORCHELASTIC_RUN_ID" not in os.environ)
             reason = "lost the connection to another rank"
-            _record_end(folder, watchdog, size, reason, ())
+            _record_end(folder, watchdog, num_ranks, reason, culprits=())
             raise
         reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        _record_end(folder, watchdog, size, reason, (rank,))
+        _record_end(folder, watchdog, num_ranks, reason, culprits=(rank,))
         if not is_local_rank():
+            # A local launcher ends the other ranks and prints the reason; without one they must be
+            # told.
             watchdog.failed(reason)
         raise
     finally:
@@ -72,12 +155,12 @@ def watching(
 
 
 def _record_end(
-    folder: Path, watchdog: Watchdog, size: int, reason: str, culprits: tuple[int, ...]
+    folder: Path, watchdog: Watchdog, num_ranks: int, reason: str, culprits: tuple[int, ...]
 ) -> None:
     """Write the record of this rank, which has failed."""
     record = EndRecord(
         rank=watchdog.me(),
-        ranks=size,
+        ranks=num_ranks,
         ended=reason,
         culprits=culprits,
         others=watchdog.others(),
@@ -97,10 +180,7 @@ def print_waiting(watchdog: Watchdog, seconds: float) -> None:
 
 
 def straggler_events(watchdog: Watchdog) -> list[dict[str, Any]]:
-    """Return the lines of events.jsonl about ranks that have become slow, or no longer are.
-
-    Those since the last call.
-    """
+    """Return events, new since the last call, about ranks that are slow or no longer are."""
     events = list[dict[str, Any]]()
     for straggler, line in watchdog.noticed():
         event: dict[str, Any] = {
@@ -121,16 +201,16 @@ def _speaks_for_machine(rank: int) -> bool:
     return rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
+def _leave(folder: Path, ranks: int, verdict: Verdict, own_beat: Beat) -> None:
     """Leave a record, kill the stopped ranks of this machine, tell the cause, and end here."""
     try:
         record = EndRecord(
-            rank=me,
+            rank=own_beat,
             ranks=ranks,
             ended=LEFT,
             verdict=verdict.reason,
             culprits=verdict.culprits,
-            others=tuple(beat for beat in verdict.beats if beat.rank != me.rank),
+            others=tuple(beat for beat in verdict.beats if beat.rank != own_beat.rank),
         )
         write_record(folder, record)
         try:  # `note_failure` takes the traceback of the exception that is handled
@@ -138,7 +218,7 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
         except RankHangs as hang:
             note_failure(hang)
         kill_silent(verdict)  # their launcher would wait for them
-        if not is_local_rank() and me.rank == _speaker(verdict, me):
+        if not is_local_rank() and own_beat.rank == _speaker(verdict, own_beat):
             print(verdict.reason, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -147,13 +227,12 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
         os._exit(1)
 
 
-def _speaker(verdict: Verdict, me: Beat) -> int:
-    """Return the rank that prints the cause.
-
-    The lowest that does not hang, of those that can be reached.
+def _speaker(verdict: Verdict, own_beat: Beat) -> int:
+    """Return the rank that prints the cause: the lowest that does not hang, of those that can be
+    reached.
     """
     if len(verdict.beats) == 1:  # about the store; each rank has found it out alone
-        return me.rank if _speaks_for_machine(me.rank) else -1
+        return own_beat.rank if _speaks_for_machine(own_beat.rank) else -1
     hanging = {*verdict.silent, *verdict.culprits}
-    able = [beat.rank for beat in verdict.beats if beat.rank not in hanging]
-    return min(able, default=me.rank)
+    healthy_ranks = [beat.rank for beat in verdict.beats if beat.rank not in hanging]
+    return min(healthy_ranks, default=own_beat.rank)

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness during training, as `data.lm_eval` names them.
+"""Tasks of lm-evaluation-harness during training (data.lm_eval), computed by all ranks.
 
 The harness runs on rank 0 alone. All ranks compute what it asks for, in the layout and precision of
 the run: rank 0 sends them the samples, and they wait for these until it has finished. Training
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.diagnose.position import Position
-from megaprec.errors import UserError
-from models.engine.engine import Engine
-from models.engine.relay import Relay
+from megaprec.errors import Problem, UserError
+from models.engine import Engine
+from models.relay import Relay
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.journal.records import TASK_PREFIX
@@ -40,10 +40,10 @@ Ask = Callable[[Sequence[Window]], list[Likelihood]]
 
 
 def require_harness(config: RunConfig) -> None:
-    """Raise UserError if a task of data.lm_eval cannot be evaluated during training.
+    """Raise UserError if a task of data.lm_eval cannot be evaluated during training: if the harness
+    is not installed, the task is not there, or it needs other answers than probabilities.
 
-    The harness is not installed, the task is not there, or it needs other answers than
-    probabilities. Loads the tasks, and their data if the harness has to download them.
+    Loads the tasks, and their data if the harness has to download them.
     """
     data = config.data
     if not data.lm_eval:
@@ -68,7 +68,7 @@ def _require_known_tasks(manager: Any, data: Data) -> None:
     else:
         searched = "; data.lm_eval_folder names those of own"
     raise UserError(
-        *(f'data.lm_eval = "{name}": no such task in the harness{searched}' for name in missing)
+        *(Problem.of("training.harness_no_task", name=name, searched=searched) for name in missing)
     )
 
 
@@ -116,7 +116,7 @@ class Harness:
         if corpus.documents.begin is None:
             raise UserError.of("training.harness_begin_token")
         self._tokenizer = corpus.tokenizer
-        self._begin = corpus.documents.begin
+        self._begin_token = corpus.documents.begin
         self._max_positions = config.sized_model.max_positions
 
     @cached_property
@@ -125,12 +125,11 @@ class Harness:
 
     @cached_property
     def _model(self) -> Any:
-        return _language_model(self._ask, self._tokenizer, self._begin, self._max_positions)
+        return _language_model(self._ask, self._tokenizer, self._begin_token, self._max_positions)
 
     def results(self) -> dict[str, float]:
-        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC.
-
-        A harness that fails is a warning.
+        """Return the fields of metrics.jsonl, on rank 0: lm_eval/TASK/METRIC; none, with a warning,
+        if the harness fails.
         """
         if not self._data.lm_eval:
             return {}
@@ -184,11 +183,11 @@ def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
     if world.group is None:
         return [*samples]
     sizes = list[int]()
-    ids = list[Ids]()
+    token_ids = list[Ids]()
     for sample in samples:
         sizes += [len(sample.tokens), sample.first]
-        ids += [sample.tokens, sample.targets]
-    num_ids = sum(map(len, ids))
+        token_ids += [sample.tokens, sample.targets]
+    num_ids = sum(map(len, token_ids))
     lengths = torch.tensor([len(sizes), num_ids], device=relay.device)
     dist.broadcast(lengths, 0, group=world.group)
     num_sizes, num_ids = lengths.tolist()
@@ -196,7 +195,7 @@ def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:
         return []
 
     if samples:
-        flat = np.concatenate([np.array(sizes, np.int64), *ids])
+        flat = np.concatenate([np.array(sizes, np.int64), *token_ids])
     else:  # to receive into
         flat = np.zeros(num_sizes + num_ids, np.int64)
     message: Tensor = torch.from_numpy(flat).to(relay.device)
@@ -216,14 +215,14 @@ def _unpack_samples(message: Ids, num_sizes: int) -> list[Window]:
 
 
 def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of each task by the name of their field.
-
-    A filter's name "none" is left out.
+    """Return the metrics of each task by the name of their field, which the filter's name "none" is
+    left out of.
     """
     fields = dict[str, float]()
     for task, metrics in results.items():
         for metric_and_filter, value in metrics.items():
             metric, _, filter_name = metric_and_filter.partition(",")
+            # Names of the task, beside its metrics.
             if not isinstance(value, int | float):
                 continue
             if metric.endswith("_stderr") or metric == "sample_len":  # no results
@@ -235,9 +234,8 @@ def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 @contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Keep the harness's bars and warnings off the log.
-
-    `require_harness` has shown the warnings before the run.
+    """Keep the harness's bars and warnings off the log: `require_harness` has shown the warnings
+    before the run.
     """
     task_module: Any = import_module("lm_eval.api.task")
     logger = logging.getLogger("lm_eval")
@@ -257,28 +255,28 @@ def _manager(data: Data) -> Any:
 
 
 def _load_tasks(manager: Any, names: Sequence[str]) -> Any:
-    """Return tasks as the harness's evaluation takes them.
-
-    Examples before a question are the same at every step.
+    """Return tasks as the harness's evaluation takes them, with the same examples before a question
+    at every step.
     """
     loaded = manager.load([*names])
     for task in loaded["tasks"].values():
+        # As the harness's own command does: a task that names no number has no examples.
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(FEWSHOT_SEED)
     return loaded
 
 
-def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: int) -> Any:
+def _language_model(ask: Ask, tokenizer: Tokenizer, begin_token: int, max_positions: int) -> Any:
     """Return the harness's view of the model: its tokens, and the probabilities that `ask` returns.
 
-    begin: id of the token before a document, as in training. Long documents are cut as the harness
-        cuts them.
+    begin_token: id of the token before a document, as in training. Long documents are cut as the
+        harness cuts them.
     """
 
     # Defined here, because its base class is there only if the harness is installed.
     class Model(import_module("lm_eval.api.model").TemplateLM):
-        eot_token_id = begin
+        eot_token_id = begin_token
 
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **options: Any
@@ -300,8 +298,8 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
             # The samples of all texts go at once, in batches that may span texts.
             counts = list[int]()  # of samples of each text
             for request in requests:
-                ids = np.array(tokenizer.encode(request.args[0]), np.int64)
-                samples_of_text = [*windows(ids, begin, max_positions, max_positions)]
+                token_ids = np.array(tokenizer.encode(request.args[0]), np.int64)
+                samples_of_text = [*windows(token_ids, begin_token, max_positions, max_positions)]
                 samples += samples_of_text
                 counts.append(len(samples_of_text))
             log_probabilities = (log_probability for log_probability, _ in ask(samples))
@@ -314,12 +312,11 @@ def _language_model(ask: Ask, tokenizer: Tokenizer, begin: int, max_positions: i
 
 
 def _continuation_sample(context: list[int], continuation: list[int], max_positions: int) -> Window:
-    """Return the sample whose targets that count are the continuation.
-
-    With as much of the context as fits.
+    """Return the sample whose targets that count are the continuation, with as much of the context
+    as fits.
     """
     tokens = [*context, *continuation]
-    ids = np.array(tokens[-(max_positions + 1) :], np.int64)  # the last one is a target only
-    targets = ids[1:]
+    token_ids = np.array(tokens[-(max_positions + 1) :], np.int64)  # the last one is a target only
+    targets = token_ids[1:]
     first = max(0, len(targets) - len(continuation))
-    return Window(ids[:-1], targets, first)
+    return Window(token_ids[:-1], targets, first)

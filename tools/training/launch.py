@@ -1,4 +1,4 @@
-"""Starting local ranks with torch's elastic launcher.
+"""Local ranks: their start with torch's elastic agent, the signals for them, and why they ended.
 
 `launch_local` runs this program once per rank, over a rendezvous on a free port of this machine,
 and waits. When a rank fails, the others are stopped, and the caller's `Again` says how many ranks
@@ -13,8 +13,11 @@ If something else has started the ranks (torchrun, Kubernetes, srun), nothing is
 import logging
 import os
 import re
+import resource
 import signal
+import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,19 +25,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megaprec.errors import UserError
 from megaprec.resources import cores
-from tools.training.endings import as_user_error, code_of, ended_on_purpose
-from tools.training.ground import LOOPBACK, require_local_meeting
-from tools.training.leftovers import launcher_folder
-from tools.training.signals import SIGNALS, Stopped, end_by_signal, listening
+from tools.training.stopping import (
+    CODES,
+    SIGNALS,
+    Stopped,
+    code_of,
+    end_by_signal,
+    ended_on_purpose,
+    listening,
+)
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
@@ -58,10 +66,15 @@ sys.argv[0] = "megaprec"
 from megaprec.__main__ import main
 sys.exit(main())
 """
+LOOPBACK = "127.0.0.1"  # where local ranks meet; the name localhost need not resolve
+CONNECT_SECONDS = 10.0  # that a connection within this machine may take
+OPEN_FILES = 32  # of a launcher, or of a rank, without those that each rank adds
+# the launcher's pipe and its store's connection; a rank's connections to its peers
+OPEN_FILES_PER_RANK = 2
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostRank:
     """The first rank that failed.
 
     exitcode: -n if signal n ended it. message: the line that names rank and reason.
@@ -73,28 +86,32 @@ class Loss:
 
 
 # returns the number of ranks to start after a failure, 0 to end the run
-Again = Callable[[Loss], int]
+Again = Callable[[LostRank], int]
 
 
-def _never(loss: Loss) -> int:
+def _no_restart(lost_rank: LostRank) -> int:
     return 0
 
 
-def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
+def launch_local(
+    argv: Sequence[str], ranks: int, threads: int = 0, again: Again = _no_restart
+) -> int:
     """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
     return start_ranks(own_program(argv), ranks, threads, again)
 
 
 def own_program(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs `megaprec <argv>`.
-
-    The process is killed if this one ends.
+    """Return the command line of a process that runs `megaprec <argv>`, and that is killed if this
+    one ends.
     """
     root = Path(__file__).resolve().parents[2]  # the folder of all packages
+    # -P: a file of the working directory must not hide a module.
     return [sys.executable, "-P", "-c", PROGRAM, str(root), *argv]
 
 
-def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
+def start_ranks(
+    command: Sequence[str], ranks: int, threads: int = 0, again: Again = _no_restart
+) -> int:
     """Run `command` once per rank with torchrun's variables set, and wait for all.
 
     threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of
@@ -103,13 +120,16 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
     launcher). Raises UserError if ranks cannot meet here.
     """
     require_local_meeting(ranks)
-    with launcher_folder() as folder, _launching(threads or share_of_cores(ranks)):
-        local_ranks = _Ranks(command, folder)
+    with (
+        tempfile.TemporaryDirectory(prefix=OURS) as failures_folder,
+        _launching(threads or share_of_cores(ranks)),
+    ):
+        local_ranks = _Ranks(command, failures_folder)
         try:
             with listening(local_ranks.pass_on, local_ranks.kill):
                 failures = local_ranks.run(ranks)
                 while failures and not local_ranks.received:
-                    ranks = again(loss_of(failures))
+                    ranks = again(lost_rank_of(failures))
                     if not ranks:
                         break
                     os.environ[RESTARTED] = "1"
@@ -119,10 +139,44 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
         return exit_code(failures, local_ranks.received) if failures else 0
 
 
-def loss_of(failures: Mapping[int, ProcessFailure]) -> Loss:
+def require_local_meeting(ranks: int) -> None:
+    """Raise UserError if local ranks cannot meet on this machine.
+
+    torch's store tries for minutes to reach a port that cannot be reached, prints traces of C++
+    meanwhile, and answers no signal. So the loopback interface and the limit of open files are
+    tried before it is asked. A soft limit that is too low is raised as far as the hard limit
+    allows.
+    """
+    _require_open_files(OPEN_FILES + OPEN_FILES_PER_RANK * ranks)
+    _require_loopback()
+
+
+def _require_open_files(needed: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError.of("training.open_files", hard=hard, needed=needed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _require_loopback() -> None:
+    """Raise UserError if this process cannot connect to a port of its own."""
+    try:
+        # As torch's store would: a server, and a connection to it.
+        with socket.create_server((LOOPBACK, 0)) as server:
+            address = server.getsockname()[:2]
+            socket.create_connection(address, CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError.of(
+            "training.loopback", loopback=LOOPBACK, strerror=error.strerror or error
+        ) from error
+
+
+def lost_rank_of(failures: Mapping[int, ProcessFailure]) -> LostRank:
     """Return the rank that failed first, with the exit code of its reason."""
     rank, failure = first_failure(failures)
-    return Loss(rank, _code_of_failure(failure), _last_lines(rank, failure))
+    return LostRank(rank, _code_of_failure(failure), _last_lines(rank, failure))
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], received: signal.Signals | None) -> int:
@@ -132,27 +186,27 @@ def exit_code(failures: Mapping[int, ProcessFailure], received: signal.Signals |
     """
     rank, failure = first_failure(failures, received)
     code = _code_of_failure(failure)
-    stop_codes = [128 + number for number in SIGNALS]
+    stop_codes = [128 + signal_number for signal_number in SIGNALS]
     if code in stop_codes and _noted_reason(failure).startswith(Stopped.__name__):
         return code  # the first rank has told that it stopped, and that the state is saved
     if received and code == 128 + received:
         return code
+    # The agent ends ranks that take long by SIGTERM, and then by SIGKILL.
     if received and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
         return _print_stopped(received)
     print(_last_lines(rank, failure), file=sys.stderr, flush=True)
-    return _shell_code(code)
+    return 128 - code if code < 0 else code  # as a shell tells an end by a signal
 
 
-def _print_stopped(number: signal.Signals) -> int:
+def _print_stopped(signal_number: signal.Signals) -> int:
     """Print that the signal stopped the run; return the exit code."""
-    print(f"stopped by {number.name}", file=sys.stderr, flush=True)
-    return 128 + number
+    print(f"stopped by {signal_number.name}", file=sys.stderr, flush=True)
+    return 128 + signal_number
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which starts all ranks, or none if a signal came before.
-
-    A signal that comes meanwhile is passed on.
+    """torch's agent, which starts all ranks, or none if a signal came before. One that comes
+    meanwhile is passed on.
 
     The ranks inherit that Ctrl-C waits, until they can end by it without a traceback of Python's
     own start (`PROGRAM`).
@@ -181,25 +235,25 @@ class _Agent(LocalElasticAgent):
 class _Ranks:
     """Processes of `command` under torch's agent.
 
-    folder: where the agent stores the reasons of failures.
+    failures_folder: where the agent stores the reasons of failures.
     """
 
-    def __init__(self, command: Sequence[str], folder: str) -> None:
+    def __init__(self, command: Sequence[str], failures_folder: str) -> None:
         # the agent would substitute $name
-        self.command = [part.replace("$", "$$") for part in command]
-        self.folder = folder
+        self.command = [word.replace("$", "$$") for word in command]
+        self.failures_folder = failures_folder
         self.pids: list[int] = []  # while ranks run
         # the signal that was passed on, or came before there were ranks
         self.received: signal.Signals | None = None
 
     def run(self, ranks: int) -> Mapping[int, ProcessFailure]:
-        """Start ranks, wait for all and return those that failed.
-
-        Raises SignalException for a signal before they started.
+        """Start ranks, wait for all and return those that failed. Raises SignalException for a
+        signal before they started.
         """
         rendezvous = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
+                # port 0: the system chooses a free one
                 endpoint=f"{LOOPBACK}:0",
                 run_id=OURS + uuid.uuid4().hex,
                 min_nodes=1,
@@ -213,60 +267,48 @@ class _Ranks:
             rdzv_handler=rendezvous,
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
+            # `Again` decides on restarts, also on fewer ranks, which the agent cannot
             max_restarts=0,
             local_addr=LOOPBACK,
         )
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.folder), self)
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=self.failures_folder), self)
         try:
             return cast(RunResult, agent.run()).failures
         finally:
             self.pids = []
             rendezvous.shutdown()
 
-    def pass_on(self, number: signal.Signals) -> None:
-        """Send each rank the signal that this process received.
-
-        If there is none yet, none will be started.
+    def pass_on(self, signal_number: signal.Signals) -> None:
+        """Send each rank the signal that this process received. If there is none yet, none will be
+        started.
         """
-        self.received = number
+        self.received = signal_number
         for pid in self.pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
-    def kill(self, number: signal.Signals) -> None:
-        """Kill each rank and its child processes; the agent then finds them failed.
-
-        Without ranks, end here.
+    def kill(self, signal_number: signal.Signals) -> None:
+        """Kill each rank and its child processes; the agent then finds them failed. Without ranks,
+        end here.
         """
         if not self.pids:
-            end_by_signal(number)
+            end_by_signal(signal_number)
         for pid in self.pids:
             with suppress(ProcessLookupError):
+                # The agent has made each rank the leader of a group.
                 os.killpg(pid, signal.SIGKILL)
 
 
 def share_of_cores(ranks: int) -> int:
-    """Return the CPU threads per local rank.
-
-    OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1.
+    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks,
+    at least 1.
     """
-    # a list has a number for each level of nested parallel regions: the outermost counts
-    threads, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
-    threads = threads.strip()
-    if threads.isdecimal() and int(threads):  # commands refuse others (`require_threads`)
-        return int(threads)
+    # A list has a number for each level of nested parallel regions: the outermost counts.
+    outermost, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")
+    outermost = outermost.strip()
+    if outermost.isdecimal() and int(outermost):  # commands refuse others (`require_threads`)
+        return int(outermost)
     return max(1, cores() // ranks)
-
-
-def note_failure(error: Exception) -> None:
-    """Store the reason of this rank's failure for the launcher, while handling `error`.
-
-    The first reason stands, for what follows is a consequence. It is noted before the world is
-    left, which takes long if other ranks wait, and during which the launcher may stop this rank.
-    """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    if not error_file or not os.path.exists(error_file):
-        get_error_handler().record_exception(as_user_error(error))
 
 
 def under_torchrun() -> bool:
@@ -275,9 +317,8 @@ def under_torchrun() -> bool:
 
 
 def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if this rank's launcher has started the ranks before.
-
-    A checkpoint may then be their own.
+    """Return True if this rank's launcher has started the ranks before. A checkpoint may then be
+    their own.
 
     Variables that a shell has left in the environment of a process that no launcher has started do
     not count.
@@ -289,9 +330,8 @@ def was_restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def prints_own_failure() -> bool:
-    """Return True if this process prints its own failure.
-
-    False if a launcher prints it after all ranks have ended.
+    """Return True if this process prints its own failure, False if a launcher prints it after all
+    ranks have ended.
     """
     if is_local_rank():
         return False
@@ -301,20 +341,6 @@ def prints_own_failure() -> bool:
 def is_local_rank() -> bool:
     """Return True if `start_ranks` has started this process as a rank."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
-
-
-def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if Slurm shows this task one CUDA device of its own, not all of the node.
-
-    As with --gpus-per-task.
-    """
-    if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
-        return False
-    if "SLURM_GPUS_PER_TASK" in environ:
-        return True
-    tasks = environ.get("LOCAL_WORLD_SIZE")
-    devices = environ.get("SLURM_GPUS_ON_NODE")
-    return bool(tasks and devices and int(devices) >= int(tasks))
 
 
 def first_failure(
@@ -350,17 +376,18 @@ def first_failure(
 
 def _distance_from_cause(reason: str, exitcode: int, received: signal.Signals | None) -> int:
     """Return how far the end of a rank is from the cause of all ends: 0 if it may be the cause."""
+    # Ended by the signal itself, or by the launcher after it.
     if not reason and received and exitcode in (-received, -signal.SIGTERM):
         return 1
+    # Such a rank has seen that another one ended.
     if lost_connection(reason) and not ended_on_purpose(reason):
         return 2
     return 3 if not reason and exitcode == -signal.SIGTERM else 0
 
 
 class RankHangs(Exception):
-    """A rank hangs, and all leave.
-
-    The message names the rank that hangs, not the one that has noticed it.
+    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has
+    noticed it.
     """
 
 
@@ -370,9 +397,8 @@ def lost_connection(message: str) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return True if an error of torch's communication follows from the end of another rank.
-
-    That rank has the reason.
+    """Return True if an error of torch's communication follows from the end of another rank, which
+    has the reason.
     """
     return isinstance(error, RuntimeError) and lost_connection(str(error))
 
@@ -389,43 +415,39 @@ def _code_of_failure(failure: ProcessFailure) -> int:
 
 
 def _last_lines(rank: int, failure: ProcessFailure) -> str:
-    """Return the lines that say how a rank ended and why.
-
-    One line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped
-    itself (3).
+    """Return the lines that say how a rank ended and why: one for a crash, and all for an end on
+    purpose, as by wrong input.
     """
     code = _code_of_failure(failure)
     reason = _noted_reason(failure)
+    if code < 0:
+        ending = f"was ended by {failure.signal_name()}"
+    else:
+        ending = f"failed with exit code {code}"
     if code < 0 and not reason:
-        return f"rank {rank} was ended by {failure.signal_name()}"
+        return f"rank {rank} {ending}"
     if reason.startswith(RankHangs.__name__):
         _, _, message = reason.partition(": ")  # which names the rank that hangs
         return message
     lines = reason.splitlines() or ["no reason given"]
-    shown = "\n".join(lines if code in (2, 3) else lines[:1])
-    ending = (
-        f"was ended by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
-    )
+    shown = "\n".join(lines if code in CODES.values() else lines[:1])
     return f"rank {rank} {ending}: {shown}"
-
-
-def _shell_code(exitcode: int) -> int:
-    return 128 - exitcode if exitcode < 0 else exitcode
 
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
     """Set the thread count that ranks inherit and silence the agent's log, within the context."""
-    environment = dict(os.environ)
-    handler = signal.getsignal(signal.SIGQUIT)
+    old_environment = dict(os.environ)
+    old_handler = signal.getsignal(signal.SIGQUIT)
     os.environ.pop(RESTARTED, None)  # which a shell may have left
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others
+    # The agent logs tracebacks of its own for each failure; `exit_code` prints the reason once.
     logging.disable(logging.ERROR)
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
         os.environ.clear()
-        os.environ.update(environment)
-        signal.signal(signal.SIGQUIT, handler)
+        os.environ.update(old_environment)
+        signal.signal(signal.SIGQUIT, old_handler)

@@ -1,23 +1,87 @@
-"""The check that a run fits the machine that starts it: ranks, threads, workers and memory against
-what there is.
+"""The machine of a run: its device and ranks here, whether the run fits it, and its allocator.
 
 A number with a digit too many would otherwise start thousands of processes, or fill the memory
 until the system kills something. Only what cannot work is refused: memory is the least that
 weights, gradients, optimizer state and logits take.
 """
 
-from collections.abc import Iterator
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.muon import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
+from parallel.described_world import joined_world
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_replicas
 from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
+
+# options of mallopt, from malloc.h
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+FREE_BYTES = 1 << 30  # that may stay free at the end of the heap
+HEAP_BLOCK_BYTES = 1 << 25  # largest block that comes from the heap: the most that glibc allows
+
+
+def device_of_run(config: RunConfig) -> str:
+    """Return the device, cpu or cuda, which is the same for all ranks of a machine.
+
+    Raises UserError if there are fewer CUDA devices than ranks that need one.
+    """
+    wanted = config.train.device
+    ranks = local_ranks(config)
+    # Slurm may show each rank its own device only.
+    devices = ranks if has_own_device() else torch.cuda.device_count()
+    if wanted == "cuda" and devices < ranks:
+        raise UserError.of("command.too_few_devices", devices=devices, ranks=ranks)
+    return "cuda" if wanted != "cpu" and devices >= ranks else "cpu"
+
+
+def check_this_machine(config: RunConfig) -> None:
+    """Raise UserError if this machine cannot run the ranks that it has of the run."""
+    try:
+        device = device_of_run(config)
+    except UserError:  # about a device that is not there: a check of its own
+        return
+    check_machine(config, local_ranks(config), device)
+
+
+def check_native(config: RunConfig) -> None:
+    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
+    CPU.
+    """
+    # "cuda" beside it is refused by the checks between tables.
+    if config.optimizer.native and device_of_run(config) != "cpu":
+        raise UserError.of("command.native_on_gpu")
+
+
+def local_ranks(config: RunConfig) -> int:
+    """Return the number of ranks on this machine, according to the launcher."""
+    if not joined_world():
+        return config.world_size
+    # Some launchers tell the rank on this host, but not how many there are.
+    at_least = int(os.environ.get("LOCAL_RANK", "0")) + 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or at_least)
+
+
+def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if Slurm shows this task one CUDA device of its own, not all of the node, as with
+    --gpus-per-task.
+    """
+    # A single device is not one's own by that alone: it may be all that the machine has.
+    if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
+        return False
+    if "SLURM_GPUS_PER_TASK" in environ:
+        return True
+    tasks = environ.get("LOCAL_WORLD_SIZE")
+    devices = environ.get("SLURM_GPUS_ON_NODE")
+    return bool(tasks and devices and int(devices) >= int(tasks))
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
@@ -33,39 +97,38 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
         raise UserError(*problems)
 
 
-def _process_problems(config: RunConfig, ranks: int) -> Iterator[str]:
+def _process_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
     max_processes = most_processes()
     machine_cores = counted(cores(), "core")
     limit = f"this machine has {machine_cores}, and takes {max_processes} at most"
     if ranks > max_processes:
-        yield (
-            f"{in_keys(config.parallel)}: {ranks:,} local ranks, but {limit}: make the layout "
-            "smaller, or start the ranks on several machines"
+        yield Problem.of(
+            "training.too_many_ranks", layout=in_keys(config.parallel), ranks=ranks, limit=limit
         )
     for key in ("train.threads", "data.workers"):  # each is a number of threads or processes
-        number = config.get(key)
-        if number > max_processes:
-            yield f"{key} = {number}, but {limit}: use 0, which takes the cores that there are"
+        number_asked = config.get(key)
+        if number_asked > max_processes:
+            yield Problem.of(
+                "training.too_many_processes", key=key, number=number_asked, limit=limit
+            )
 
 
-def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[str]:
-    """Yield a problem if the least memory of the run's state is more than there is.
-
-    Custom models are not estimated.
-    """
+def _memory_problems(config: RunConfig, ranks: int, device: str) -> Iterator[Problem]:
+    """Yield a problem if the least memory of the run's state is more than there is."""
     if config.model.factory:
-        return
-    parameters = config.sized_model.num_parameters
+        return  # the size of a custom model is not estimated
     train = config.train
     # This machine's part of the whole run, as if all ranks needed the same.
     least = (_state_bytes(config) + _logit_bytes(config)) * ranks // config.world_size
     available = _available_bytes(device, ranks)
     if least > available:
-        yield (
-            f"the run needs at least {least / 2**30:,.1f} GiB of memory here ({parameters:,} "
-            f"parameters with gradients and optimizer state, and logits of {train.micro_batch:,} "
-            f"x {train.seq_length:,} tokens), but there are {available / 2**30:,.1f} GiB: make "
-            "model.* or train.micro_batch smaller"
+        yield Problem.of(
+            "training.too_little_memory",
+            least=least / 2**30,
+            parameters=config.sized_model.num_parameters,
+            micro_batch=train.micro_batch,
+            seq_length=train.seq_length,
+            available=available / 2**30,
         )
 
 
@@ -75,6 +138,7 @@ def _state_bytes(config: RunConfig) -> int:
     parallel = config.parallel
     moments = min_moments(make_rule(config.optimizer))
     on_every_rank, sharded = config.plan.bytes_per_parameter(moments)
+    # Experts have fewer copies than other weights: those of the expert axis hold different ones.
     experts = model.expert_parameters
 
     def bytes_of(parameters: int, copies: int) -> int:
@@ -89,16 +153,33 @@ def _state_bytes(config: RunConfig) -> int:
 def _logit_bytes(config: RunConfig) -> int:
     """Return the bytes of the logits of a micro-batch, in two bytes each, on all replicas."""
     train = config.train
+    # All pipeline ranks but the last have none, and tensor ranks share them: one copy a replica.
     tokens = config.parallel.data * train.micro_batch * train.seq_length
     return tokens * config.sized_model.vocab * 2
 
 
 def _available_bytes(device: str, ranks: int) -> int:
-    """Return the memory of the devices of `ranks` ranks, or of this machine.
-
-    That of its container, if that has less.
+    """Return the memory of the devices of `ranks` ranks, or of this machine: that of its container,
+    if that has less.
     """
     if device == "cuda":
         devices = range(min(ranks, torch.cuda.device_count()))
         return sum(torch.cuda.get_device_properties(number).total_memory for number in devices)
     return memory_bytes()
+
+
+def keep_freed_memory() -> None:
+    """Have this process's glibc keep freed memory for the next allocation, unless the environment
+    configures the allocator.
+
+    A training step allocates the same large blocks again and again. By default glibc returns them
+    when they are freed, and the system has to find, clear and map each page anew: a tenth of a
+    step's time on a CPU.
+    """
+    configured = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if sys.platform != "linux" or configured:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries, such as musl, have none
+        mallopt(TRIM_THRESHOLD, FREE_BYTES)
+        mallopt(MMAP_THRESHOLD, HEAP_BLOCK_BYTES)

@@ -40,16 +40,19 @@ def record_run(
     whole checkpoint.
     """
     folder = Path(config.train.folder)
-    total = config.train.steps
-    log = config.log
+    total_steps = config.train.steps
+    log_settings = config.log
     first_step = progress().step
     settings = config.model_dump(mode="json")
-    feeds = [Feed(name, folder, settings, first_step) for name in log.to]
+    feeds = [Feed(name, folder, settings, first_step) for name in log_settings.to]
     with (
         _naming_the_checkpoint(config, progress, first_step),
-        Journal(folder, first_step, total, log.every, log.progress, feeds) as journal,
+        Journal(
+            folder, first_step, total_steps, log_settings.every, log_settings.progress, feeds
+        ) as journal,
     ):
-        if first_step >= total:
+        # A process without a step to take leaves the records as they are.
+        if first_step >= total_steps:
             yield journal
             return
         if resumed:
@@ -58,10 +61,11 @@ def record_run(
         try:
             yield journal
         except BaseException as error:
+            # Also a KeyboardInterrupt ends the run, and may have no text.
             failure = " ".join(str(error).split()) or type(error).__name__
             raise
         finally:
-            journal.write_event(_end_event(progress(), total, failure, optimizer))
+            journal.write_event(_end_event(progress(), total_steps, failure, optimizer))
 
 
 @contextmanager
@@ -101,10 +105,10 @@ def _naming_the_checkpoint(
 
 
 def _end_event(
-    progress: TrainState, total: int, failure: str, optimizer: ParallelAMPOptimizer
+    progress: TrainState, total_steps: int, failure: str, optimizer: ParallelAMPOptimizer
 ) -> dict[str, Any]:
     """Return the event of the end of a run. failure: why it failed, "" if it did not."""
-    complete = progress.step >= total
+    complete = progress.step >= total_steps
     if failure:
         reason = failure
     elif not complete:
@@ -113,15 +117,16 @@ def _end_event(
         reason = f"all steps are taken, but {progress.skipped:,} of {progress.step:,} were skipped"
     else:
         reason = "all steps are taken"
+    # Not `is_available`: a run on the CPU of a machine with a GPU does not use it.
     on_gpu = torch.cuda.is_initialized()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
+    peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else peak_memory()
     return {
         "event": "end",
         "step": progress.step,
         "applied": progress.applied,
         "complete": complete,
         "why": reason,
-        "peak_memory": peak,
+        "peak_memory": peak_bytes,
         "memory_of": "device" if on_gpu else "process",
         "held_memory": sum(buffer.num_bytes() for buffer in optimizer.all_buffers()),
     }

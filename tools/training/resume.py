@@ -1,9 +1,15 @@
-"""Resuming a run: checks that it can resume from the newest checkpoint in its folder, and the lines
-that it prints then.
+"""Resuming from a checkpoint: what must not have changed, the place in the data, and notes.
+
+The place in the data is kept in tokens if samples have another length than the checkpoint's.
+Without data.shuffle the same tokens were read, and the next ones follow. A shuffled order is an
+order of samples: with another length it is another one, so that text of the epoch comes twice or
+not at all. Such a change is refused unless --allow accepts it. A blend counts the samples of each
+of its sets, alike.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +18,8 @@ from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.data.files import with_suffix
 from megaprec.data.intact import read_record
-from megaprec.data.tokenizer import FILE_DIGEST, has_built, same_tokens
+from megaprec.data.samples import Samples, count_training_samples
+from megaprec.data.tokenizer import FILE_DIGEST, Tokenizer, has_built, same_tokens
 from megaprec.errors import Problem, UserError
 from megaprec.optim.torch_rule import Torch
 from models.config import ModelConfig
@@ -22,15 +29,16 @@ from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.convert.train_state import (
+    TrainState,
     open_newest_checkpoint,
     read_model,
     read_progress,
     read_tokenizer,
     read_watch,
 )
-from tools.training.arithmetic import arithmetic_changes
 from tools.training.changed_keys import (
     NOT_EXACT_MARK,
+    arithmetic_changes,
     changed_keys,
     keys_of,
     lr_jump,
@@ -45,11 +53,11 @@ from tools.training.data_identity import (
     other_settings,
     read_identity,
 )
+from tools.training.data_sources import validation_sources
 from tools.training.launch import was_restarted
-from tools.training.place_in_data import other_length, position_notes
-from tools.training.validation_sets import validation_prefixes
 
 RECORDS = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
+LENGTH_KEY = "train.seq_length"
 
 
 def check_resumable(
@@ -73,49 +81,47 @@ def check_resumable(
         *_missing_state(checkpoint, config),
         *_other_shards(checkpoint, config),
     ]
-    refused = [
-        difference
-        for difference in data_differences(checkpoint, config, corpus)
-        if difference.what not in allowed
-    ]
+    refused = list[Difference]()
+    for difference in data_differences(checkpoint, config, corpus):
+        if difference.what not in allowed:
+            refused.append(difference)
     # All are told at once; problems cannot be accepted, and so decide the remedy.
     lines = [*problems, *(difference.line for difference in refused)]
+    path = checkpoint.path
     if problems:
-        raise UserError(*lines, Problem.of("training.not_resumable", path=checkpoint.path))
+        raise UserError(*lines, Problem.of("training.not_resumable", path=path))
     expected_name = checkpoint_path(config.checkpoint_folder, step).name
-    if expected_name != checkpoint.path.name:
+    if expected_name != path.name:
         raise UserError.of(
-            "training.renamed_checkpoint",
-            path=checkpoint.path,
-            step=step,
-            expected_name=expected_name,
+            "training.renamed_checkpoint", path=path, step=step, expected_name=expected_name
         )
     if refused:
-        refused_kinds = {difference.what for difference in refused}
-        flags = " ".join(f"--allow {kind}" for kind in ALLOW if kind in refused_kinds)
-        raise UserError(
-            *lines,
-            Problem.of("training.changes_on_resume", path=checkpoint.path, flags=flags),
-        )
+        flags = _allow_flags(refused)
+        raise UserError(*lines, Problem.of("training.changes_on_resume", path=path, flags=flags))
+
+
+def _allow_flags(refused: Sequence[Difference]) -> str:
+    """Return the options that accept these differences, in the order of ALLOW."""
+    kinds = {difference.what for difference in refused}
+    return " ".join(f"--allow {kind}" for kind in ALLOW if kind in kinds)
 
 
 def data_differences(
     checkpoint: Store, config: RunConfig, corpus: Corpus | None = None
 ) -> list[Difference]:
-    """Return the differences between the data of the run and of the checkpoint.
-
-    As far as the checkpoint records its data.
+    """Return the differences between the data of the run and of the checkpoint, as far as the
+    checkpoint records its data.
     """
     identity = read_identity(checkpoint)
-    changes = list[Difference]()
+    differences = list[Difference]()
     if identity:
-        changes += other_settings(identity, config.data, config.train)
-    changes += other_length(checkpoint, config)
+        differences += other_settings(identity, config.data, config.train)
+    differences += _other_length(checkpoint, config)
     if corpus:
-        changes += _other_tokenizer(checkpoint, corpus)
+        differences += _other_tokenizer(checkpoint, corpus)
         if identity and corpus.identity:
-            changes += other_sets(identity, corpus.identity)
-    return changes
+            differences += other_sets(identity, corpus.identity)
+    return differences
 
 
 class _Remark(NamedTuple):
@@ -132,9 +138,8 @@ def resume_lines(config: RunConfig, corpus: Corpus, path: Path) -> Iterator[str]
 
 
 def resume_event(config: RunConfig, corpus: Corpus, path: Path) -> dict[str, Any]:
-    """Return the record of a resume for events.jsonl.
-
-    The same remarks, and the learning rates around it.
+    """Return the record of a resume for events.jsonl: its lines, and the learning rates
+    around it.
     """
     checkpoint = Store(path)
     remarks = [*_remarks(config, corpus, checkpoint)]
@@ -171,10 +176,11 @@ def _remarks(config: RunConfig, corpus: Corpus, checkpoint: Store) -> Iterator[_
     for line in arithmetic_changes(checkpoint):
         yield _Remark("changed", f"{line}{NOT_EXACT_MARK}")
 
+    # The key is compared as any other, but a resumed run has its own weights.
     if any(line.startswith("train.init_from: ") for line in key_lines):
         weights = f"the run goes on with the weights of {checkpoint.path}"
         yield _Remark("note", f"train.init_from: not used, for {weights}")
-    yield from _notes(position_notes(checkpoint, config, corpus))
+    yield from _notes(_position_notes(checkpoint, config, corpus))
     yield from _notes(lr_jump(checkpoint, config, progress))
 
 
@@ -203,9 +209,8 @@ def _key_of(line: str) -> str:
 
 
 def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key of [model] that differs from the checkpoint.
-
-    Keys that are new since have their default in it.
+    """Yield a problem for each key of [model] that differs from the checkpoint, in which keys that
+    are newer have their default.
     """
     saved = json.loads(read_model(checkpoint).model_dump_json())
     current = json.loads(model.model_dump_json())
@@ -216,34 +221,31 @@ def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
         free_keys.add("vocab")  # not known yet
     for key, value in current.items():
         if key not in free_keys and saved.get(key) != value:
-            yield (
-                f"model.{key} = {json.dumps(value)}, but it is {json.dumps(saved.get(key))} in "
-                "the checkpoint"
+            yield Problem.of(
+                "training.other_model",
+                key=key,
+                value=json.dumps(value),
+                saved=json.dumps(saved.get(key)),
             )
 
 
 def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if a canonical run would go on in another number of pieces.
-
-    Its bits would be others.
+    """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
+    others.
     """
-    before = saved_keys(checkpoint)
-    now = keys_of(config)
-    canonical = toml("canonical")
-    if not before.get("train.numerics") == now["train.numerics"] == canonical:
+    saved_values = saved_keys(checkpoint)
+    values = keys_of(config)
+    if not saved_values.get("train.numerics") == values["train.numerics"] == toml("canonical"):
         return
     key = "train.canonical_shards"
-    if before.get(key) != now[key]:
-        yield (
-            f"{key} = {now[key]}, but it is {before.get(key)} in the checkpoint: sums in another "
-            'number of pieces have other bits; keep it, or set train.numerics = "fast"'
-        )
+    saved = saved_values.get(key)
+    if saved != values[key]:
+        yield Problem.of("training.other_shards", key=key, shards=values[key], saved=saved)
 
 
 def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the checkpoint lacks state of the optimizer.
-
-    One of another rule or of Hugging Face does.
+    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of
+    Hugging Face does.
     """
     rule = make_rule(config.optimizer)
     numbers = checkpoint.index.get("optimizer")
@@ -252,9 +254,8 @@ def _missing_state(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     if isinstance(rule, Torch) and read_progress(checkpoint).applied and isinstance(numbers, dict):
         missing += sorted(rule.scalar_names.difference(numbers.get("rule") or ()))
     if missing:
-        yield (
-            f"{checkpoint.path} holds no {' and no '.join(missing)}, which the optimizer goes on "
-            f'with: a run begins with weights alone by train.init_from = "{checkpoint.path}"'
+        yield Problem.of(
+            "training.missing_state", path=checkpoint.path, missing=" and no ".join(missing)
         )
 
 
@@ -269,47 +270,49 @@ def check_tokens(config: RunConfig, corpus: Corpus, allowed: Collection[str] = (
         raise UserError(*problems)
 
 
-def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[str]:
-    """Yield a problem for weights and data sets that have another tokenizer than the run.
-
-    These are the weights of train.init_from and each data set.
+def other_tokens(config: RunConfig, corpus: Corpus) -> Iterator[Problem]:
+    """Yield a problem for the weights of train.init_from and for each data set that have another
+    tokenizer than the run.
     """
     if corpus.tokenizer is None:
         return
     tokenizer = corpus.tokenizer.path
-    accept = "or accept it with --allow tokenizer"
     # A run that resumes does not use the weights of train.init_from.
     if config.train.init_from and open_newest_checkpoint(config.checkpoint_folder) is None:
         weights_tokenizer = initial_model(Path(config.train.init_from)).tokenizer
         if weights_tokenizer and not same_tokens(weights_tokenizer, tokenizer):
-            yield (
-                f"data.tokenizer: {tokenizer} is not the tokenizer that the weights of "
-                f"train.init_from were trained with, {weights_tokenizer}, so equal ids mean other "
-                f"tokens: set data.tokenizer = {toml(str(weights_tokenizer))}, {accept}"
+            yield Problem.of(
+                "training.tokenizer_of_weights",
+                tokenizer=tokenizer,
+                weights_tokenizer=weights_tokenizer,
+                value=toml(str(weights_tokenizer)),
             )
     prefixes = [dataset.prefix for dataset in corpus.datasets]
-    for prefix in [*prefixes, *validation_prefixes(config)]:
-        record = read_record(prefix)
-        if record is None:  # its tokenizer is not known
-            continue
-        built_with = with_suffix(prefix, ".model")
-        has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
-        is_same = has_built(corpus.tokenizer, record)
-        if is_same is None and has_copy:
-            is_same = same_tokens(built_with, tokenizer)
-        if is_same is False:
-            built_by = f"{prefix}, {built_with}" if has_copy else f"{prefix}"
-            yield (
-                f"data.tokenizer: {tokenizer} is not the tokenizer of {built_by}, so equal ids "
-                f"mean other tokens: build the data set again with --tokenizer {tokenizer}, "
-                f"{accept}"
-            )
+    if config.train.eval_every:
+        # Those of texts are built with the run's own tokenizer.
+        prefixes += [source.prefix for source in validation_sources(config) if source.is_tokenized]
+    for prefix in prefixes:
+        yield from _other_tokens_of_set(prefix, corpus.tokenizer)
+
+
+def _other_tokens_of_set(prefix: Path, tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Yield a problem if a data set is known to be built with another tokenizer."""
+    record = read_record(prefix)
+    if record is None:
+        return
+    built_with = with_suffix(prefix, ".model")
+    has_copy = built_with.is_file() and record.get(FILE_DIGEST) == file_digest(built_with)
+    is_same = has_built(tokenizer, record)
+    if is_same is None and has_copy:
+        is_same = same_tokens(built_with, tokenizer.path)
+    if is_same is False:
+        built_by = f"{prefix}, {built_with}" if has_copy else str(prefix)
+        yield Problem.of("training.tokenizer_of_set", tokenizer=tokenizer.path, built_by=built_by)
 
 
 def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
-    """Yield a difference if the tokenizer is another one.
-
-    Equal token ids then mean different tokens.
+    """Yield a difference if equal token ids would mean other tokens than in the
+    checkpoint's run.
     """
     saved = read_tokenizer(checkpoint)
     tokenizer = corpus.tokenizer
@@ -320,3 +323,100 @@ def _other_tokenizer(checkpoint: Store, corpus: Corpus) -> Iterator[Difference]:
             f"which {saved} is a copy"
         )
         yield Difference("tokenizer", line)
+
+
+@dataclass(frozen=True)
+class _DataPosition:
+    """The position of a run in its data.
+
+    next_sample: its number, where samples have the length that they have now. repeated: tokens at
+    the beginning of that sample that were read before. trained_of_held_out: tokens that were
+    trained on, and that belong to the held-out part now.
+    """
+
+    next_sample: int
+    repeated: int = 0
+    trained_of_held_out: int = 0
+
+
+def _other_length(checkpoint: Store, config: RunConfig) -> Iterator[Difference]:
+    """Yield a difference if another length of samples than the checkpoint's changes their order."""
+    saved_length = _saved_length(checkpoint, config)
+    length = config.train.seq_length
+    if saved_length == length or not read_progress(checkpoint).samples:
+        return
+    if config.data.shuffle:
+        reason = "its samples come in another order"
+    elif config.data.blend:
+        reason = "each set of a blend counts its samples"
+    else:
+        return
+    effect = "so text of this epoch comes twice or not at all"
+    yield Difference("seq_length", f"{LENGTH_KEY}: {saved_length} -> {length}: {reason}, {effect}")
+
+
+def resumed_progress(checkpoint: Store, config: RunConfig, corpus: Corpus) -> TrainState:
+    """Return the progress that a run goes on with: the checkpoint's, with its position in the data
+    kept in tokens.
+    """
+    progress = read_progress(checkpoint)
+    return replace(progress, samples=_data_position(checkpoint, config, corpus).next_sample)
+
+
+def _position_notes(checkpoint: Store, config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a note about the position in the data if the length of samples has changed."""
+    saved_length = _saved_length(checkpoint, config)
+    length = config.train.seq_length
+    if saved_length == length:
+        return
+    position = _data_position(checkpoint, config, corpus)
+    tokens = read_progress(checkpoint).samples * saved_length
+    line = (
+        f"{LENGTH_KEY}: the place in the data is kept: {tokens:,} tokens are read, and sample "
+        f"{position.next_sample:,} of {length} tokens is next"
+    )
+    if position.repeated:
+        line += f"; its first {position.repeated:,} tokens come again"
+    if position.trained_of_held_out:
+        trained = f"{position.trained_of_held_out:,} tokens that were trained on"
+        line += f"; {trained} belong to the held-out part now"
+    yield line
+
+
+def _data_position(checkpoint: Store, config: RunConfig, corpus: Corpus) -> _DataPosition:
+    saved_length = _saved_length(checkpoint, config)
+    length = config.train.seq_length
+    samples = read_progress(checkpoint).samples
+    if saved_length == length:
+        return _DataPosition(samples)
+    if not isinstance(corpus.train, Samples):  # a blend, which has no epochs of its own
+        following, repeated = divmod(samples * saved_length, length)
+        return _DataPosition(following, repeated)
+
+    old_epoch_samples = count_training_samples(
+        corpus.train.dataset, saved_length, config.data.held_out
+    )
+    new_epoch_samples = len(corpus.train)
+    # Whole epochs are counted in samples of the old length, and the rest in tokens.
+    epoch, samples_in_epoch = divmod(samples, old_epoch_samples)
+    following, repeated = divmod(samples_in_epoch * saved_length, length)
+    if following >= new_epoch_samples:  # what is left of the epoch is shorter than a sample
+        following = new_epoch_samples
+        repeated = 0
+    trained_of_held_out = 0
+    if corpus.held_out is not None:
+        # The border to the held-out part is at a whole sample, and so has moved, too.
+        trained_samples = old_epoch_samples if epoch else samples_in_epoch
+        trained_of_held_out = max(0, trained_samples * saved_length - new_epoch_samples * length)
+    next_sample = epoch * new_epoch_samples + following
+    return _DataPosition(next_sample, repeated, trained_of_held_out)
+
+
+def _saved_length(checkpoint: Store, config: RunConfig) -> int:
+    """Return the length of the samples of the checkpoint's run; the run's own if it is not
+    known.
+    """
+    saved = saved_keys(checkpoint).get(LENGTH_KEY, "")
+    if saved.isdecimal() and int(saved):
+        return int(saved)
+    return config.train.seq_length

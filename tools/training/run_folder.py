@@ -1,29 +1,103 @@
-"""The folder of a live run, which somebody may remove or replace.
-
-Files that are open stay writable after they are removed, so a run would train on for days and leave
-nothing; and without the lock file a second run could start in the same place. Rank 0 therefore
-looks after every step whether the folder and its lock are those that it began with. If not, all
-ranks stop together after the next step. They save nothing: a new folder of that name belongs to
-whoever made it.
-"""
+"""The folder of a run: that it can be written to, its lock, and that it stays there."""
 
 import errno
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from megaprec.checkpoint.atomic import require_room
+from megaprec.data.files import exclusive_lock
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from tools.config.run_file import RunConfig
+from tools.journal.records import DIGESTS, EVENTS, METRICS
 
 LOCK = ".lock"
 Identity = tuple[int, int] | None  # device and inode; None if there is nothing
 
 
+def check_folders(config: RunConfig) -> None:
+    """Raise UserError if the folders of the run cannot be written to."""
+    _check_writable("train.folder", config.train.folder)
+    _check_writable("data.cache", config.data.cache)
+    _check_outside(config)
+    require_room(config.checkpoint_folder)
+    folder = Path(config.train.folder)
+    for name in (METRICS, EVENTS, DIGESTS):
+        _require_file(folder / name, "the records of steps")
+    _require_file(folder / "run.toml", "the run's keys")
+    if _lock_path(config).exists():
+        with lock_folder(config):  # raises if another process trains there
+            pass
+
+
+def _check_writable(key: str, folder: str) -> None:
+    """Raise UserError if `folder`, the value of `key`, cannot be made or written to."""
+    if not folder:
+        return
+    # the folder itself, or the nearest one above it that exists
+    existing = Path(folder).absolute()
+    # The root always exists.
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError.of("command.folder_is_file", key=key, folder=folder, existing=existing)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError.of("command.folder_read_only", key=key, folder=folder, existing=existing)
+
+
+def _require_file(path: Path, content: str) -> None:
+    """Raise UserError if something else than a file is where `content` will be written."""
+    if os.path.lexists(path) and not path.is_file():
+        raise UserError.of("command.name_of_file_taken", path=path, content=content)
+
+
+def _check_outside(config: RunConfig) -> None:
+    """Raise UserError if the run folder lies in a folder of text: its records would be read as text
+    the next time.
+    """
+    data = config.data
+    folder = Path(config.train.folder).resolve()
+    sources = [(f"data.blend[{i}].source", blended.source) for i, blended in enumerate(data.blend)]
+    # data.source alone is read if there is no blend
+    if not sources:
+        sources = [("data.source", data.source)]
+    sources += [(f"data.validation {blended.name}", blended.source) for blended in data.validation]
+    for key, source in sources:
+        # "python" names the sources of the interpreter, not a folder
+        if source == "python" or not Path(source).is_dir():
+            continue
+        # The text of a folder is all files below it.
+        if folder.is_relative_to(Path(source).resolve()):
+            raise UserError.of(
+                "command.folder_in_source", folder=config.train.folder, key=key, source=source
+            )
+
+
+def lock_folder(config: RunConfig) -> AbstractContextManager[None]:
+    """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
+
+    def refuse() -> None:
+        raise UserError.of("command.folder_in_use", folder=config.train.folder)
+
+    # a lock of the operating system, which ends with the process
+    return exclusive_lock(_lock_path(config), refuse)
+
+
+def _lock_path(config: RunConfig) -> Path:
+    return Path(config.train.folder) / LOCK
+
+
 class RunFolder:
     """The run's folder and its lock file, if there is one, as they are now.
 
-    Only rank 0 looks at them.
+    Files that are open stay writable after they are removed, so a run would train on for days and
+    leave nothing; and without the lock file a second run could start in the same place. Rank 0
+    therefore looks after every step whether the folder and its lock are those that it began with.
+    If not, all ranks stop together after the next step. They save nothing: a new folder of that
+    name belongs to whoever made it.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -36,8 +110,11 @@ class RunFolder:
 
     def is_gone(self) -> bool:
         """Return True if the folder or its lock file was removed or replaced meanwhile."""
-        # A filesystem that does not answer for a while is no reason to stop.
-        return any(_identity(path, before) != before for path, before in self._identities.items())
+        # A filesystem that does not answer for a while is no reason to stop: as before, then.
+        for path, identity in self._identities.items():
+            if _identity(path, unknown=identity) != identity:
+                return True
+        return False
 
     def require_there(self, step: int, optimizer: ParallelAMPOptimizer) -> None:
         """Raise UserError on every rank if rank 0 finds that the folder is gone.

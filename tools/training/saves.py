@@ -19,8 +19,7 @@ from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from models.engine.engine import Engine
 from tools.config.run_file import RunConfig
-from tools.training.arithmetic import arithmetic
-from tools.training.changed_keys import keys_of
+from tools.training.changed_keys import arithmetic, keys_of
 from tools.training.corpus import Corpus
 
 
@@ -45,9 +44,8 @@ class Saves:
         return self._saving is not None
 
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
-        """Save the state after `step`.
-
-        Waits for the save before, if that is not finished. extra, files: see `save`.
+        """Save the state after `step`, when the save before is finished. extra, files: see
+        `Saving`.
         """
         self._wait()  # at most one save is under way
         settings = self._config.checkpoint
@@ -61,6 +59,7 @@ class Saves:
             self._fp8,
             background=settings.background,
         )
+        # Training waits; the outcome is known before the next step.
         if not settings.background:
             self._wait()
 
@@ -73,6 +72,8 @@ class Saves:
             return
         self._checked_buffers = True
         unsaved = unsaved_buffers(self._optimizer)
+        # A buffer that is not trained is remade from the configuration; one that changes would be
+        # lost.
         if unsaved:
             others = f" ({len(unsaved) - 1} others too)" if len(unsaved) > 1 else ""
             raise UserError.of("training.buffer_changes", unsaved=unsaved[0], others=others)
@@ -112,6 +113,7 @@ class Saves:
         for warning in warnings:
             if warning not in self._printed_warnings:
                 print(f"warning    {warning}", file=sys.stderr, flush=True)
+        # A warning that is gone is forgotten, so that it is printed if it comes back.
         self._printed_warnings = set(warnings)
 
 
@@ -139,9 +141,8 @@ def extra_entries(
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:
-    """Return the tokenizer's file and the settings beside it.
-
-    They name the token that ends a document.
+    """Return the tokenizer's file and the settings beside it, which name the token that ends a
+    document.
     """
     if not corpus.tokenizer:
         return []
@@ -159,12 +160,12 @@ def resume_point(folder: Path, step: int) -> str:
     except UserError as error:
         return str(error)
     if newest is None:
-        saved = 0
-        line = f"there is no whole checkpoint in {folder}: the same command starts anew"
+        saved_step = 0
+        message = f"there is no whole checkpoint in {folder}: the same command starts anew"
     else:
-        saved = step_of(newest)
-        line = f"the newest whole checkpoint is {newest}: the same command goes on from it"
-    if saved < step:
-        steps = f"step {step}" if saved + 1 == step else f"steps {saved + 1} to {step}"
-        line += f" and takes {steps} again"
-    return line
+        saved_step = step_of(newest)
+        message = f"the newest whole checkpoint is {newest}: the same command goes on from it"
+    if saved_step < step:
+        steps = f"step {step}" if saved_step + 1 == step else f"steps {saved_step + 1} to {step}"
+        message += f" and takes {steps} again"
+    return message

@@ -77,6 +77,7 @@ class Connection:
         for connection in _connections_to(port):
             _enable_probes(connection)
             silence = _seconds_of_silence(connection)
+            # Silence says nothing before the other side was probed, as it is without ranks here.
             if min(silence, without_ranks) > SILENCE:
                 self.lost = (
                     f"{host}:{port}, where torchrun's agents meet, has acknowledged nothing for "
@@ -87,15 +88,13 @@ class Connection:
 
 
 def _living_children() -> Iterator[int]:
-    """Yield the processes that this one has started and that have not ended.
-
-    One that has ended is listed until torchrun waits for it.
-    """
+    """Yield the processes that this one has started and that have not ended."""
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
             for pid in (task / "children").read_text().split():
                 with suppress(OSError):  # it may end while it is looked at
-                    if _process_state(pid) not in "ZX":  # a zombie, or dead
+                    # One that has ended is listed, as a zombie, until torchrun waits for it.
+                    if _process_state(pid) not in "ZX":
                         yield int(pid)
 
 
@@ -149,9 +148,8 @@ def _describe_failure(error: RendezvousError) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with these options; return the exit code.
-
-    Failures of ranks are raised, as torchrun does.
+    """Run torchrun with these options; return the exit code. Failures of ranks are raised, as
+    torchrun does.
     """
     endpoint = run.parse_args(list(argv)).rdzv_endpoint
     connection = Connection(parse_rendezvous_endpoint(endpoint, DEFAULT_PORT))

@@ -28,7 +28,7 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
+from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.decoder.own_model import stage_maker
@@ -42,48 +42,28 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_watch
+from tools.journal.fp8_shadow import shadow_event, shadow_fields
 from tools.journal.journal import Journal
-from tools.plots.perfetto import TIMELINE, write_trace
-from tools.plots.shadow_plot import shadow_event, shadow_fields
+from tools.journal.perfetto import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves
 from tools.training.corpus import Corpus
 from tools.training.harness import Harness
-from tools.training.place_in_data import resumed_progress
 from tools.training.recording import record_run
+from tools.training.resume import resumed_progress
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, extra_entries, tokenizer_files
-from tools.training.signals import listening
-from tools.training.silent_faults import SentinelChecks
-from tools.training.skipped_steps import TrainingDiverged, no_tokens_event, overflow_event
-from tools.training.state_digests import Digests
-from tools.training.stopping import stop_together
-from tools.training.throughput import Throughput
-
-
-def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of `RankStages.make_optimizer`. Raises
-    UserError.
-
-    device: on which the run trains.
-    """
-    optimizer = config.optimizer
-    parallel = config.parallel
-    return {
-        "rule": make_rule(optimizer),
-        "weight_decay": optimizer.weight_decay,
-        "groups": [
-            Group(group.pattern, group.lr, group.weight_decay) for group in optimizer.groups
-        ],
-        "clip": optimizer.clip,
-        "norm": optimizer.norm,
-        "overlap": parallel.overlaps(device.type),
-        "bucket": parallel.bucket,
-        "zero_size": parallel.zero_size if parallel.zero else 1,
-        "seed": config.train.seed,
-        "native": optimizer.native,
-    }
+from tools.training.step_records import (
+    Digests,
+    SentinelChecks,
+    Throughput,
+    is_due,
+    no_tokens_event,
+    overflow_event,
+    step_fields,
+)
+from tools.training.stopping import TrainingDiverged, listening, stop_together
 
 
 class Trainer:
@@ -92,8 +72,8 @@ class Trainer:
     mesh: None for one process without torch.distributed.
     checkpoint: from which the run resumes, the same on every rank; None: it starts at step 1.
     observers: of the optimizer's steps.
-    position: is kept up to date for a watchdog.
-    noticed: returns events about stragglers since the last call.
+    position: what this rank does, kept up to date for a watchdog.
+    straggler_events: returns events about slow ranks since the last call.
     """
 
     def __init__(
@@ -104,55 +84,54 @@ class Trainer:
         checkpoint: Path | None = None,
         observers: Sequence[StepObserver] = (),
         position: Position | None = None,
-        noticed: Callable[[], Sequence[dict[str, Any]]] = tuple,
+        straggler_events: Callable[[], Sequence[dict[str, Any]]] = tuple,
     ) -> None:
         self.position = position or Position()
-        self._noticed = noticed
+        self._straggler_events = straggler_events
         self.config = config
         self.corpus = corpus
         self.resumed = checkpoint
         self.engine = self._build_engine(mesh, observers)
+        self.rank = self.engine.optimizer.world.rank
+        self.dp = self.engine.dp
+        self._validation = None
+        if config.optimizer.validation == "after":
+            self._validation = PostValidation(self.engine)
         self._checks = SentinelChecks(self.engine, config)
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
-        if config.optimizer.validation == "after":
-            self._validation = PostValidation(self.engine)
-        else:
-            self._validation = None
-        self.rank = self.engine.optimizer.world.rank
-        self.dp = self.engine.dp
         self._batches = Batches(config, corpus.train, self.dp, self.position)
-        # after the last step whose outcome is known; one more step may have been taken
-        self.progress = TrainState()
-        self._raised: NonFiniteStep | None = None
-        # the signal that asked this rank to stop
-        self._signal = 0
-        # True when all ranks know of one
-        self._stops = False
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
+        # After the last step whose outcome is known. With optimizer.validation = "after" one more
+        # step may have been taken.
+        self.progress = TrainState()
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
             start_from(Path(config.train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine)
-        self._taken = self.progress.step  # steps, also those whose outcome is not yet known
-        self._saved = self.progress.step  # the step of the newest checkpoint
-        # of steps whose outcome is not yet known: comparisons by step number, and durations
+        self._saved_step = self.progress.step  # that of the newest checkpoint
+        self._taken_steps = self.progress.step  # also those whose outcome is not yet known
+        # Of steps whose outcome is not yet known: FP8 comparisons by step number, and durations.
         self._shadows: dict[int, Shadow] = {}
-        self._seconds: deque[float] = deque()
+        self._durations: deque[float] = deque()
+        self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
+        self._received_signal = 0  # that asked this rank to stop
+        self._is_stopping = False  # True when all ranks know that one was asked to stop
 
     def _build_engine(self, mesh: DeviceMesh | None, observers: Sequence[StepObserver]) -> Engine:
         """Build the stages of this rank, the optimizer over them, and their engine. Collective."""
         config = self.config
         options = replace(
             config.engine_options,
+            # Weights that are loaded afterwards need not be drawn.
             blank=bool(self.resumed or config.train.init_from),
             leaves=compile_leaves(config, self.corpus.model, mesh, self.resumed),
         )
-        parts = build_stages(
+        stages = build_stages(
             self.corpus.model,
             config.plan,
             mesh,
@@ -160,19 +139,19 @@ class Trainer:
             options,
             stage_maker(config.model.factory),
         )
-        settings = optimizer_options(config, device_of(mesh))
-        optimizer = parts.make_optimizer(self._optimizer_class(config), **settings)
-        return Engine(parts, optimizer, [StepPosition(self.position), *observers], self.position)
+        optimizer_options = _optimizer_options(config, device_of(mesh))
+        optimizer = stages.make_optimizer(self._optimizer_class(config), **optimizer_options)
+        return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     @staticmethod
     def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
-        """Return the class of the run's optimizer."""
         if config.optimizer.validation == "after":
             return PostValidationOptimizer
         return ParallelAMPOptimizer
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
+        # As lines of the run, without a place in the code.
         with warnings.catch_warnings(record=True, action="always") as caught:
             load(checkpoint, self.engine.optimizer, self.engine.fp8)
         for warning in caught:
@@ -194,28 +173,34 @@ class Trainer:
             )
             print_memory(self.engine.optimizer)
             print_marked(self.engine.optimizer)
-            # without a step left, run.toml would differ from the steps taken
+            # Without a step left, run.toml would differ from the steps taken.
             if self.progress.step < self.config.train.steps:
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
+            # Settings of the process, which are put back after the run.
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
                 with self.position.during(Phase.SAVE):
                     self._saves.finish(self.progress.step)
+            # Gathers of updated weights may still be under way.
             self.engine.optimizer.wait()
-            if self._stops and self.progress.step < self.config.train.steps:
+            steps_done = self.progress.step
+            if self._is_stopping and steps_done < self.config.train.steps:
                 optimizer = self.engine.optimizer
-                stop_together(self._signal, optimizer.world, optimizer.device, self.progress.step)
+                stop_together(self._received_signal, optimizer.world, optimizer.device, steps_done)
 
     def _take_steps(self, journal: Journal | None, folder: RunFolder) -> None:
+        """Take all remaining steps, or those until a signal, and save after those where a save is
+        due.
+        """
         for event in self._digests.of_loaded(self.progress, self.resumed):
             if journal is not None:
                 journal.write_event(event)
-        while self.progress.step < self.config.train.steps and not self._stops:
+        while self.progress.step < self.config.train.steps and not self._is_stopping:
             divergence = ""
-            # the step that is taken now, which may be one after the last whose outcome is known
-            self.position.enter(Phase.STEP, self._taken + 1)
-            # a run whose folder was removed has nowhere to save, and stops on all ranks
+            # The step that is taken now, which may be one after the last whose outcome is known.
+            self.position.enter(Phase.STEP, self._taken_steps + 1)
+            # A run whose folder was removed has nowhere to save, and stops on all ranks.
             self.engine.optimizer.stop |= folder.is_gone()
             try:
                 finished = self._timed_step()
@@ -224,16 +209,18 @@ class Trainer:
             for report, progress, seconds in finished:
                 self._write(journal, report, progress, seconds)
                 divergence = divergence or self._describe_divergence()
-            done = self.progress.step
-            if self._stops:
-                folder.require_there(done, self.engine.optimizer)
-            # only then do the weights belong to a step whose outcome is known
-            if done == self._taken:
-                self._save_if_due(ends=bool(divergence or self._stops))
-            # after the save, so that the state is there to look at
+            steps_done = self.progress.step
+            if self._is_stopping:
+                folder.require_there(steps_done, self.engine.optimizer)
+            # Only then do the weights belong to a step whose outcome is known.
+            if steps_done == self._taken_steps:
+                self._save_if_due(ends=bool(divergence or self._is_stopping))
+            # After the save, so that the state is there to look at.
             if divergence:
-                self._saves.finish(done, divergence)
-                raise TrainingDiverged(f"stopped after step {done}, state saved: {divergence}")
+                self._saves.finish(steps_done, divergence)
+                raise TrainingDiverged(
+                    f"stopped after step {steps_done}, state saved: {divergence}"
+                )
 
     def _save_if_due(self, ends: bool) -> None:
         """Look after a save that is under way, and begin one that is due. ends: the run does."""
@@ -243,27 +230,28 @@ class Trainer:
             with self.position.during(Phase.SAVE):
                 self._save()
 
-    def _ask_to_stop(self, number: int) -> None:
+    def _ask_to_stop(self, signal_number: int) -> None:
         """Stop after the next step; its consensus tells all ranks."""
-        self._signal = number
+        self._received_signal = signal_number
         self.engine.optimizer.stop = True
 
     def _end_for(self, error: SilentFault, journal: Journal | None) -> NoReturn:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
-        if it is sound."""
+        if it is sound.
+        """
         with self.position.during(Phase.SAVE):
-            if error.fault.sound and self.progress.step > self._saved:
+            if error.fault.sound and self.progress.step > self._saved_step:
                 self._save()
             self._saves.finish(self.progress.step, str(error))
-        event, stop = self._checks.outcome(error, self.progress.step, self._saved)
+        event, stop = self._checks.outcome(error, self.progress.step, self._saved_step)
         if journal is not None:
             journal.write_event(event)
         raise stop
 
     def _describe_divergence(self) -> str:
         """Return the reason why further steps are of no use; empty if training may go on."""
-        if self._raised is not None:
-            return f'precision.on_nonfinite = "raise", and {self._raised}'
+        if self._nonfinite_step is not None:
+            return f'precision.on_nonfinite = "raise", and {self._nonfinite_step}'
         return self.monitor.advice() if self.monitor.hopeless else ""
 
     def _journal(self) -> AbstractContextManager[Journal | None]:
@@ -275,21 +263,24 @@ class Trainer:
         )
 
     def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
-        """Take the next step. Returns the steps whose outcome is now known, with the progress and
-        seconds of each."""
-        start = time.perf_counter()
+        """Take the next step. Return the steps whose outcome is now known, with the progress and
+        seconds of each.
+        """
+        start_time = time.perf_counter()
         finished = self.step()
-        # a step whose outcome comes one step late keeps its own duration
-        self._seconds.append(time.perf_counter() - start)
-        return [(report, progress, self._seconds.popleft()) for report, progress in finished]
+        # A step whose outcome comes one step late keeps its own duration.
+        self._durations.append(time.perf_counter() - start_time)
+        return [(report, progress, self._durations.popleft()) for report, progress in finished]
 
     def _write(
         self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float
     ) -> None:
-        """Run the evaluation that is due after a step, feed the overflow monitor and write the
-        step's record."""
-        record = self._fields(report, progress, seconds)
-        shadow = self._shadows.pop(progress.step, None)
+        """Evaluate if that is due after the step, feed the overflow monitor and write the step's
+        record and events.
+
+        seconds: of the step.
+        """
+        record = step_fields(self.config, report, progress, seconds, self._throughput)
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
                 for name, samples in self.corpus.evaluated.items():
@@ -298,15 +289,13 @@ class Trainer:
         record |= self._checks.fields(progress.step)
         self.position.record()
         self.monitor.note(report)
-        # evaluations are collective, so every rank gets here; rank 0 alone writes
-        events = []
-        if report.outcome != "applied":
-            events.append(self._skip_event(report, progress))
-        events += self._digests.of_step(report, progress)
+        # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
+        events = self._step_events(report, progress)
+        shadow = self._shadows.pop(progress.step, None)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
-        for event in self._noticed():
+        for event in self._straggler_events():
             events.append(event)
             record["straggler"] = event["said"]
         if journal is not None:
@@ -314,96 +303,86 @@ class Trainer:
             for event in events:
                 journal.write_event(event)
 
-    def _fields(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
-        """Return the fields of metrics.jsonl for one step, without evaluation and FP8
-        comparison."""
-        tokens_per_s = self.config.tokens_per_step / seconds
-        fields = {
-            "step": progress.step,
-            **report_fields(report),
-            "tokens": progress.tokens,
-            "learned_tokens": progress.learned_tokens,
-            "tokens_per_s": tokens_per_s,
-            **self._throughput.fields(tokens_per_s),
-            "seconds": seconds,
-            "skipped_total": progress.skipped,
-        }
-        if report.offenders:
-            fields["overflow_in"] = report.offenders[0].name
-        return fields
+    def _step_events(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
+        """Return the event of a skipped step, and that of its digests if they are due."""
+        events = list[dict[str, Any]]()
+        samples = range(progress.samples - self.config.train.global_batch, progress.samples)
+        if report.outcome == NO_TOKENS:
+            events.append(no_tokens_event(progress.step, samples))
+        elif report.outcome != "applied":
+            events.append(
+                overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
+            )
+        return events + self._digests.of_step(report, progress)
 
     def _evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation is due after this step."""
-        return _due(self.config.train.eval_every, step)
+        return is_due(self.config.train.eval_every, step)
 
     def _saves_after(self, step: int) -> bool:
         """Return True if a checkpoint is due after this step."""
-        return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
-
-    def _skip_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
-        """Return the event of a step that changed nothing."""
-        samples = range(progress.samples - self.config.train.global_batch, progress.samples)
-        if report.outcome == NO_TOKENS:
-            return no_tokens_event(progress.step, samples)
-        return overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
+        return step == self.config.train.steps or is_due(self.config.checkpoint.every, step)
 
     def step(self) -> list[tuple[StepReport, TrainState]]:
-        """Take the next step. Returns the steps whose outcome is now known, each with the progress
+        """Take the next step. Return the steps whose outcome is now known, each with the progress
         after it.
 
         With optimizer.validation = "before" that is this step. With "after" it may be the step
         before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        number = self._taken  # from 0
-        batch = self.config.train.global_batch
-        position = self.progress.samples + (number - self.progress.step) * batch
-        if number + 1 == self.config.log.timeline:
+        step_number = self._taken_steps  # from 0
+        steps_ahead = step_number - self.progress.step
+        first_sample = self.progress.samples + steps_ahead * self.config.train.global_batch
+        recording = None
+        if step_number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
-        else:
-            recording = None
-        share = self._batches.take(position)
-        if _due(self.config.fp8.shadow_every, number + 1):
-            # before the step, with the weights that it will read
+        share = self._batches.take(first_sample)
+        if is_due(self.config.fp8.shadow_every, step_number + 1):
+            # Before the step, with the weights that it will read.
             with self.position.during(Phase.COMPARISON):
-                self._shadows[number + 1] = run_shadow(self.engine.passes, share, number)
-        share_of = partial(self.share, self.corpus.train, position)
-        self._taken = number + 1
+                self._shadows[step_number + 1] = run_shadow(self.engine.passes, share, step_number)
+        self._taken_steps = step_number + 1
         finished = list[tuple[StepReport, TrainState]]()
-        with self._locating(self.corpus.train), self._checks.checking(number, share_of):
-            for report in self._reports(share, number, recording):
+        # The sentinel recomputes the share of any data-parallel rank.
+        share_of = partial(self.share, self.corpus.train, first_sample)
+        with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
+            for report in self._train(share, step_number, recording):
                 self._advance(report)
                 finished.append((report, self.progress))
         if recording:
             self._write_timeline(recording)
         return finished
 
-    def _reports(
-        self, share: Share, number: int, recording: Recording | None
+    def _train(
+        self, share: Share, step_number: int, recording: Recording | None
     ) -> Iterator[StepReport]:
-        """Take the step. Yield the reports of the steps whose outcome becomes known."""
+        """Train on a share: forward, backward, and the update. Yield the reports of the steps whose
+        outcome becomes known.
+        """
         if self._validation is not None:
             yield from self._validation.step(
-                share, number, self._lr, self._needs_outcome, recording
+                share, step_number, self._lr, self._needs_outcome, recording
             )
             return
         try:
-            yield self.engine.step(share, self._lr(), number, recording)
+            yield self.engine.step(share, self._lr(), step_number, recording)
         except NonFiniteStep as error:
-            # the run ends once the state is saved (`_describe_divergence`)
-            self._raised = error
+            # The run ends once the state is saved (`_describe_divergence`).
+            self._nonfinite_step = error
             yield error.report
 
     @contextmanager
-    def _locating(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
+    def _locating(
+        self, samples: Samples | Blend, first_sample: int | None = None
+    ) -> Iterator[None]:
         """Raise UserError with the file and place of a token id outside of the vocabulary.
 
-        position: the first sample of the global batch; default: of the first step whose outcome is
-            not known.
+        first_sample: of the global batch; None: of the first step whose outcome is not known.
         """
         try:
             yield
         except OutsideVocabulary as error:
-            start = self.progress.samples if position is None else position
+            start = self.progress.samples if first_sample is None else first_sample
             location = samples.place(start + error.sample)
             length = self.config.train.seq_length + 1
             message = describe_bad_id(*location, length, error.vocab) or str(error)
@@ -411,14 +390,19 @@ class Trainer:
 
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step
-        begins."""
-        step = self._taken
-        # these repeat a micro-batch of the next step, with weights that are final
-        repeats = _due(self.config.fp8.shadow_every, step + 1) or self._checks.due(step + 1)
-        reads_weights = (
-            self._evaluates_after(step) or self._saves_after(step) or self._digests.due(step)
+        begins.
+        """
+        step_number = self._taken_steps
+        # These repeat a micro-batch of the next step, with weights that are final.
+        repeats = is_due(self.config.fp8.shadow_every, step_number + 1) or self._checks.due(
+            step_number + 1
         )
-        return self._stops or reads_weights or repeats or self._saves.under_way
+        reads_weights = (
+            self._evaluates_after(step_number)
+            or self._saves_after(step_number)
+            or self._digests.due(step_number)
+        )
+        return self._is_stopping or reads_weights or repeats or self._saves.under_way
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
@@ -428,11 +412,13 @@ class Trainer:
 
     def _advance(self, report: StepReport) -> None:
         """Add a step whose outcome is known to `progress`, and note whether a rank was asked to
-        stop."""
-        self._stops |= report.stop
+        stop.
+        """
+        self._is_stopping |= report.stop
         before = self.progress
         batch = self.config.train.global_batch
         tokens = self.config.tokens_per_step
+        # A skipped step has used up its samples: the next one takes others.
         applied = int(report.changed)
         self.progress = TrainState(
             step=before.step + 1,
@@ -446,7 +432,8 @@ class Trainer:
     def _write_timeline(self, recording: Recording) -> None:
         spans = recording.gather(self.engine.schedule, self.engine.device)
         if self.rank == 0:
-            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
+            file = Path(self.config.train.folder) / TIMELINE
+            write_trace(file, spans, title=f"step {self._taken_steps}")
 
     def evaluate(self, samples: Samples | Blend) -> float:
         """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
@@ -454,36 +441,57 @@ class Trainer:
         These are train.eval_batches global batches of samples, or all if there are fewer. Each
         counts once, also in a last batch that they do not fill.
         """
-        nats = 0.0
-        tokens = 0.0
+        # Weighted by tokens, for of some batches more tokens count than of others.
+        total_loss = 0.0
+        counted_tokens = 0.0
         end = evaluated_samples(self.config.train, len(samples))
         for first in range(0, end, self.config.train.global_batch):
             with self._locating(samples, first):
                 loss, counted = self.engine.evaluate_counted(self.share(samples, first, end=end))
             if counted:
-                nats += loss * counted
-                tokens += counted
-        return nats / tokens if tokens else math.nan
+                total_loss += loss * counted
+                counted_tokens += counted
+        return total_loss / counted_tokens if counted_tokens else math.nan
 
     def share(
         self,
         samples: Samples | Blend,
-        position: int,
+        first_sample: int,
         replica: int | None = None,
         end: int | None = None,
     ) -> Share:
-        """Return a data-parallel rank's part of the global batch that begins at `position`, as
-        `Batches.share` does."""
-        return self._batches.share(samples, position, replica, end)
+        """Return a data-parallel rank's part of the global batch that begins at `first_sample`, as
+        `Batches.share` does.
+        """
+        return self._batches.share(samples, first_sample, replica, end)
 
     def _save(self) -> None:
         extra = extra_entries(
             self.config, self.corpus, asdict(self.progress), self.monitor.state_dict()
         )
         self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))
-        self._saved = self.progress.step
+        self._saved_step = self.progress.step
 
 
-def _due(every: int, step: int) -> bool:
-    """Return True if something happens in this step. every: 0: never."""
-    return bool(every) and step % every == 0
+def _optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return the run's settings as keyword arguments of `RankStages.make_optimizer`. Raises
+    UserError.
+
+    device: on which the run trains.
+    """
+    optimizer = config.optimizer
+    parallel = config.parallel
+    return {
+        "rule": make_rule(optimizer),
+        "weight_decay": optimizer.weight_decay,
+        "groups": [
+            Group(group.pattern, group.lr, group.weight_decay) for group in optimizer.groups
+        ],
+        "clip": optimizer.clip,
+        "norm": optimizer.norm,
+        "overlap": parallel.overlaps(device.type),
+        "bucket": parallel.bucket,
+        "zero_size": parallel.zero_size if parallel.zero else 1,
+        "seed": config.train.seed,
+        "native": optimizer.native,
+    }

@@ -13,7 +13,8 @@ from tests.project.test_readme import ROOT
 from tools.bench import __main__ as bench
 from tools.bench import gpu
 from tools.bench.gpu_page import NOTHING, page
-from tools.bench.gpu_peers import Work, torch_native
+from tools.bench.gpu_peers import torch_native
+from tools.bench.llama_layers import Workload
 
 TINY = [
     "--layers",
@@ -29,7 +30,7 @@ TINY = [
     "--rounds",
     "1",
 ]
-WORK = Work(2, 64, 4, 2, 224, 128, 16, 1, 2, "cpu")
+WORK = Workload(2, 64, 4, 2, 224, 128, 16, 1, 2, "cpu")
 here = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
@@ -90,7 +91,7 @@ def test_megaprec_and_torch_take_steps_of_the_same_work(tmp_path: Path) -> None:
 
 
 def test_the_work_is_the_same_to_the_parameter_and_the_first_loss() -> None:
-    config = gpu.model_of(WORK)
+    config = WORK.model
     torch.manual_seed(0)
     step = torch_native(WORK)
     losses = [step() for _ in range(4)]
@@ -112,7 +113,7 @@ def test_the_committed_page_is_the_programs_own() -> None:
 
 
 def test_a_system_that_fails_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(work: Work) -> None:
+    def broken(work: Workload) -> None:
         raise RuntimeError("CUDA out of memory\nmore")
 
     monkeypatch.setitem(gpu.PEERS, "torch", broken)
@@ -140,7 +141,7 @@ def test_the_outcome_of_each_test_is_on_the_page_and_a_failure_is_the_exit_code(
         f"{name}two": reason,
         f"{name}three": "failed: assert 1 == 2",
     }
-    monkeypatch.setattr(gpu, "outcomes", lambda: found)
+    monkeypatch.setattr(gpu, "run_tests", lambda: found)
     monkeypatch.setattr(
         gpu,
         "measure_systems",

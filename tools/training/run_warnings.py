@@ -8,7 +8,7 @@ a key that has no effect on these data. Keys that have none beside other keys ar
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from megaprec.data.blend import Blend
 from megaprec.data.files import with_suffix
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.samples import Samples
 from megaprec.resources import cores
 from models.router_settings import PLAIN
 from tools.config.data_settings import Data
@@ -61,7 +60,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         shares = corpus.train.taken(samples)
     else:
         shares = [samples]
-    parts = _training_parts(corpus)
+    parts = corpus.training_parts
     for name, part, share in zip(config.data.sources, parts, shares, strict=True):
         epochs = share / len(part)
         if epochs > MANY_EPOCHS:
@@ -72,20 +71,13 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             )
 
 
-def _training_parts(corpus: Corpus) -> Sequence[Samples]:
-    """Return the samples of each training data set."""
-    if isinstance(corpus.train, Blend):
-        return corpus.train.parts
-    return [corpus.train]
-
-
 def _endless_warmup(config: RunConfig) -> Iterator[str]:
     lr = config.lr
     train = config.train
-    total = train.steps
+    total_count = train.steps
     if lr.unit == "samples":
-        total *= train.global_batch
-    if lr.warmup >= total:
+        total_count *= train.global_batch
+    if lr.warmup >= total_count:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never "
             f"reaches lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
@@ -110,30 +102,29 @@ def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     requested = train.eval_batches * train.global_batch
     for field, samples in corpus.evaluated.items():
         if len(samples) < requested:
-            name = (
+            set_name = (
                 "the held-out text"
                 if field == "eval_loss"
                 else field.removeprefix(VALIDATION_PREFIX)
             )
             yield (
                 f"train.eval_batches = {train.eval_batches} of train.global_batch = "
-                f"{train.global_batch} asks for {requested:,} samples, but {name} has "
+                f"{train.global_batch} asks for {requested:,} samples, but {set_name} has "
                 f"{len(samples):,}: all of them are evaluated"
             )
 
 
 def _tf32_overruled(config: RunConfig) -> Iterator[str]:
-    """Yield a line if the environment decides on TF32 otherwise than the run does.
-
-    NVIDIA's libraries follow the environment.
+    """Yield a line if the environment, which NVIDIA's libraries follow, decides on TF32 otherwise
+    than the run does.
     """
     override = os.environ.get("NVIDIA_TF32_OVERRIDE", "")
-    wanted = config.plan.tf32
-    if override in ("0", "1") and wanted != (override == "1"):
+    allowed = config.plan.tf32
+    if override in ("0", "1") and allowed != (override == "1"):
         effect = "forces" if override == "1" else "forbids"
         yield (
             f"NVIDIA_TF32_OVERRIDE={override} {effect} TF32, against precision.tf32 = "
-            f"{toml(wanted)}: unset the variable"
+            f"{toml(allowed)}: unset the variable"
         )
 
 
@@ -177,13 +168,14 @@ def _is_tokenized(name: str) -> bool:
 
 def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each evaluated set with documents that are training documents too."""
-    parts = _training_parts(corpus)
+    parts = corpus.training_parts
     seq_length = config.train.seq_length
     held_out = set[bytes]()
     for part in parts:
         held_out |= _sampled_contents(part.dataset, len(part) * seq_length)
     sets = {
-        name: _sampled_contents(samples.dataset, 0) for name, samples in corpus.validation.items()
+        set_name: _sampled_contents(samples.dataset, 0)
+        for set_name, samples in corpus.validation.items()
     }
 
     # Only training documents as long as one of the evaluated ones can be equal to it.
@@ -193,6 +185,7 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     trained = set[bytes]()
     for part in parts:
         for document in _training_documents(part.dataset, len(part) * seq_length, lengths):
+            # Compared as bytes, whose hash a set can look up.
             content = document.tobytes()
             if content in all_evaluated:
                 trained.add(content)
@@ -203,44 +196,44 @@ def _evaluated_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             "training data too, so the held-out loss is no measure for new text: remove repeated "
             "documents"
         )
-    for name, documents in sets.items():
+    for set_name, documents in sets.items():
         if repeated := documents & trained:
             yield (
-                f"data.validation: {len(repeated):,} of {len(documents):,} documents of {name} "
+                f"data.validation: {len(repeated):,} of {len(documents):,} documents of {set_name} "
                 "are in the training data too, so its loss is no measure for new text: remove "
                 "them from one of the two"
             )
 
 
-def _sampled_contents(dataset: IndexedDataset, border: int) -> set[bytes]:
-    """Return the content of at most COMPARED documents that begin at or after `border`.
+def _sampled_contents(dataset: IndexedDataset, border_token: int) -> set[bytes]:
+    """Return the content of at most COMPARED documents that begin at or after `border_token`.
 
-    border: a token of the data set.
+    border_token: a token of the data set.
     """
-    numbers = _held_out_documents(dataset, border)
+    numbers = _held_out_documents(dataset, border_token)
     return {document.tobytes() for document in _read_evenly(dataset, numbers, COMPARED)}
 
 
-def _held_out_documents(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
-    """Return the numbers of the documents that begin at or after the token `border`.
-
-    Short documents are left out.
+def _held_out_documents(dataset: IndexedDataset, border_token: int) -> NDArray[np.int64]:
+    """Return the numbers of the documents that begin at or after the token `border_token`, short
+    ones left out.
     """
     lengths = dataset.document_lengths()
     begins = np.cumsum(lengths) - lengths
-    return np.flatnonzero((begins >= border) & (lengths >= SHORTEST_DOCUMENT))
+    return np.flatnonzero((begins >= border_token) & (lengths >= SHORTEST_DOCUMENT))
 
 
 def _training_documents(
-    dataset: IndexedDataset, border: int, wanted: NDArray[np.int64]
+    dataset: IndexedDataset, border_token: int, wanted_lengths: NDArray[np.int64]
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents of the wanted lengths of which at least half is before `border`.
+    """Yield the documents of the wanted lengths of which at least half is before `border_token`.
 
-    border: a token of the data set.
+    border_token: a token of the data set.
     """
     lengths = dataset.document_lengths()
+    # The border cuts a document: it counts on the side where most of it is.
     middles = np.cumsum(lengths) - lengths // 2
-    numbers = np.flatnonzero((middles <= border) & np.isin(lengths, wanted))
+    numbers = np.flatnonzero((middles <= border_token) & np.isin(lengths, wanted_lengths))
     yield from _read_evenly(dataset, numbers, MOST_READ)
 
 

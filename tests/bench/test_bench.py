@@ -1,9 +1,9 @@
-"""`python -m tools.bench WHAT` measures what it is asked to and says so in one line of JSON; `fp8`
-is in test_fp8_advice.py."""
+"""`python -m tools.bench WHAT` measures what it is asked to and says so in one line of JSON."""
 
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,20 +27,9 @@ from tools.bench import __main__ as bench
 from tools.bench import sums
 from tools.bench.train import measure, run_of
 
-TINY = [
-    "train",
-    "--layers",
-    "2",
-    "--hidden",
-    "32",
-    "--tokens",
-    "8",
-    "--micro-batch",
-    "1",
-    "--microbatches",
-    "2",
-]
-TINY += ["--warmup", "1", "--steps", "3"]
+TINY = ["train", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=96"]
+TINY += ["train.seq_length=8", "train.micro_batch=1", "train.global_batch=2"]
+STEPS = ["--warmup", "1", "--steps", "3"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,43 +48,9 @@ def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, An
 def test_training_steps_are_timed_and_the_record_says_what_was_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (record,) = records(
-        capsys, *TINY, "--precision", "fp32", "--recompute", "selective", "--peak-tflops", "0.5"
-    )
-    asked = {
-        "tensor": 1,
-        "pipeline": 1,
-        "data": 1,
-        "sequence": False,
-        "schedule": "1f1b",
-        "chunks": 1,
-    }
-    asked |= {"overlap": False, "context": 1, "context_by": "ring", "expert": 1, "experts": 0}
-    asked |= {
-        "model": "llama",
-        "layers": 2,
-        "hidden": 32,
-        "tokens": 8,
-        "micro_batch": 1,
-        "microbatches": 2,
-    }
-    asked |= {
-        "recompute": "selective",
-        "recompute_modules": ["attention"],
-        "precision": "fp32",
-        "optimizer": "adamw",
-        "native": False,
-        "threads": 1,
-    }
-    asked |= {
-        "warmup": 1,
-        "steps": 3,
-        "sentinel": False,
-        "canonical": 0,
-        "compile": "off",
-        "peak_tflops": 0.5,
-        "torch": torch.__version__,
-    }
+    keys = ["precision.compute=fp32", "parallel.recompute=selective", "log.peak_tflops=0.5"]
+    (record,) = records(capsys, *TINY, *keys, *STEPS)
+    asked = {"keys": [*TINY[1:], *keys], "warmup": 1, "steps": 3, "torch": torch.__version__}
     measured = [
         "tokens_per_s",
         "tflops",
@@ -119,9 +74,12 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(
     ("options", "calls"),
     [
         ([], 0),
-        (["--recompute", "selective"], 2),
-        (["--recompute", "selective", "--recompute-modules", "activation", "norm"], 2 * 3 + 1),
-        (["--recompute", "full"], 2 * 2),  # a layer, and within it the activation function
+        (["parallel.recompute=selective"], 2),
+        (
+            ["parallel.recompute=selective", 'parallel.recompute_modules=["activation", "norm"]'],
+            2 * 3 + 1,
+        ),
+        (["parallel.recompute=full"], 2 * 2),  # a layer, and within it the activation function
     ],
 )
 def test_what_is_to_be_made_again_is(
@@ -136,23 +94,12 @@ def test_what_is_to_be_made_again_is(
         again(call)
 
     with patch.object(recomputation._Call, "_recompute", noted):
-        records(capsys, *TINY, *options)
+        records(capsys, *TINY, *options, *STEPS)
     assert len(made) == (1 + 3) * 2 * calls
 
 
-STAGES = [
-    *TINY,
-    "--pipeline",
-    "2",
-    "--schedule",
-    "interleaved",
-    "--chunks",
-    "2",
-    "--layers",
-    "4",
-    "--model",
-    "gpt2",
-]
+STAGES = [*TINY, "model.family=gpt2", "model.layers=4", "parallel.pipeline=2"]
+STAGES += ["parallel.schedule=interleaved", "parallel.chunks=2", *STEPS]
 """Four of a layer each on two ranks."""
 
 
@@ -164,12 +111,7 @@ def measured(mesh: DeviceMesh) -> str:
 
 
 def require_two_ranks(record: dict[str, Any]) -> None:
-    assert (record["pipeline"], record["schedule"], record["chunks"], record["model"]) == (
-        2,
-        "interleaved",
-        2,
-        "gpt2",
-    )
+    assert "parallel.pipeline=2" in record["keys"]
     assert len(record["peak_rss_mb"]) == 2 and min(record["peak_rss_mb"]) > 50
 
 
@@ -196,13 +138,16 @@ def test_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--chunks", "2"], "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
+        (["parallel.chunks=2"], "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
         (
-            ["--data", "3"],
+            ["parallel.data=3"],
             "train.global_batch 2 is not a multiple of train.micro_batch 1 x parallel.data 3",
         ),
-        (["--pipeline", "3"], "parallel.pipeline 3 is more than model.layers 2"),
-        (["--recompute", "full", "--recompute-modules", "norm"], "remove one of them"),
+        (["parallel.pipeline=3"], "parallel.pipeline 3 is more than model.layers 2"),
+        (
+            ["parallel.recompute=full", 'parallel.recompute_modules=["norm"]'],
+            "remove one of them",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_as_of_a_run(
@@ -220,8 +165,7 @@ RATIOS = ["ours_over_bare", "naive_over_ours", "foreach_over_ours"]
 @needs_compiler
 def test_a_training_step_is_timed_with_the_kernels_in_c(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(Kernels, "adamw_", autospec=True, side_effect=Kernels.adamw_) as updates:
-        (record,) = records(capsys, *TINY, "--native")
-    assert record["native"]
+        records(capsys, *TINY, "optimizer.native=true", *STEPS)
     assert updates.call_count >= 4, "of as many steps"
 
 
@@ -276,7 +220,7 @@ def test_every_measurement_that_a_page_names_can_be_asked_for(page: str) -> None
     )
     assert commands
     for command in commands:
-        args = bench.parser().parse_args(command.replace("$way", "full").split())
+        args = bench.parser().parse_args(shlex.split(command.replace("$way", "full")))
         if command.startswith("train"):
             run_of(args)
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from tools.bench.products import Products
+from tools.bench.train import Products
 
 
 def test_products_are_counted_by_shape_and_dtype_and_repeated_without_the_step() -> None:

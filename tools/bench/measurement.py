@@ -1,0 +1,105 @@
+"""The parts that measurements share: options, ranks, the clock of a device, and lines of JSON."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.mesh import world
+from tools.planning.fp8_timing import synchronize
+from tools.training.launch import start_ranks
+from tools.training.machine import keep_freed_memory
+
+Step = Callable[[], object]
+
+
+def add_integers(parser: argparse.ArgumentParser, options: Mapping[str, tuple[int, str]]) -> None:
+    """Add options that take a number. options: the default and the meaning of each name."""
+    for name, (default, meaning) in options.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=meaning)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option of a measurement that is about GPUs."""
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program"
+    )
+
+
+def print_record(record: Mapping[str, Any]) -> None:
+    """Print one line of JSON, also if the output is a file and the program is killed later."""
+    print(json.dumps(record), flush=True)
+
+
+def run_on_ranks(measure: Callable[[], None], ranks: int, threads: int) -> int:
+    """Call `measure` on each of `ranks` ranks of this program; return the exit code.
+
+    The process that the user starts starts the ranks, unless it is the only one. threads: of each
+    rank.
+    """
+    # A rank that this program, torchrun or Slurm has started finds RANK.
+    if ranks > 1 and "RANK" not in os.environ:
+        return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], ranks, threads)
+    torch.set_num_threads(threads)
+    # As `megaprec train` does, or steps would take longer than there.
+    keep_freed_memory()
+    with world():
+        measure()
+    return 0
+
+
+def seconds_of(step: Step, device: torch.device) -> float:
+    """Return the seconds of one step, when the device has finished it."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def seconds_in_turn(
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: torch.device,
+    prepare: Mapping[str, Step] | None = None,
+) -> dict[str, float]:
+    """Return the median seconds of each step, by name.
+
+    The steps are taken in turn, so that whatever disturbs the machine disturbs all of them. The
+    first round warms up, and does not count.
+
+    prepare: what is done before each step, and is not timed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            if prepare is not None:
+                prepare[name]()
+            times[name].append(seconds_of(step, device))
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
+def print_profile(step: Step, rows: int = 30) -> None:
+    """Print the operators of a step by the CPU time of their own, on the first rank."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    if os.environ.get("RANK", "0") == "0":
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows))
+
+
+def rounded_median(seconds: Sequence[float], digits: int = 3) -> float:
+    """Return the median of some times, rounded to so many digits after the point."""
+    return round(statistics.median(seconds), digits)
+
+
+def status_bytes(field: str) -> int:
+    """Return a field of this process's status in /proc, such as "VmRSS:", in bytes. Linux only."""
+    _, _, after = Path("/proc/self/status").read_text().partition(field)
+    return int(after.split()[0]) * 1024

@@ -1,0 +1,133 @@
+"""Notes on a run's data: on its tokenizer, and on the tokens before and after documents."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaprec.data.document_tokens import DocumentTokens, WithBeginTokens
+from megaprec.data.files import with_suffix
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.tokenizer import FILE_DIGEST, TOKENS_DIGEST, Tokenizer, has_built
+from megaprec.errors import UserError
+from tools.config.run_file import RunConfig
+from tools.convert.initial import initial_model
+
+
+def tokenizer_notes(
+    prefix: Path, record: dict[str, Any] | None, tokenizer: Tokenizer | None
+) -> Iterator[str]:
+    """Yield notes on a data set and the tokenizer of a run.
+
+    record: what its build has recorded, if anything. Raises UserError if the data set was built
+    with another tokenizer than the one that lies beside it.
+    """
+    if tokenizer:
+        yield from tokenizer.notes
+    if record is None:
+        return
+    # Counted by the build; a few are normal, many mean another language or tokenizer.
+    if unknown := record.get("unknown"):
+        yield f"{prefix}: {unknown:,} of {record.get('tokens', 0):,} tokens stand for unknown text"
+    if tokenizer is None:
+        return
+    is_same = has_built(tokenizer, record)
+    # The file beside a data set must be its tokenizer; another one may have the same tokens.
+    if not is_same and tokenizer.path == with_suffix(prefix, ".model"):
+        raise UserError.of("training.tokenizer_of_data_differs", path=tokenizer.path)
+    if is_same is None:
+        yield (
+            f"{tokenizer.path} is not the file that {prefix} was built with: their tokens must "
+            "mean the same"
+        )
+    elif not is_same:
+        yield (
+            f"{tokenizer.path} is not the tokenizer that {prefix} was built with: equal ids mean "
+            "other tokens"
+        )
+    if "eos" in record and record["eos"] != tokenizer.eos:
+        built_with = _describe_eos(record["eos"])
+        now = _describe_eos(tokenizer.eos)
+        yield (
+            f"{prefix} was built with {built_with} at the end of each document, but "
+            f"{tokenizer.path} and the settings beside it now say {now}: build it again, or set "
+            "them back"
+        )
+
+
+def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
+    """Yield a note if data sets were built with different tokenizers.
+
+    records: by prefix; without a record they may be.
+    """
+    built = [(prefix, record) for prefix, record in records.items() if record]
+    for prefix, record in built:
+        first_prefix, first = built[0]
+        # Records of earlier builds have the digest of the file alone.
+        same_file = record.get(FILE_DIGEST) == first.get(FILE_DIGEST)
+        same_meaning = TOKENS_DIGEST in record and record[TOKENS_DIGEST] == first.get(TOKENS_DIGEST)
+        if not same_file and not same_meaning:
+            yield (
+                f"{first_prefix} and {prefix} were built with different tokenizers: their tokens "
+                "must mean the same"
+            )
+            return
+
+
+def _describe_eos(eos: int | None) -> str:
+    return "no token" if eos is None else f"token {eos}"
+
+
+def begin_notes(
+    config: RunConfig,
+    streams: Sequence[IndexedDataset],
+    begin_token: int | None,
+    documents: DocumentTokens,
+    tokenizer: Tokenizer | None,
+) -> Iterator[str]:
+    """Yield the notes of a run.
+
+    streams: its data sets as they are trained on. begin_token: the token that data.begin asks for.
+    documents: the tokens that the model sees around documents.
+    """
+    if begin_token is not None:
+        yield from _begin_token_notes(config, streams, begin_token)
+    elif config.data.begin == "none" and config.train.init_from:
+        # The user has decided against the token of the weights, and may not know its effect.
+        initial = initial_model(Path(config.train.init_from))
+        if initial.begin not in (None, documents.begin):
+            yield (
+                'data.begin = "none": the weights of train.init_from were trained with token '
+                f"{initial.begin} before documents ({initial.origin}), and documents have none "
+                "here"
+            )
+    elif documents.begin not in (None, documents.end):
+        yield (
+            f"documents begin with token {documents.begin} in the data; evaluation and export put "
+            "it there, too"
+        )
+    if tokenizer and tokenizer.eos is not None and documents.end is None:
+        evaluated_with = "no token" if documents.begin is None else f"token {documents.begin}"
+        yield (
+            f"documents do not end with token {tokenizer.eos}, which ends them by "
+            f"{tokenizer.path}: the model does not learn where a text ends, and is evaluated with "
+            f"{evaluated_with} before a document, as it is trained"
+        )
+
+
+def _begin_token_notes(
+    config: RunConfig, streams: Sequence[IndexedDataset], begin_token: int
+) -> Iterator[str]:
+    """Yield a note on each way in which the begin token comes to stand before documents."""
+    origin = config.origin("data.begin")
+    setting = f"data.begin = {begin_token} ({origin})"
+    if any(isinstance(stream, WithBeginTokens) for stream in streams):
+        yield (
+            f"{setting}: this token is put before each document, in evaluation, generation and "
+            "export, too"
+        )
+    have_it = [str(stream.prefix) for stream in streams if not isinstance(stream, WithBeginTokens)]
+    if have_it:
+        yield (
+            f"{setting}: documents of {', '.join(have_it)} begin after this token already; none "
+            "is added"
+        )

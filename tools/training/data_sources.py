@@ -1,0 +1,218 @@
+"""The texts and data sets that [data] names, and their tokenizer file. Nothing is built here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megaprec.checkpoint.saving import require_own_names
+from megaprec.data.files import with_suffix
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.text import Source, open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.durable import read_whole
+from megaprec.errors import Problem, UserError
+from tools.config.checks import check_all
+from tools.config.data_settings import Data
+from tools.config.relative_paths import beside_run_file
+from tools.config.run_file import RunConfig
+from tools.console.toml import toml
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One text or data set of a run.
+
+    key: the run-file key that names it. name: the value of that key. prefix: of its data set, which
+    may have to be built. weight: in a blend. validation_name: of a set of data.validation, "" for
+    training data.
+    """
+
+    key: str
+    name: str
+    prefix: Path
+    weight: float = 1.0
+    validation_name: str = ""
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Return True if the source is a tokenized data set, False if it is text."""
+        return self.prefix == Path(self.name)
+
+    @property
+    def index_file(self) -> Path:
+        return with_suffix(self.prefix, ".idx")
+
+    def open_text(self, data: Data) -> Source:
+        """Open the source, which is text.
+
+        Raises UserError, also for a file of a data set in place of its prefix.
+        """
+        if self.name.endswith((".bin", ".idx")):
+            raise UserError.of("training.data_set_prefix", source=self.name[:-4])
+        # Only training data is cut.
+        max_chars = None if self.validation_name else data.max_chars or None
+        return open_source(self.name, text_field=data.text_field, max_chars=max_chars)
+
+
+def data_folder(config: RunConfig) -> Path:
+    """Return the folder of the data sets that are built of texts."""
+    if config.data.cache:
+        return Path(config.data.cache)
+    return Path(config.train.folder) / "data"
+
+
+def training_sources(config: RunConfig) -> list[DataSource]:
+    """Return the source of data.source, or those of a blend."""
+    folder = data_folder(config)
+    if not config.data.blend:
+        name = config.data.source
+        return [DataSource("data.source", name, _prefix(name, folder / "text"))]
+    sources = list[DataSource]()
+    for i, source in enumerate(config.data.blend):
+        prefix = _prefix(source.source, folder / f"text{i}")
+        key = f"data.blend[{i}].source"
+        sources.append(DataSource(key, source.source, prefix, weight=source.weight))
+    return sources
+
+
+def validation_sources(config: RunConfig) -> list[DataSource]:
+    """Return the sets of data.validation, which are evaluated beside the held-out training data."""
+    sources = list[DataSource]()
+    for i, source in enumerate(config.data.validation):
+        prefix = _prefix(source.source, data_folder(config) / f"eval-{source.name}")
+        key = f"data.validation[{i}].source"
+        sources.append(DataSource(key, source.source, prefix, validation_name=source.name))
+    return sources
+
+
+def _prefix(name: str, built: Path) -> Path:
+    """Return the prefix of a source's data set: its name, or `built` if the source is text."""
+    path = Path(name)
+    return path if with_suffix(path, ".idx").is_file() else built
+
+
+@contextmanager
+def naming(config: RunConfig, source: DataSource | None, *keys: str) -> Iterator[None]:
+    """Put what they concern before the problems that are raised inside the context.
+
+    source: None for data.tokenizer. keys: further keys of the run file that are named.
+    """
+    try:
+        yield
+    except UserError as error:
+        settings = [f"{key} = {config.value(key)}" for key in keys]
+        if source:
+            settings.insert(0, f"{source.key} = {toml(source.name)}")
+            table_key, _, _ = source.key.partition("[")
+            hint = beside_run_file(config.origin(table_key), source.name)
+        else:
+            hint = beside_run_file(config.origin("data.tokenizer"), config.data.tokenizer)
+        before = f"{', '.join(settings)}: "
+        problems = [problem.within(before, hint) for problem in error.problems]
+        raise UserError(*problems) from error
+
+
+def check_sources(config: RunConfig) -> None:
+    """Raise UserError for sources of [data] that do not exist, cannot be read or do not fit
+    together. Builds nothing.
+    """
+    check_all(config, _check_training, _check_tokenizer, _check_validation)
+
+
+def _check_training(config: RunConfig) -> None:
+    checks = [partial(_check_source, source=source) for source in training_sources(config)]
+    check_all(config, *checks)
+
+
+def _check_validation(config: RunConfig) -> None:
+    for source in validation_sources(config):
+        _check_source(config, source)
+
+
+def _check_source(config: RunConfig, source: DataSource) -> None:
+    with naming(config, source):
+        if source.is_tokenized:
+            IndexedDataset(source.prefix)
+        else:
+            source.open_text(config.data)
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    """Raise UserError for a tokenizer that cannot be used, and for one that is missing."""
+    sources = training_sources(config)
+    if file := existing_tokenizer(config):
+        # The problem is named with the data set that the file lies beside, or with its own key.
+        beside = [source for source in sources if with_suffix(source.prefix, ".model") == file]
+        subject = beside[0] if beside else None
+        keys = [] if subject else ["data.tokenizer"]
+        with naming(config, subject, *keys):
+            vocabulary_size(config, load_tokenizer(file))
+            require_own_names([file])  # it is copied into checkpoints
+        return
+
+    tokenized = [source for source in sources if source.is_tokenized]
+    if not tokenized:
+        return
+    vocabulary_size(config, None)
+    key = tokenized[0].key
+    if config.log.sample:
+        raise UserError.of("training.sample_without_tokenizer", key=key)
+    if len(tokenized) < len(sources):
+        raise UserError.of("training.blend_without_tokenizer", key=key)
+
+
+def existing_tokenizer(config: RunConfig) -> Path | None:
+    """Return the tokenizer file: data.tokenizer, or the one that `megaprec data build` has left
+    beside the data sets.
+
+    Raises UserError if the data sets of a blend have different tokenizers.
+    """
+    if config.data.tokenizer:
+        return Path(config.data.tokenizer)
+    tokenized = [source for source in training_sources(config) if source.is_tokenized]
+    files = [with_suffix(source.prefix, ".model") for source in tokenized]
+    existing = [file for file in files if file.is_file()]
+    if not existing:
+        return None
+    first, *others = existing
+    # Compared by content: the same tokenizer may be copied beside each data set.
+    if any(read_whole(file) != read_whole(first) for file in others):
+        raise UserError.of("training.blend_tokenizers", map=", ".join(map(str, existing)))
+    return first
+
+
+def trained_tokenizer(config: RunConfig) -> Path:
+    """Return the path of the tokenizer that is trained on the texts."""
+    name = "blend" if config.data.blend else "text"
+    return with_suffix(data_folder(config) / name, ".model")
+
+
+def vocabulary_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """Return the vocabulary size of the model, model.vocab or the tokenizer's. Raises UserError."""
+    size = config.model.vocab
+    if tokenizer is None:
+        if size == 0:
+            raise UserError.of("training.vocabulary_unknown")
+        return size
+    if 0 < size < tokenizer.vocab_size:
+        raise UserError(_too_small_vocabulary(config, tokenizer))
+    return size or tokenizer.vocab_size
+
+
+def _too_small_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Problem:
+    size = config.model.vocab
+    tokens = tokenizer.vocab_size
+    path = tokenizer.path
+    if not config.train.init_from:
+        return Problem.of(
+            "training.vocabulary_below_tokenizer", size=size, tokens=tokens, tokenizer=path
+        )
+    return Problem.of(
+        "training.vocabulary_of_weights",
+        size=size,
+        tokens=tokens,
+        tokenizer=path,
+        weights=toml(config.train.init_from),
+    )

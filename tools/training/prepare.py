@@ -1,0 +1,203 @@
+"""Preparation of a run: its checks, missing data, and the files that all ranks open."""
+
+import os
+import socket
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megaprec.checkpoint.atomic import latest
+from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.data.files import with_suffix
+from megaprec.errors import Problem, UserError
+from parallel.described_world import joined_world
+from tools.config.checks import check_all
+from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
+from tools.convert.hf.write_config import config_of
+from tools.convert.initial import open_initial
+from tools.convert.probe import check_config, verify_initial
+from tools.convert.train_state import open_newest_checkpoint
+from tools.journal.trackers import require_trackers
+from tools.planning.report import summary_line
+from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
+from tools.training.data_identity import Identity
+from tools.training.data_sources import check_sources
+from tools.training.fp8_summary import check_fp8
+from tools.training.hangs import forget_records
+from tools.training.harness import require_harness
+from tools.training.launch import is_local_rank
+from tools.training.machine import check_native, check_this_machine, device_of_run, local_ranks
+from tools.training.resume import check_resumable, check_tokens, data_differences, other_tokens
+from tools.training.run_folder import check_folders, lock_folder
+from tools.training.run_warnings import run_warnings
+
+# after which NFS shows a new file to other hosts with its default settings (acdirmax)
+NFS_SECONDS = 60.0
+POLL_SECONDS = 0.5  # between two looks for a file
+
+
+def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
+    """Return the data of a run, opened or built, after all checks.
+
+    Everything that can be checked is checked before anything is written. Raises UserError.
+    allowed: see `check_resumable`.
+    """
+    check_all(
+        config,
+        device_of_run,
+        check_this_machine,
+        check_native,
+        check_fp8,
+        check_folders,
+        check_sources,
+        partial(check_resumable, allowed=allowed),
+        _check_initial,
+        lambda config: require_trackers(config.log.to),
+        require_harness,
+    )
+    corpus = open_corpus(config, allowed)
+    # Once more, for the data decides whether the checkpoint is one of this run.
+    check_resumable(config, corpus, allowed)
+    check_tokens(config, corpus, allowed)
+    return corpus
+
+
+def _check_initial(config: RunConfig) -> None:
+    """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
+    if config.train.init_from:
+        open_initial(Path(config.train.init_from))
+
+
+def print_plan(config: RunConfig) -> None:
+    """Print the plan of the run, in a line, before ranks start."""
+    if line := summary_line(config):
+        say(f"plan       {line}")
+
+
+def verify_models(config: RunConfig, export_folder: Path | None) -> None:
+    """Raise UserError if transformers computes other logits than megaprec for the initial or the
+    exported model.
+    """
+    lines = []
+    # A run that resumes has weights of its own.
+    if config.train.init_from and not latest(config.checkpoint_folder):
+        lines.append(verify_initial(Path(config.train.init_from)))
+    if export_folder:
+        exported = config_of(config.sized_model, "float32")
+        lines.append(check_config(exported, f"--export-hf {export_folder}"))
+    for line in filter(None, lines):
+        print(line)
+
+
+def prepare(
+    config: RunConfig,
+    locks: ExitStack,
+    allowed: Collection[str] = (),
+    export: Path | None = None,
+    verify: bool = False,
+) -> dict[str, Any]:
+    """Check the run, build missing data and return the paths that all ranks open, "" for those that
+    it does without. For rank 0.
+
+    The run folder is locked until `locks` is closed. allowed: see `check_resumable`. export: where
+    the model is exported after training. verify: see `verify_models`.
+    """
+    corpus = open_checked(config, allowed)
+    if joined_world() and not is_local_rank():  # otherwise the launcher has printed it
+        print_plan(config)
+    if verify:
+        verify_models(config, export)
+    # Held until the run ends: the check of the folder above has released it.
+    try:
+        locks.enter_context(lock_folder(config))
+    except OSError as error:
+        raise UserError.of(
+            "command.folder_not_writable", folder=config.train.folder, strerror=error.strerror
+        ) from error
+    # Those of the run before this one, which may have ended abnormally.
+    forget_records(Path(config.train.folder))
+    for warning in run_warnings(config, corpus, local_ranks(config), device_of_run(config)):
+        say(f"warning    {warning}")
+    # Named by rank 0, so that all ranks resume from the same one.
+    checkpoint = open_newest_checkpoint(config.checkpoint_folder)
+    _note_needless_allowances(config, corpus, checkpoint, allowed)
+    return {
+        "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
+        "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
+        "checkpoint": str(checkpoint.path) if checkpoint else "",
+        "identity": corpus.identity.model_dump() if corpus.identity else None,
+        "notes": corpus.notes,
+    }
+
+
+def _note_needless_allowances(
+    config: RunConfig, corpus: Corpus, checkpoint: Store | None, allowed: Collection[str]
+) -> None:
+    """Print a note for each --allow that names something in which run and checkpoint agree."""
+    differing = set[str]()
+    if checkpoint is not None:
+        differing = {difference.what for difference in data_differences(checkpoint, config, corpus)}
+    if any(other_tokens(config, corpus)):
+        differing.add("tokenizer")
+    for name in sorted(set(allowed) - differing):
+        print(
+            f"note       --allow {name}: not needed, for the checkpoint has the same one, or "
+            "there is no checkpoint"
+        )
+
+
+def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, Path | None]:
+    """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks
+    a file of them.
+
+    prepared: what `prepare` returned on rank 0.
+    """
+    prefixes = [Path(prefix) for prefix in prepared["prefixes"]]
+    tokenizer = Path(prepared["tokenizer"]) if prepared["tokenizer"] else None
+    checkpoint = Path(prepared["checkpoint"]) if prepared["checkpoint"] else None
+    required = list[Path]()
+    for prefix in prefixes:
+        required += [with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")]
+    if tokenizer:
+        required.append(tokenizer)
+    if checkpoint:
+        required.append(checkpoint / INDEX)
+    if missing := _missing_files(required):
+        host = socket.gethostname()
+        raise UserError(
+            *(Problem.of("training.file_not_shared", path=path, host=host) for path in missing)
+        )
+    corpus = open_built(config, prefixes, tokenizer)
+    if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
+        # One rank checks the files of this machine, as rank 0 has checked those of the first.
+        identified(config, corpus)
+    # Rank 0 has digested the data; the others take its word.
+    identity = prepared["identity"] and Identity.model_validate(prepared["identity"])
+    validation = open_validation(config, corpus.begin)
+    notes = tuple(prepared["notes"])
+    return replace(corpus, identity=identity, notes=notes, validation=validation), checkpoint
+
+
+def _missing_files(required: Sequence[Path]) -> list[Path]:
+    """Return the files that are not there.
+
+    On another host than that of rank 0, which has just named or made them, a network filesystem may
+    show them late.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    on_one_host = ranks <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    wait_seconds = 0.0 if on_one_host else NFS_SECONDS
+    deadline = time.monotonic() + wait_seconds
+    while missing := [path for path in required if not path.is_file()]:
+        if time.monotonic() >= deadline:
+            return missing
+        for folder in {path.parent for path in missing}:
+            with suppress(OSError):
+                os.listdir(folder)  # asks the server again
+        time.sleep(POLL_SECONDS)
+    return []

@@ -1,0 +1,316 @@
+"""The records of steps: their speed, skipped steps, digests of the state, and sentinel checks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megaprec.data.blend import Blend
+from megaprec.data.samples import Samples
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.diagnose.state_digest import StateDigest, fold_digests
+from megaprec.optim.step_report import NO_TOKENS, Offender, StepReport, report_fields
+from models.config import ModelConfig
+from models.engine import Engine, Share
+from models.estimate.flops import training_flops
+from models.estimate.gpus import gpu_named
+from models.microbatch_trace import TRACED_MICROBATCH
+from models.sentinel import Sentinel, SilentFault
+from tools.config.run_file import RunConfig
+from tools.convert.train_state import TrainState
+from tools.journal.records import DIGEST, NO_TOKENS_EVENT
+from tools.training.stopping import FaultyHardware, TrainingDiverged
+
+NOTHING_COUNTS = (
+    "data.eod_mask_loss leaves out the first token of each document, and the batch has no other: "
+    "put documents of one token together, or take larger batches"
+)
+STEP_FIELDS = ("outcome", "loss", "grad_norm", "loss_scale")  # of the report, in digests.jsonl
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return True if what happens after every `every`-th step does so after `step`. every: 0:
+    never.
+    """
+    return bool(every) and step % every == 0
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The measure of a run's speed: model TFLOP/s of a rank, and MFU.
+
+    MFU (model FLOPs utilization) is the fraction of the device's peak that the model's own matrix
+    products use. Recomputed products do not count, so it says how fast the model trains and not how
+    busy the device is.
+
+    token_flops: of a token, on one rank; 0 if they are not known. peak_tflops: of a rank's device a
+    second; 0 if not known.
+    """
+
+    token_flops: float
+    peak_tflops: float
+
+    @staticmethod
+    def of(config: RunConfig, model: ModelConfig, device: torch.device) -> "Throughput":
+        """Return the measure of a run. The FLOPs of a custom model are not known."""
+        token_flops = 0.0
+        if not model.factory:
+            # Tokens a second are those of all ranks together.
+            token_flops = training_flops(model, config.train.seq_length) / config.world_size
+        return Throughput(token_flops, peak_tflops(config, device))
+
+    def fields(self, tokens_per_s: float) -> dict[str, float]:
+        """Return the fields of a step's record: `tflops` of a rank, and `mfu`."""
+        # Those of a custom model are not known.
+        if not self.token_flops:
+            return {}
+        tflops = tokens_per_s * self.token_flops / 1e12
+        fields = {"tflops": tflops}
+        if self.peak_tflops:
+            fields["mfu"] = tflops / self.peak_tflops
+        return fields
+
+
+def peak_tflops(config: RunConfig, device: torch.device) -> float:
+    """Return the peak TFLOP/s of a device: log.peak_tflops, or that of its data sheet; 0 if neither
+    is known.
+    """
+    if config.log.peak_tflops or device.type != "cuda":
+        return config.log.peak_tflops
+    gpu = gpu_named(torch.cuda.get_device_name(device))
+    return gpu.tflops(config.plan) if gpu else 0.0
+
+
+def step_fields(
+    config: RunConfig,
+    report: StepReport,
+    progress: TrainState,
+    seconds: float,
+    throughput: Throughput,
+) -> dict[str, Any]:
+    """Return the fields of metrics.jsonl that each step has.
+
+    progress: after the step.
+    """
+    tokens_per_s = config.tokens_per_step / seconds
+    fields = {
+        "step": progress.step,
+        **report_fields(report),
+        "tokens": progress.tokens,
+        "learned_tokens": progress.learned_tokens,
+        "tokens_per_s": tokens_per_s,
+        **throughput.fields(tokens_per_s),
+        "seconds": seconds,
+        "skipped_total": progress.skipped,
+    }
+    if report.offenders:
+        fields["overflow_in"] = report.offenders[0].name
+    return fields
+
+
+def require_applied(progress: TrainState, overflow_monitor: OverflowMonitor) -> None:
+    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was
+    applied.
+    """
+    if not progress.step or progress.applied:
+        return
+    # A dynamic scale begins high: a short run may end before it has fallen far enough.
+    if overflow_monitor.scaling.kind == "dynamic" and not overflow_monitor.hopeless:
+        advice = (
+            "the loss scale was still falling: take more steps, or lower precision.initial_scale"
+        )
+    else:
+        advice = overflow_monitor.advice()
+    steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+    raise TrainingDiverged(
+        f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
+    )
+
+
+def overflow_event(
+    report: StepReport,
+    step: int,
+    samples: range,
+    overflow_monitor: OverflowMonitor,
+    samples_in_order: Samples | Blend,
+) -> dict[str, Any]:
+    """Return the record of a skipped step for events.jsonl.
+
+    samples: positions of the global batch in the run's order. samples_in_order: the samples in that
+    order, which have numbers in their data set; in a blend with the name of the data set.
+    """
+    return {
+        "event": "overflow",
+        "step": step,
+        "outcome": report.outcome,
+        "loss": report.loss,
+        "loss_scale": report.loss_scale,
+        "first_sample": samples.start,  # with the length enough: a batch is consecutive
+        "num_samples": len(samples),
+        "skipped_in_a_row": overflow_monitor.in_a_row,
+        "advice": overflow_monitor.advice(),
+        "offenders": [
+            _offender_fields(offender, samples.start, samples_in_order)
+            for offender in report.offenders
+        ],
+    }
+
+
+def no_tokens_event(step: int, samples: range) -> dict[str, Any]:
+    """Return the record for events.jsonl of a step that was skipped, for no token counts in its
+    loss.
+
+    samples: positions of the global batch in the run's order.
+    """
+    return {
+        "event": NO_TOKENS_EVENT,
+        "step": step,
+        "outcome": NO_TOKENS,
+        "first_sample": samples.start,
+        "num_samples": len(samples),
+        "advice": NOTHING_COUNTS,
+    }
+
+
+def _offender_fields(
+    offender: Offender, first_of_batch: int, samples_in_order: Samples | Blend
+) -> dict[str, Any]:
+    """Return the fields of an offender, with its samples as positions in the run's order and as
+    numbers in the data set.
+
+    first_of_batch: position of the first sample of the global batch.
+    """
+    fields = asdict(offender)
+    if offender.samples is not None:
+        first_in_batch, end_in_batch = offender.samples  # numbers within the global batch
+        first = first_of_batch + first_in_batch
+        end = first_of_batch + end_in_batch
+        fields["samples"] = [first, end]
+        fields["sample_ids"] = samples_in_order.labels(
+            samples_in_order.batch(first, end - first).ids
+        )
+    return fields
+
+
+class Digests:
+    """The lines of digests.jsonl: in every `log.digests`-th step, digests of the state by logical
+    tensor, the same in every layout.
+
+    A line is written after the step, and once after a resume for the state that was loaded. Two
+    runs that ought to be the same have the same lines; the first that differs names the step and
+    the tensors. Without log.digests none are computed. Methods that return events are collective.
+    """
+
+    def __init__(self, engine: Engine, config: RunConfig) -> None:
+        self._every = config.log.digests
+        self._optimizer = engine.optimizer
+        self._state = StateDigest(engine.optimizer, engine.fp8)
+
+    def due(self, step: int) -> bool:
+        """Return True if the state after step `step`, counted from 1, is digested."""
+        return is_due(self._every, step)
+
+    def of_step(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
+        """Return the event of a step that was taken: one if it is due, else none."""
+        if not self.due(progress.step):
+            return []
+        fields = {name: getattr(report, name) for name in STEP_FIELDS}
+        return [self._event(progress, fields)]
+
+    def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
+        """Return the event of a state that was loaded, if there is one.
+
+        resumed: the checkpoint, or None.
+        """
+        if self._every and resumed:  # whatever the step: it shows that the load was exact
+            return [self._event(progress, {"loaded": str(resumed)})]
+        return []
+
+    def _event(self, progress: TrainState, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of the state as it is now. fields: about the step or the load."""
+        tensor_digests = self._state.make()
+        numbers = self._optimizer.numbers()  # the loss scaler's and counts, beside the tensors
+        progress_fields = asdict(progress)
+        return {
+            "event": DIGEST,
+            "step": progress.step,
+            **fields,
+            "state": fold_digests(tensor_digests, numbers, progress_fields),
+            "numbers": numbers,
+            "progress": progress_fields,
+            "tensors": tensor_digests,
+        }
+
+
+class SentinelChecks:
+    """The steps of a run that the sentinel checks, and their outcome.
+
+    Without train.sentinel no step is checked.
+    """
+
+    def __init__(self, engine: Engine, config: RunConfig) -> None:
+        # On a CPU the project's own models compute the same bits each time; others may not.
+        exact = engine.device.type == "cpu" and not config.model.factory
+        self._every = config.train.sentinel
+        self._sentinel = Sentinel(engine, exact) if self._every else None
+        self._last_clean = 0
+
+    def due(self, step: int) -> bool:
+        """Return True if step `step`, counted from 1, is checked."""
+        return is_due(self._every, step)
+
+    def checking(
+        self, number: int, share_of: Callable[[int], Share]
+    ) -> AbstractContextManager[None]:
+        """Return the context in which step `number`, counted from 0, is taken.
+
+        share_of: returns the share of a data-parallel rank in this step. Raises SilentFault inside;
+            see `Sentinel`.
+        """
+        if self._sentinel is None or not self.due(number + 1):
+            return nullcontext()
+        return self._sentinel.checking(number, share_of)
+
+    def fields(self, step: int) -> dict[str, str]:
+        """Return the field of metrics.jsonl of a step that was taken; empty if it was not checked.
+
+        step: counted from 1.
+        """
+        if self._sentinel is None or not self.due(step):
+            return {}
+        # Reached only if the check raised nothing.
+        self._last_clean = step
+        return {"sentinel": "clean" if self._sentinel.recomputes else "not recomputed"}
+
+    def outcome(
+        self, silent_fault: SilentFault, steps_done: int, saved_step: int
+    ) -> tuple[dict[str, Any], FaultyHardware]:
+        """Return the event of a fault, for events.jsonl, and the exception that ends the run.
+
+        steps_done: number of steps before the checked one, which was taken back. saved_step: step
+        of the newest checkpoint, 0 if there is none.
+        """
+        fault = silent_fault.fault
+        event = {
+            "event": "silent_fault",
+            "step": steps_done,
+            "checked_step": steps_done + 1,
+            "microbatch": TRACED_MICROBATCH,
+            **fault.fields(),
+            "last_clean": self._last_clean,
+            "saved": saved_step,
+        }
+        hosts = tuple(dict.fromkeys(fault.hosts))  # several ranks may share a host
+        checkpoint = f"step {saved_step}" if saved_step else "none"
+        if self._last_clean:
+            last_clean = f"the last clean check was of step {self._last_clean}"
+        else:
+            last_clean = "no check of this run was clean"
+        message = (
+            f"stopped in step {steps_done + 1}, which was taken back: {silent_fault}; newest "
+            f"checkpoint: {checkpoint}; {last_clean}; start again without host "
+            f"{' or '.join(hosts)}"
+        )
+        return event, FaultyHardware(message, hosts)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from tools.arguments.forms import option
+
 from tests.project.test_readme import ROOT
 from tools.arguments import deepspeed, megatron_idle, megatron_refused
-from tools.arguments.forms import option
 from tools.arguments.megatron import READ
 
 PAGE = (ROOT / "docs" / "from-megatron.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 from megaprec.parsing import parse_json, read_text
 from tools.config.data_settings import Data
 from tools.importing.draft import Draft
-from tools.importing.grammar import Arguments
+from tools.importing.arguments import Arguments
 
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 MOST_BYTES = 64 * 2**20
@@ -25,7 +25,7 @@ def add_data(a: Arguments, draft: Draft) -> None:
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if a.get(name):
             draft.put(f"data.{name}", True, a.origin(name))
-    if a.get("eod_mask_loss") and "calculate_per_token_loss" not in a.idle:
+    if a.get("eod_mask_loss") and "calculate_per_token_loss" not in a.unused:
         draft.notes.append(
             "--eod-mask-loss without --calculate-per-token-loss: Megatron-LM averages the "
             "means of micro-batches, here "
@@ -84,7 +84,7 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
     if not draft.needs("model.vocab"):
         if path:
             draft.notes.append(
-                f"{a.shown['tokenizer_model']}: not read, for model.vocab is given; "
+                f"{a.said['tokenizer_model']}: not read, for model.vocab is given; "
                 "data.tokenizer reads it"
             )
         return
@@ -113,7 +113,7 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
     elif a.get("vocab_size") or a.get("padded_vocab_size"):
         if kind is not None:
             draft.notes.append(
-                f"{a.shown['tokenizer_type']}: no tokenizer is read; token files need "
+                f"{a.said['tokenizer_type']}: no tokenizer is read; token files need "
                 "model.vocab alone"
             )
     elif (
@@ -125,11 +125,11 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
 
 def _refuse_vocabulary(a: Arguments, draft: Draft) -> None:
     """Add the problem that nothing says how many tokens there are."""
-    if "tokenizer_type" in a.shown and a.get("tokenizer_type") not in (
+    if "tokenizer_type" in a.said and a.get("tokenizer_type") not in (
         "HuggingFaceTokenizer",
         *SENTENCEPIECE,
     ):
-        what = f"{a.shown['tokenizer_type']}: there is no such tokenizer here"
+        what = f"{a.said['tokenizer_type']}: there is no such tokenizer here"
     else:
         what = "the size of the vocabulary is not in the arguments"
     draft.missing.append(
@@ -214,7 +214,7 @@ def _add_load(a: Arguments, draft: Draft) -> None:
         return
     if a.get("load") == a.get("save") and not a.get("pretrained_checkpoint"):
         draft.notes.append(
-            f"{a.shown['load']}: a run resumes from its own newest checkpoint there; "
+            f"{a.said['load']}: a run resumes from its own newest checkpoint there; "
             f"train.init_from={path} "
             "begins with the weights of one of Megatron-LM"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.importing.draft import NO_RANKS, Draft
-from tools.importing.grammar import Arguments
+from tools.importing.arguments import Arguments
 
 AXES = {
     "parallel.tensor": "tensor_model_parallel_size",
@@ -253,7 +253,7 @@ def _add_recompute(a: Arguments, draft: Draft) -> None:
             a.origin("recompute_num_layers"),
         )
     elif (a.get("recompute_num_layers") or 1) > 1:
-        shown = f"{a.shown['recompute_num_layers']}: each layer is recomputed alone, not in groups"
+        shown = f"{a.said['recompute_num_layers']}: each layer is recomputed alone, not in groups"
         draft.notes.append(f"{shown}; the results are the same, the memory is not")
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.arguments.forms import option
+from tools.arguments.megatron import option
 from tools.arguments.megatron import DEFAULTS, READ
 from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.convert.megatron.layout import model_of_args
 from tools.importing.draft import Draft
-from tools.importing.grammar import Arguments
+from tools.importing.arguments import Arguments
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 OF_MODEL = frozenset(
     name
     for row in READ.values()
     if row.keys and row.keys[0].startswith("model.")
-    for name in [row.sets]
+    for name in [row.kept]
 )
 PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
 LONGEST = 10_000
@@ -69,9 +69,7 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: arguments.get(name) for name in OF_MODEL}
     args |= {
-        name: DEFAULTS[name]
-        for name in IN_CHECKPOINTS.split()
-        if name in DEFAULTS and name not in args
+        name: DEFAULTS[name] for name in IN_CHECKPOINTS if name in DEFAULTS and name not in args
     }
     for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
         if args[name] is not None and args[name] < 1:
@@ -103,7 +101,7 @@ def completed(arguments: Arguments) -> dict[str, Any]:
 def _pair(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    numbers = text.strip("() ").split(",")
+    numbers = text.strip("()[] ").split(",")
     if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
         raise UserError.of("import.window_size", text=text)
     return tuple(map(int, numbers))
@@ -155,7 +153,7 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
         chosen.pop("vocab")
     needed = dict[str, Any]()
     for key, value in chosen.items():
-        given = any(f"model.{key}" in row.keys and arguments.has(row.sets) for row in READ.values())
+        given = any(f"model.{key}" in row.keys and arguments.has(row.kept) for row in READ.values())
         required = ModelConfig.model_fields[key].is_required()
         if given or required or _follows(needed, key) != value:
             needed[key] = value
@@ -174,7 +172,7 @@ def _follows(needed: dict[str, Any], key: str) -> Any:
 
 
 def _origin(key: str, arguments: Arguments) -> str:
-    names = [row.sets for row in READ.values() if f"model.{key}" in row.keys]
+    names = [row.kept for row in READ.values() if f"model.{key}" in row.keys]
     if key == "family":
         names = [
             "num_experts",

@@ -9,11 +9,11 @@ from typing import Any
 from megaprec.dialects.nemo import resolve
 from megaprec.errors import UserError
 from megaprec.precision.plan import PrecisionPlan
-from tools.arguments.forms import option
+from tools.arguments.megatron import option
 from tools.config.native_keys import native_keys_of
 from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.importing.draft import MEGATRON, NO_HALF, Draft
-from tools.importing.grammar import Arguments
+from tools.importing.arguments import Arguments
 
 STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 NAMES = {"fp16_loss_scale": "loss_scale", "fp16_initial_loss_scale": "initial_loss_scale"}

@@ -14,7 +14,7 @@ from typing import Any
 from megaprec.errors import did_you_mean
 from tools.arguments.megatron import DEFAULTS, NUMBERS, READ, REFUSED, UNUSED, form_of, option
 from tools.convert.megatron.keys import unknown_arguments
-from tools.importing.draft import MEGATRON
+from tools.importing.draft import MEGATRON, Draft
 from tools.importing.shell import Word
 
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
@@ -64,6 +64,10 @@ class Arguments:
         """Return how arguments were given, those of them that were; otherwise that it is
         Megatron-LM's default."""
         return " ".join(self.said[name] for name in names if name in self.said) or MEGATRON
+
+    def put(self, draft: Draft, key: str, name: str) -> None:
+        """Set a key of a run file to the value of an argument, as it is."""
+        draft.put(key, self.get(name), self.origin(name))
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""

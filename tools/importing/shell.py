@@ -16,18 +16,38 @@ from typing import NamedTuple
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 
-BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
-BLANK_OR_LINES = re.compile(r"(?:[ \t\r\n]|\\\n)+")
-COMMENT = re.compile(r"#[^\n]*")
-SEPARATOR = re.compile(r"\n|;;&|;;|;&|;|&&|\|\||\|&|\||&(?!>)|[()]")
-REDIRECTION = re.compile(r"(?:&>>?|\d*(?:>>|>(?!\()[&|]?|<<<|<<-?|<(?!\()[&>]?))[ \t]*")
-OPENING = re.compile(r"\$\(|\$\{|\$'|\$\"|[<>]\(|['\"`]")
-CLOSING = {"(": ")", "{": "}", "'": "'", '"': '"', "`": "`"}
-PLAIN = re.compile(r"[^\\'\"`$<>]+")
-SIMPLE = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
+# What stands within `$(...)` and `${...}` is never run, so only its end counts.
+_INSIDE = r"""[^(){}'"\\`] | '[^']*+' | "(?:[^"\\]|\\.)*+" | \\. | `[^`]*+`"""
+for _ in range(3):  # levels of parentheses and braces within each other
+    _INSIDE = rf"(?: {_INSIDE} | \( (?:{_INSIDE} | [{{}}])*+ \) | \{{ (?:{_INSIDE} | [()])*+ \}} )"
+_EXPANSION = rf"""
+    \$?\(\((?:{_INSIDE}|[{{}}])*+\)\) | [$<>]\((?:{_INSIDE}|[{{}}])*+\) | \$\{{(?:{_INSIDE}|[()])*+\}}
+    | `(?:[^`\\]|\\.)*+` | \$'(?:[^'\\]|\\.)*+' | \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-]"""
+# What a script is made of. Its parts have the names of the groups.
+TOKEN = re.compile(
+    rf"""
+    (?P<blank> [ \t\r]+ )
+    | (?P<continued> \\\n )
+    | (?P<comment> (?<![^\s;&|()]) \# [^\n]* )
+    | (?P<expansion> {_EXPANSION} )
+    | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> \w+ ) ['"]? )
+    | (?P<redirect> &>>? | \d*(?: >>? [&|]? | <<< | <[&>]? ) )
+    | (?P<end> \n | ;;& | ;; | ;& | ; | && | \|\| | \|& | [|&()] )
+    | '(?P<single> [^']* )'
+    | \$?"(?P<double> (?: [^"\\`$] | \\. | {_EXPANSION} | \$ )*+ )"
+    | \\(?P<escape> . )
+    | (?P<text> (?: [^\s;&|()<>'"`\\$] | \$(?![\w'"({{@*\#?$!-]) )+ )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+QUOTED_TOKEN = re.compile(
+    rf"""\\(?P<escape>[$`"\\]) | \\\n | (?P<expansion> {_EXPANSION} ) | (?P<text> [^\\$`]+ | . )""",
+    re.VERBOSE | re.DOTALL,
+)
+DEFAULT = re.compile(r"""(["']?)([^"'\\]*)\1""")
+ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 VARIABLE = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=?])(.*))?", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-ASSIGNED_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 # What a command that is no plain assignment may set: NAME=, NAME[...]=, ${NAME:=}; what stands in
 # arithmetic; what the commands name that set variables.
@@ -41,7 +61,6 @@ SETS_WITHIN = re.compile(r"\$\{\w+:?=|\(\(.*\)\)", re.DOTALL)  # also where a wo
 # commands that may set any variable: nobody knows which name an expansion makes
 SETS_ANY = re.compile(rf"(?:\w+=\S*\s+)*(?:eval\b|(?:{DECLARES})\b(?:\s+-\w+)*\s+[\"']?[$`])")
 SETS_ARGUMENTS = re.compile(r"shift\b|set (?:[-+]\w+ (?:pipefail )?)*(?:--( |$)|[^-+ ])")
-NO_PARAMETERS = re.compile(r"[ \t]*\)")
 PROGRAM = re.compile(r"(\S*/)?\w+\.py")
 LOOPS = ("for", "while", "until", "select")
 OPENERS = ("if", "case", "{", *LOOPS)
@@ -120,114 +139,104 @@ def _read(text: str, path: Path | None, assumed: Mapping[str, str]) -> CommandLi
     return script.command_line()
 
 
-class _RawWord(NamedTuple):
-    """A word as it is written."""
+_PIECES = ("text", "single", "double", "escape", "expansion")
 
+
+class _Token(NamedTuple):
+    """A part of a script. start, end: where it stands."""
+
+    kind: str
     text: str
     line: int
+    start: int
+    end: int
 
 
-class _Lexer:
-    """A text with the place up to which it is read. name: of the file, for lines to the user."""
+class _Word(NamedTuple):
+    """A word as it is written: its pieces. items: of an array, the words within."""
 
-    def __init__(self, text: str, name: str, line: int = 1) -> None:
-        self.text = text
-        self.name = name
-        self.line = line
-        self.at = 0
-        self._documents: list[re.Pattern[str]] = []
+    pieces: list[_Token]
+    items: "list[_Word] | None" = None
 
-    def take(self, pattern: re.Pattern[str]) -> str:
-        """Return the text here that fits a pattern, and pass over it; "" if none does."""
-        match = pattern.match(self.text, self.at)
-        return self.pass_to(match.end()) if match else ""
+    @property
+    def head(self) -> str:
+        """Return the text that the word begins with, unless it is quoted or an expansion."""
+        return self.pieces[0].text if self.pieces[0].kind == "text" else ""
 
-    def pass_to(self, end: int) -> str:
-        """Return the text up to an index, and go there."""
-        passed = self.text[self.at : end]
-        self.line += passed.count("\n")
-        self.at = end
-        return passed
+    @property
+    def plain(self) -> str:
+        """Return the text of a word without quotes and expansions; "" for any other."""
+        return self.head if len(self.pieces) == 1 and self.items is None else ""
 
-    def take_nested(self, opening: str, quoted: bool = False) -> str:
-        """Return what an opening sign stands here for, up to the closing one."""
-        start = self.at + len(opening)
-        return self.pass_to(self._end_of(CLOSING[opening[-1]], start, quoted))
 
-    def _end_of(self, closing: str, at: int, quoted: bool) -> int:
-        """Return the index behind `closing`; quotes and expansions before it are passed over.
+class _Command(NamedTuple):
+    """A command, or a here-document, which has no words. written: its text. before, after: the
+    separators around it."""
 
-        quoted: single quotes are text, as within double quotes. Raises UserError without an end.
-        """
-        while at < len(self.text):
-            sign = self.text[at]
-            if sign == closing:
-                return at + 1
-            opening = OPENING.match(self.text, at)
-            if closing == "'":
-                at += 1
-            elif sign == "\\":
-                at += 2
-            elif sign == "#" and closing == ")" and self.text[at - 1].isspace():
-                at = COMMENT.match(self.text, at).end()  # type: ignore[union-attr]
-            elif opening and not (quoted and sign in "'<>"):
-                inside = opening[0] == "${" and quoted or opening[0] == '"'
-                at = self._end_of(CLOSING[opening[0][-1]], opening.end(), inside)
-            elif sign == "(" and closing == ")":
-                at = self._end_of(")", at + 1, False)
-            else:
-                at += 1
-        raise UserError.of("import.open_block", name=self.name, line=self.line, sign=closing)
+    words: list[_Word]
+    line: int
+    written: str
+    before: str
+    after: str
 
-    def words(self, in_array: bool = False) -> list[_RawWord]:
-        """Return the words up to the end of a command, or of the text within an array."""
-        found = list[_RawWord]()
-        while self.at < len(self.text):
-            if self.take(BLANK_OR_LINES if in_array else BLANK) or self.take(COMMENT):
-                continue
-            if self.text.startswith("((", self.at):
-                found.append(_RawWord(self.take_nested("("), self.line))
-            elif redirection := self.take(REDIRECTION):
-                target = re.sub(r"[\\'\"]", "", self._word())
-                if redirection.strip() in ("<<", "<<-"):
-                    end = (
-                        f"^\t*{re.escape(target)}$"
-                        if "-" in redirection
-                        else f"^{re.escape(target)}$"
-                    )
-                    self._documents.append(re.compile(end, re.MULTILINE))
-            elif SEPARATOR.match(self.text, self.at):
-                break
-            else:
-                line = self.line
-                found.append(_RawWord(self._word(), line))
-        return found
 
-    def _word(self) -> str:
-        start = self.at
-        while self.at < len(self.text):
-            opening = OPENING.match(self.text, self.at)
-            if opening:
-                self.take_nested(opening[0])
-            elif self.text[self.at] == "\\":
-                self.pass_to(self.at + 2)
-            elif ASSIGNED_ARRAY.fullmatch(self.text, start, self.at + 1):
-                self.take_nested("(")
-            elif self.text[self.at] in " \t\r\n;&|()<>":
-                break
-            else:
-                self.pass_to(self.at + 1)
-        # a sign without a meaning here is a word of its own
-        return self.text[start : self.at] or self.pass_to(start + 1)
+def _tokens(text: str, name: str) -> Iterator[_Token]:
+    """Yield the tokens of a text; those of kind "body" are here-documents. Raises UserError for a
+    quote or bracket without its end."""
+    at = 0
+    line = 1
+    markers = list[str]()
+    while at < len(text):
+        match = TOKEN.match(text, at)
+        if match is None:
+            sign = text[at : at + 2] if text[at] == "$" else text[at]
+            raise UserError.of("import.open_block", name=name, line=line, sign=sign)
+        kind = str(match.lastgroup)
+        yield _Token(kind, match[kind], line, at, match.end())
+        line += match[0].count("\n")
+        at = match.end()
+        if kind == "document":
+            markers.append(match["marker"])
+        while markers and match[0] == "\n":
+            end = re.compile(rf"^\t*{markers.pop(0)}\n", re.MULTILINE).search(text, at)
+            body = text[at : end.end() if end else len(text)]
+            yield _Token("body", body, line, at, at + len(body))
+            line += body.count("\n")
+            at += len(body)
 
-    def documents(self) -> str:
-        """Return the here-documents that begin on this line, and pass over them."""
-        start = self.at
-        for end in self._documents:
-            match = end.search(self.text, self.at)
-            self.pass_to(match.end() if match else len(self.text))
-        self._documents = []
-        return self.text[start : self.at]
+
+def _commands(text: str, name: str) -> Iterator[_Command]:
+    """Yield the commands of a text. Raises UserError as `_tokens`."""
+    words = list[_Word]()
+    pieces = list[_Token]()
+    array: _Word | None = None  # the one that is being read
+    is_target = False  # the word belongs to a redirection
+    start = 0
+    before = "\n"
+    for token in _tokens(text, name):
+        if token.kind in _PIECES:
+            pieces.append(token)
+        if token.kind in (*_PIECES, "continued"):
+            continue
+        if token.text == "(" and ARRAY.fullmatch(_Word(pieces).plain if pieces else ""):
+            array = _Word(pieces, [])
+            pieces = []
+            continue
+        if pieces and not is_target:
+            (words if array is None or array.items is None else array.items).append(_Word(pieces))
+        is_target = token.kind == "redirect" or (is_target and not pieces)
+        pieces = []
+        if array is not None and token.text == ")":
+            words.append(array)
+            array = None
+        elif token.kind == "body" or (token.kind == "end" and array is None):
+            line = words[0].pieces[0].line if words else token.line
+            yield _Command(words, line, text[start : token.end], before, token.text)
+            words = []
+            start = token.end
+            before = "\n" if token.kind == "body" else token.text
+    if array is not None:
+        raise UserError.of("import.open_block", name=name, line=array.pieces[0].line, sign="(")
 
 
 class _Value(NamedTuple):
@@ -288,63 +297,55 @@ class _Script:
         """Follow the commands of a file."""
         if PRIVATE.search("".join((text, *self.assumed.values()))):
             raise UserError.of("import.private_character", shown=name)
-        lexer = _Lexer(text.replace("\r\n", "\n"), name)
-        separator = "\n"
-        while lexer.at < len(lexer.text):
-            before = separator
-            start = lexer.at
-            words = lexer.words()
-            written = lexer.text[start : lexer.at]
-            separator = lexer.take(SEPARATOR)
-            command = self._enter_blocks(words)
-            certain = not self.blocks and {before, separator} <= {"\n", ";", ""}
-            if certain and command and command[0].text in ("exit", "return"):
+        for command in _commands(f"{text}\n".replace("\r\n", "\n"), name):
+            words = self._enter_blocks(command.words)
+            certain = not self.blocks and {command.before, command.after} <= {"\n", ";"}
+            if certain and words and words[0].plain in ("exit", "return"):
                 return
-            if command:
-                self._command(command, written, certain, name)
-            if separator == "\n":
-                self._open_set_by(lexer.documents(), lexer.line)
-            elif separator == "(" and lexer.take(NO_PARAMETERS):
-                self.functions.update(word.text for word in words[-1:])
+            if words:
+                self._command(words, command, certain, name)
+            elif not command.words:
+                self._open_set_by(command.written, command.line)
+            if command.before == "(" and command.after == ")" and not command.words:
+                self.blocks.pop()  # it was no subshell, but NAME()
                 self.defines = True
-            elif separator == "(":
-                self._open_block(separator)
-            elif separator == ")" and self.blocks[-1:] in (["("], ["function"]):
+            elif command.after == "(":
+                self.functions.update(word.plain for word in command.words[-1:])
+                self._open_block("(")
+            elif command.after == ")" and self.blocks[-1:] in (["("], ["function"]):
                 self.blocks.pop()
 
     def _open_block(self, sign: str) -> None:
         self.blocks.append("function" if self.defines else sign)
         self.defines = False
 
-    def _enter_blocks(self, words: list[_RawWord]) -> list[_RawWord]:
+    def _enter_blocks(self, words: list[_Word]) -> list[_Word]:
         """Keep count of the blocks that words open and close. Return the command behind them."""
-        for at, (word, _) in enumerate(words):
-            if word in OPENERS:
-                self._open_block(word)
-            elif word in CLOSERS:
+        for at, word in enumerate(words):
+            if word.plain in OPENERS:
+                self._open_block(word.plain)
+            elif word.plain in CLOSERS:
                 self.blocks = self.blocks[:-1]
-            elif word == "function":
-                self.functions.update(name for name, _ in words[at + 1 : at + 2])
+            elif word.plain == "function":
+                self.functions.update(name.plain for name in words[at + 1 : at + 2])
                 self.defines = True
-            elif word not in BEFORE_COMMANDS and not self.defines:
+            elif word.plain not in BEFORE_COMMANDS and not self.defines:
                 return words[at:]
         return []
 
     # Variables
 
-    def _command(self, words: list[_RawWord], written: str, certain: bool, file: str) -> None:
-        """Follow a command. written: its text."""
-        first, line = words[0]
-        is_export = first == "export"
-        assigned = [
-            word for word in words[is_export:] if not (is_export and word.text.isidentifier())
-        ]
-        if certain and all(ASSIGNMENT.match(word.text) for word in assigned):
-            for word in assigned:
-                self._assign(word)
+    def _command(self, words: list[_Word], command: _Command, certain: bool, file: str) -> None:
+        first = words[0].plain
+        line = command.line
+        named = [w for w in words[1:] if not w.plain.isidentifier()] if first == "export" else words
+        if certain and all(ASSIGNMENT.match(word.head) for word in named):
+            for word in named:
+                self._assign(word, line)
             return
-        expanded = [word for raw in words for word in self._expanded(raw, file)]
+        expanded = [made for word in words for made in self._expanded(word, file)]
         said = " ".join(word.text for word in expanded)
+        written = command.written
         if first in ("echo", "cat"):
             self._open_set_by(" ".join(SETS_WITHIN.findall(written)), line)
             return
@@ -354,37 +355,38 @@ class _Script:
                 self._open(name, line)
         if ENVIRONMENTS.search(said):
             self.notes.append(
-                f"{file}, line {line}: {said} is taken for an environment of programs, and is not read"
+                f"{file}, line {line}: {said} is taken for an environment of programs, and is not "
+                "read"
             )
         elif first in ("source", "."):
             self._source(said.partition(" ")[2], line, certain)
         elif SETS_ANY.match(written.strip()):
             self._open_rest(f"may be set in line {line} by {said}, which is not run")
-        elif first in ("cd", "pushd", "popd") and not OWN_FOLDER.match(
-            f"{said.partition(' ')[2]}/"
-        ):
+        elif first in ("cd", "pushd", "popd") and not OWN_FOLDER.match(f"{said[3:]}/"):
             self.moved = f"line {line} moves to another folder"
         self._note_launch(expanded, line)
 
-    def _assign(self, raw: _RawWord) -> None:
-        name, adds, value = ASSIGNMENT.fullmatch(raw.text).groups()  # type: ignore[union-attr]
+    def _assign(self, word: _Word, line: int) -> None:
+        match = ASSIGNMENT.fullmatch(word.head)
+        assert match
+        name, adds, begin = match.groups()
         self.defaults = set()
-        if value.startswith("("):
-            lexer = _Lexer(value[1:-1], self.shown, raw.line)
-            before = self._value(name) if adds and (name in self.values or self.open_rest) else []
-            written = [field for word in lexer.words(True) for field in self._fields(word.text)]
-            items = [*before, *written]
+        if word.items is not None:
+            keeps = adds and (name in self.values or self.open_rest)
+            before = self._value(name) if keeps else []
+            items = [*before, *(text for item in word.items for text in self._fields(item))]
             self.arrays.add(name)
         elif name in self.arrays:  # only its first item is set
-            self._open(name, raw.line)
+            self._open(name, line)
             return
         else:
             before = self._value(name)[0] if adds else ""
-            items = [before + SPLITTING.sub("", self._expand(value))]
+            behind = SPLITTING.sub("", self._expand(word.pieces[1:]))
+            items = [before + begin + behind]
         if sum(map(len, items)) > MOST_LETTERS:
-            raise UserError.of("import.value_too_long", shown=self.shown, line=raw.line, name=name)
+            raise UserError.of("import.value_too_long", shown=self.shown, line=line, name=name)
         if name == "IFS":
-            self.open_all = f"may be cut otherwise, for line {raw.line} sets IFS"
+            self.open_all = f"may be cut otherwise, for line {line} sets IFS"
         self.values[name] = _Value(items, frozenset(self.defaults))
 
     def _open_set_by(self, written: str, line: int) -> None:
@@ -442,52 +444,44 @@ class _Script:
 
     # Expansion
 
-    def _expanded(self, raw: _RawWord, file: str) -> Iterator[Word]:
+    def _expanded(self, word: _Word, file: str) -> Iterator[Word]:
         """Yield the words that one becomes."""
         self.defaults = set()
-        place = f"{file}, line {raw.line}" if self.path else ""
-        for text in self._fields(raw.text):
+        place = f"{file}, line {word.pieces[0].line}" if self.path else ""
+        for text in self._fields(word):
             mark = MARK.search(text)
             unknown = self.unknown[int(mark[1])][1] if mark else ""
             yield Word(self._readable(text), place, unknown, frozenset(self.defaults))
 
-    def _fields(self, written: str) -> list[str]:
+    def _fields(self, word: _Word) -> list[str]:
         """Return what a word becomes, cut at the white space of its expansions."""
-        fields = re.split(f"(?:{BREAK}\\s)+", self._expand(written))
+        fields = re.split(f"(?:{BREAK}\\s)+", self._expand(word.pieces))
         return [text.replace(QUOTED, "") for text in fields if text]
 
-    def _expand(self, written: str, quoted: bool = False) -> str:
-        """Return a text with its expansions. quoted: it stands within double quotes."""
-        lexer = _Lexer(written, self.shown)
+    def _expand(self, pieces: Sequence[_Token]) -> str:
         made = ""
-        while lexer.at < len(written):
-            opening = OPENING.match(written, lexer.at)
-            sign = opening[0] if opening else written[lexer.at]
-            if variable := lexer.take(SIMPLE):
-                made += self._expansion(variable, quoted)
-            elif sign == "\\":
-                escaped = lexer.pass_to(lexer.at + 2)
-                kept = quoted and escaped[1:] not in ("$", "`", '"', "\\", "\n")
-                made += QUOTED + (escaped if kept else escaped[1:].strip("\n"))
-            elif sign == "'" and not quoted:
-                made += QUOTED + lexer.take_nested(sign)[1:-1]
-            elif sign == '"':
-                inner = lexer.take_nested(sign, quoted=True)[1:-1]
-                made += self._expand(inner, True) if inner else QUOTED
-            elif opening and not (quoted and sign in ("'", "$'", '$"', "<(", ">(")):
-                made += self._expansion(lexer.take_nested(sign, quoted), quoted)
+        for kind, text, *_ in pieces:
+            if kind == "expansion":
+                items = " ".join(self._items(text, False))
+                made += re.sub(r"\s", f"{BREAK}\\g<0>", items)
+            elif kind == "double":
+                made += self._in_quotes(text) if text else QUOTED
+            elif kind == "text":
+                made += self._to_run(text) if BRACES.search(text) else text
             else:
-                text = lexer.take(PLAIN) or lexer.pass_to(lexer.at + 1)
-                braces = not quoted and BRACES.search(text)
-                made += self._to_run(text) if braces else text
-                made += QUOTED if quoted else ""
+                made += QUOTED + text
         return made
 
-    def _expansion(self, written: str, quoted: bool) -> str:
-        items = self._items(written, quoted)
-        if quoted:
-            return f"{BREAK} ".join(QUOTED + item for item in items)
-        return re.sub(r"\s", f"{BREAK}\\g<0>", " ".join(items))
+    def _in_quotes(self, text: str) -> str:
+        """Return a text of double quotes with its expansions."""
+        made = ""
+        for match in QUOTED_TOKEN.finditer(text):
+            if match["expansion"]:
+                items = self._items(match["expansion"], True)
+                made += f"{BREAK} ".join(QUOTED + item for item in items)
+            else:
+                made += QUOTED + (match["escape"] or match["text"] or "")
+        return made
 
     def _items(self, written: str, quoted: bool) -> list[str]:
         """Return what an expansion stands for; of an array one text for each item."""
@@ -503,7 +497,10 @@ class _Script:
             and not self.open_rest
             and not (known and (sign == "-" or "".join(items)))
         ):
-            chosen = SPLITTING.sub("", self._expand(default, quoted))
+            plain = DEFAULT.fullmatch(default)
+            if plain is None or (plain[1] and (quoted or re.search(r"[\s$]", default))):
+                return [self._to_run(written)]
+            chosen = SPLITTING.sub("", self._in_quotes(plain[2]))
             said = self._readable(chosen)
             self.defaults.add(
                 f"${name} is taken as its default, {said!r}: --assume {name}=VALUE gives another"

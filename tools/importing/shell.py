@@ -76,7 +76,7 @@ ENVIRONMENTS = re.compile(
 OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
 LARGEST_SOURCED = 256 * 1024  # bytes
 MOST_SOURCED = 20
-MOST_LETTERS = 1_000_000
+MOST_LETTERS = 100_000
 # Characters of Unicode's private use area stand in an expanded text for what a text cannot say: the
 # number of something unknown stands between OPEN and CLOSE, QUOTED keeps a word that may be empty,
 # and white space behind BREAK ends a word.

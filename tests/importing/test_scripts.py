@@ -244,7 +244,7 @@ def test_what_a_file_does_not_reach_does_not_count(tmp_path: Path) -> None:
     [
         ("echo 1", "no command that runs a .py program"),
         (f"{RUN} --a 1\n{RUN} --a 2", "2 programs with arguments, in lines 1, 2: keep one"),
-        (f'A="x\n{RUN} --a 1', "train.sh, line 1: \" opens here and is never closed"),
+        (f'A="x\n{RUN} --a 1', 'train.sh, line 1: " opens here and is never closed'),
         (f"{RUN} --a ${{X", "${ opens here and is never closed"),
         (f"{RUN} --a 'x", "is never closed"),
         (f"A=(1 2\n{RUN} --a", "( opens here and is never closed"),

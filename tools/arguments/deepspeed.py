@@ -1,5 +1,5 @@
-"""Keys of DeepSpeed's JSON: those that are read, those that are refused, and those that are not used
-here.
+"""Keys of DeepSpeed's JSON: those that are read, those that are refused, and those that are not
+used here.
 
 The names and defaults are those of deepspeed/runtime/config.py, precision_config.py, constants.py
 and zero/config.py, of version 0.19.6 (August 2026). A key of a table within a table is written with
@@ -52,7 +52,7 @@ scheduler.params.total_num_steps             whole   lr.length
 scheduler.params.warmup_min_ratio            number  lr.warmup
 scheduler.params.cos_min_ratio               number  lr.final
 """
-# The way out, and the keys that are refused, each with the value as JSON that is permitted: its default.
+# The way out, and the keys that are refused, each with its default as JSON, which is permitted.
 _REFUSED = {
     "nothing is offloaded here: remove it": """
         zero_optimization.offload_optimizer.device="none"
@@ -166,7 +166,7 @@ PERMITTED: Mapping[str, Any] = {
 UNUSED = frozenset(_UNUSED.split()) | {
     f"zero_optimization.{key}" for key in _UNUSED_OF_ZERO.split()
 }
-"""Keys and tables that are not used here: logs, communication and memory, or tables that are off."""
+"""Keys and tables that are not used here: logs, communication, memory, and tables that are off."""
 TABLES = frozenset(
     key[:end] for key in (*READ, *WHY) for end, letter in enumerate(key) if letter == "."
 )

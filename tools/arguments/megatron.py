@@ -200,8 +200,8 @@ eod_mask_loss                              switch                 data.eod_mask_
 no_load_optim                              switch                 train.init_from
 """
 
-# Names in tables of refused and unused arguments: `name` is a flag, `name=` takes a value and `name*`
-# several; what stands after the sign is Megatron-LM's default, which is permitted.
+# Names in tables of refused and unused arguments: `name` is a flag, `name=` takes a value and
+# `name*` several; what stands after the sign is Megatron-LM's default, which is permitted.
 # Those that make another model are refused in a checkpoint too.
 _ANOTHER_MODEL = """
 apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
@@ -537,7 +537,7 @@ class Argument:
 
     name: as it is typed. kept: the name under which Megatron-LM's parser keeps the value. default:
     what it keeps if nothing is given; a tuple if there may be several values.
-    keys: of a run file. choices: the words that may be given. foreign: those that no model here has.
+    keys: of a run file. choices: the words that may be given. foreign: those no model here has.
     """
 
     name: str

@@ -81,7 +81,7 @@ def _keys_of_others() -> dict[str, tuple[str, ...]]:
         table, _, _ = path.partition(".")
         _, _, last = path.rpartition(".")
         for name in (path, last, table):
-            if name == path or name == table or "_" in last:
+            if name in (path, table) or "_" in last:
                 found.setdefault(name, keys)
     return found
 

@@ -1,9 +1,9 @@
 """The arguments that were given to Megatron-LM: on a command line, in a table, or as it keeps them.
 
-A command line is read by the grammar of Megatron-LM's parser: `--name value`, `--name=value`, flags,
-and several values up to the next argument. The last one counts if an argument is repeated.
-Abbreviations are refused, as Megatron-LM refuses them. Every word is accounted for: it is part of an
-argument that is read, of one that is not used here, or of a problem.
+A command line is read by the grammar of Megatron-LM's parser: `--name value`, `--name=value`,
+flags, and several values up to the next argument. The last one counts if an argument is repeated.
+Abbreviations are refused, as Megatron-LM refuses them. Every word is accounted for: it is part of
+an argument that is read, of one that is not used here, or of a problem.
 """
 
 import re
@@ -196,9 +196,12 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
         if name in TYPED or form_of(name)
     }
     read_table(known, arguments, place)
-    for name, value in DEFAULTS.items():
-        if arguments.place.get(name) == place and arguments.values.get(name) == value:
-            del arguments.values[name]
+    for name in DEFAULTS.keys() & args.keys():
+        value = args[name]
+        if value not in NOT_GIVEN:
+            arguments.said.setdefault(name, f"{name} = {value}")
+        if arguments.place.get(name) == place and arguments.get(name) == DEFAULTS[name]:
+            arguments.values.pop(name, None)
     others = [name for name in known if arguments.unused.pop(name, None)]
     arguments.unused[place] = f"{len(others)} other arguments of {place}"
     strange = [text for text in unknown_arguments(args) if form_of(text.split(" ")[0]) is None]

@@ -12,7 +12,7 @@ from tools.arguments.megatron import option
 from tools.config.native_keys import native_keys_of
 from tools.config.precision_settings import FP8, PLAN_ONLY
 from tools.importing.arguments import Arguments
-from tools.importing.draft import MEGATRON, NO_HALF, Draft
+from tools.importing.draft import NO_HALF, Draft
 
 STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 # fields of NeMo's plugin that Megatron-LM has under another name
@@ -260,7 +260,7 @@ def _add_scaling(arguments: Arguments, draft: Draft, keys: dict[str, Any], half:
             draft.put(f"precision.{key}", keys[f"precision.{key}"], arguments.origin(name))
         draft.put("precision.on_nonfinite", "skip", "--fp16 with a dynamic loss scale")
     elif arguments.get(checks):
-        draft.put("precision.on_nonfinite", "raise", MEGATRON)
+        draft.put("precision.on_nonfinite", "raise", arguments.origin(checks))
     else:
         skips = half != "fp32" and scaling == "constant"
         draft.put("precision.on_nonfinite", "skip" if skips else "ignore", arguments.origin(checks))

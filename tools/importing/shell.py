@@ -20,8 +20,9 @@ from megaprec.parsing import read_text
 _INSIDE = r"""[^(){}'"\\`] | '[^']*+' | "(?:[^"\\]|\\.)*+" | \\. | `[^`]*+`"""
 for _ in range(3):  # levels of parentheses and braces within each other
     _INSIDE = rf"(?: {_INSIDE} | \( (?:{_INSIDE} | [{{}}])*+ \) | \{{ (?:{_INSIDE} | [()])*+ \}} )"
+_WITHIN = rf"(?:{_INSIDE} | [{{}}])*+"
 _EXPANSION = rf"""
-    \$?\(\((?:{_INSIDE}|[{{}}])*+\)\) | [$<>]\((?:{_INSIDE}|[{{}}])*+\) | \$\{{(?:{_INSIDE}|[()])*+\}}
+    \$?\(\( {_WITHIN} \)\) | [$<>]\( {_WITHIN} \) | \$\{{ (?:{_INSIDE} | [()])*+ \}}
     | `(?:[^`\\]|\\.)*+` | \$'(?:[^'\\]|\\.)*+' | \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-]"""
 # What a script is made of. Its parts have the names of the groups.
 TOKEN = re.compile(
@@ -69,9 +70,9 @@ BEFORE_COMMANDS = ("then", "do", "else", "elif", "!", "time", "exec", "command",
 RANKS = re.compile(r"--?(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes)[= ](\d{1,6})(?!\S)")
 # files and commands that set up programs, not a training
 ENVIRONMENTS = re.compile(
-    r"^(?:source|\.) (?:.*/)?(?:activate|\.?(?:bash)?(?:rc|_?profile)|(?:conda|setvars|modules?|lmod)\.sh)\b"
-    r"|^(?:source|\.) (?:/etc/|.*/init/)"
-    r"|^eval .*(?:conda|mamba|pyenv|virtualenv|direnv|ssh-agent|module|lmod|modulecmd|brew|nvm)"
+    r"(?:source|\.) (?:/etc/|.*/init/|(?:.*/)?(?:activate|\.?(?:bash)?(?:rc|_?profile))\b"
+    r"|(?:.*/)?(?:conda|setvars|modules?|lmod)\.sh\b)"
+    r"|eval .*(?:conda|mamba|pyenv|virtualenv|direnv|ssh-agent|module|lmod|modulecmd|brew|nvm)"
 )
 OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
 LARGEST_SOURCED = 256 * 1024  # bytes
@@ -264,7 +265,9 @@ class _Script:
         self.arrays = set[str]()
         self.functions = set[str]()
         self.defines = False  # the next block is that of a function
-        self.launches: list[tuple[int, list[Word], str]] = []  # each with why it does not count
+        self.launches: list[
+            tuple[int, list[Word], UserError | None]
+        ] = []  # each with why it does not count
         self.notes: list[str] = []
         self.taken_in: list[str] = []
         self.moved = ""  # the line from which on the script is in another folder
@@ -285,9 +288,9 @@ class _Script:
             raise UserError.of(
                 "import.several_programs", shown=self.shown, num_found=len(found), lines=lines
             )
-        ((line, words, problem),) = found
+        ((_, words, problem),) = found
         if problem:
-            raise UserError.of(problem, shown=self.shown, line=line)
+            raise problem
         at = _program(words)
         notes = {note for word in words[at:] for note in word.defaults}
         ranks = _ranks(words[:at])
@@ -353,7 +356,7 @@ class _Script:
         if SETS_ARGUMENTS.match(said) and "function" not in self.blocks:
             for name in ("@", "*", *map(str, range(1, 100))):
                 self._open(name, line)
-        if ENVIRONMENTS.search(said):
+        if ENVIRONMENTS.match(said):
             self.notes.append(
                 f"{file}, line {line}: {said} is taken for an environment of programs, and is not "
                 "read"
@@ -543,13 +546,13 @@ class _Script:
         """Remember a command that may run a program."""
         texts = [word.text for word in words]
         runs = _program(words)
-        problem = ""
-        if "eval" in texts[:1] and runs or any(re.search(r"\.py\s+-", text) for text in texts):
-            problem = "import.program_in_text"
+        problem: UserError | None = None
+        if (runs and texts[0] == "eval") or any(re.search(r"\.py\s+-", text) for text in texts):
+            problem = UserError.of("import.program_in_text", shown=self.shown, line=line)
         elif runs and not self.functions.isdisjoint(texts):
-            problem = "import.program_in_function"
+            problem = UserError.of("import.program_in_function", shown=self.shown, line=line)
         elif runs and not {*LOOPS, "function"}.isdisjoint(self.blocks):
-            problem = "import.program_in_block"
+            problem = UserError.of("import.program_in_block", shown=self.shown, line=line)
         self.launches.append((line, words, problem))
 
 
@@ -566,7 +569,7 @@ def _program(words: Sequence[Word]) -> int:
 def _ranks(words: Sequence[Word]) -> int | None:
     """Return the number of ranks that the options of torchrun or deepspeed start; None if they do
     not say it."""
-    sizes = {name: size for name, size in RANKS.findall(" ".join(word.text for word in words))}
-    sizes = {name.replace("-", "_"): int(size) for name, size in sizes.items()}
+    said = " ".join(word.text for word in words)
+    sizes = {name.replace("-", "_"): int(size) for name, size in RANKS.findall(said)}
     local = sizes.get("nproc_per_node") or sizes.get("num_gpus")
     return local * (sizes.get("nnodes") or sizes.get("num_nodes", 1)) if local else None

@@ -12,7 +12,7 @@ from typing import Any
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
 from tools.arguments.megatron import READ
-from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
+from tools.convert.megatron.keys import ALLOWED_VALUES, LISTS, READ_ARGUMENTS
 
 SWITCH = "True or False"
 SIZE = "a whole number from 1 on"
@@ -66,7 +66,10 @@ def require_kinds(args: Mapping[str, Any]) -> None:
 
 
 def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in args.items():
+    for key, given in args.items():
+        # with `nargs` Megatron-LM keeps one value as a list
+        single = key in LISTS and isinstance(given, list | tuple) and len(given) == 1
+        value = given[0] if single else given
         if value is not None and key in KINDS and not is_of(KINDS[key], value):
             yield (
                 f"Megatron's {key} = {value!r} is not {KINDS[key]}: these args are not as "

@@ -41,7 +41,7 @@ def kept(line: str, ranks: int = 1) -> dict[str, Any]:
     for name in ("no_initialization", "no_data_sharding"):
         del args[name]
     args |= {"perform_initialization": True, "data_sharding": True}
-    args |= DEFAULTS | arguments.values
+    args |= dict(DEFAULTS) | arguments.values
     args["ffn_hidden_size"] = completed(arguments)["ffn_hidden_size"]
     args |= dict.fromkeys(("start_weight_decay", "end_weight_decay"), args["weight_decay"])
     args |= {

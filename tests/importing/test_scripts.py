@@ -328,6 +328,13 @@ def test_files_that_take_in_each_other_end_with_a_line(tmp_path: Path) -> None:
     assert "20 files are the most" in word.unknown
 
 
+def test_options_of_the_shell_leave_the_scripts_own_arguments() -> None:
+    for options in ("set -euo pipefail", "set -e; set -x", "set -o errexit", "set +x"):
+        assert texts(f"{options}\n{RUN} --a $1", **{"1": "x"}) == ["--a", "x"]
+    for options in ("set -e -- y", "set y", "set -- y", "shift", "shift 2"):
+        assert texts(f"{options}\n{RUN} --a $1", **{"1": "x"}) == ["--a", "$1"]
+
+
 def test_the_ranks_are_those_that_the_launcher_starts() -> None:
     assert read(SCRIPTS["gpt"], ASSUMED).ranks == 16
     assert read("deepspeed --num_gpus 4 --num_nodes=2 pretrain_gpt.py --a 1").ranks == 8

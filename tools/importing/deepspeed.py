@@ -165,12 +165,14 @@ def _add_batch(config: Config, ranks: int | None) -> None:
             )
         return
     replicas = data or 1
-    if micro is None:
+    if micro is None and whole is not None:
         steps = steps or 1
         micro = whole // replicas // steps
-    elif whole is None:
+    elif micro is not None and whole is None:
         steps = steps or 1
         whole = micro * steps * replicas
+    assert whole is not None
+    assert micro is not None
     steps = steps or whole // micro // replicas
     if data and whole != micro * steps * data:
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"

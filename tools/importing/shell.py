@@ -61,7 +61,7 @@ NAMES = re.compile(r"(?<![\w$./-])(?<!\$\{)[A-Za-z_]\w*")
 SETS_WITHIN = re.compile(r"\$\{\w+:?=|\(\(.*\)\)", re.DOTALL)  # also where a word is only shown
 # commands that may set any variable: nobody knows which name an expansion makes
 SETS_ANY = re.compile(rf"(?:\w+=\S*\s+)*(?:eval\b|(?:{DECLARES})\b(?:\s+-\w+)*\s+[\"']?[$`])")
-SETS_ARGUMENTS = re.compile(r"shift\b|set (?:[-+]\w+ (?:pipefail )?)*(?:--( |$)|[^-+ ])")
+SETS_ARGUMENTS = re.compile(r"shift\b|set (?:[-+]\w*o [a-z]+ |[-+]\w+ )*+(?:-- |[^-+ ])")
 PROGRAM = re.compile(r"(\S*/)?\w+\.py")
 LOOPS = ("for", "while", "until", "select")
 OPENERS = ("if", "case", "{", *LOOPS)
@@ -353,7 +353,7 @@ class _Script:
             self._open_set_by(" ".join(SETS_WITHIN.findall(written)), line)
             return
         self._open_set_by(written, line)
-        if SETS_ARGUMENTS.match(said) and "function" not in self.blocks:
+        if SETS_ARGUMENTS.match(f"{said} ") and "function" not in self.blocks:
             for name in ("@", "*", *map(str, range(1, 100))):
                 self._open(name, line)
         if ENVIRONMENTS.match(said):

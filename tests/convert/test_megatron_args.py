@@ -60,7 +60,7 @@ def edited(folder: Path, to: Path, rank: str, change: Callable[[dict[str, Any]],
 
 
 def test_every_argument_that_is_read_has_a_kind() -> None:
-    assert not {*READ_ARGUMENTS.split()} - KINDS.keys() - FORMS - ALLOWED_VALUES.keys()
+    assert not {*READ_ARGUMENTS} - KINDS.keys() - FORMS - ALLOWED_VALUES.keys()
     assert not KINDS.keys() & ALLOWED_VALUES.keys() and not FORMS & KINDS.keys()
 
 

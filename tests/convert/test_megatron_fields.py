@@ -245,7 +245,7 @@ def arguments() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_field_and_argument_is_accounted_for() -> None:
-    known = {*ALLOWED_VALUES, *READ_ARGUMENTS.split(), *ALIASES, *FREE}
+    known = {*ALLOWED_VALUES, *READ_ARGUMENTS, *ALIASES, *FREE}
     names = [*config_fields(), *arguments()]
     assert len(names) > 250
     assert not [name for name in names if name not in known and not name.startswith(FREE_PREFIXES)]

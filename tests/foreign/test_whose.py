@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments import megatron_idle, megatron_refused
-from tools.arguments.megatron import READ
+from tools.arguments.megatron import READ, REFUSED, UNUSED
 from tools.config.run_file import known_keys, load_run
 from tools.foreign.read import read_foreign
 from tools.foreign.whose import KINDS, whose_file
@@ -102,9 +101,9 @@ def test_a_run_file_is_sent_to_train_by_import_args(tmp_path: Path) -> None:
 def test_no_mark_of_another_system_is_made_of_megatrons_arguments() -> None:
     theirs = {
         *READ,
-        *megatron_idle.SHAPES,
-        *megatron_refused.SHAPES,
-        *(row.sets for row in READ.values()),
+        *UNUSED,
+        *REFUSED,
+        *(row.kept for row in READ.values()),
     }
     for kind in KINDS:
         assert not [mark for mark in kind.marks if set(mark.split()) <= theirs], kind.whose

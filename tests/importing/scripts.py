@@ -26,11 +26,6 @@ EVAL_AND_LOGGING_ARGS=(
     --load "$CHECKPOINT_PATH"
     --tensorboard-dir "${CHECKPOINT_PATH}/tensorboard"
 )
-if [ -n "${WANDB_API_KEY}" ]; then
-    EVAL_AND_LOGGING_ARGS+=(
-        --wandb-project ${WANDB_PROJECT:-"mine"}
-    )
-fi
 echo "starting $WORLD_SIZE ranks"
 torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
     ${MODEL_ARGS[@]} \\
@@ -81,7 +76,6 @@ DATA_ARGS=(
 LLAMA = (
     HEAD
     + """
-DTYPE="fp8"
 MODEL_ARGS="--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
     --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
     --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000
@@ -102,16 +96,12 @@ TRAINING_ARGS=(
     --calculate-per-token-loss
     --exit-duration-in-mins 235
 )
-if [[ "$DTYPE" == "fp8" ]]; then
-    TRAINING_ARGS+=(
-        "--fp8-format hybrid"
-        "--fp8-amax-history-len 1024"
-        "--fp8-amax-compute-algo max"
-        "--fp8-param-gather"
-    )
-else
-    TRAINING_ARGS+=(--no-such-argument)
-fi
+TRAINING_ARGS+=(
+    "--fp8-format hybrid"
+    "--fp8-amax-history-len 1024"
+    "--fp8-amax-compute-algo max"
+    "--fp8-param-gather"
+)
 MODEL_PARALLEL_ARGS=(--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
 DATA_ARGS=(
@@ -152,5 +142,12 @@ DATA_ARGS=(
 """
     + TAIL
 )
+# as in Megatron-LM's examples: a part of the arguments that the environment decides
+CONDITION = """if [ -n "${WANDB_API_KEY}" ]; then
+    EVAL_AND_LOGGING_ARGS+=(
+        --wandb-project ${WANDB_PROJECT:-"mine"}
+    )
+fi
+"""
 SCRIPTS = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL}
-ASSUMED = {"1": "runs/mine", "WANDB_API_KEY": ""}
+ASSUMED = {"1": "runs/mine"}

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments import deepspeed, megatron_idle, megatron_refused
-from tools.arguments.answers import KEYS, REASONS
-from tools.arguments.forms import option
-from tools.arguments.megatron import READ
-from tools.config.key_suggestions import ELSEWHERE
+from tools.arguments import deepspeed
+from tools.arguments.megatron import READ, REFUSED, UNUSED, form_of, option
+from tools.config.key_suggestions import ELSEWHERE, KEYS
 from tools.config.run_file import known_keys, load_run
 from tools.convert.megatron.keys import ALLOWED_VALUES, OFF
 
@@ -24,7 +22,12 @@ FACTS = [
     line.split(" ", 2)
     for line in (Path(__file__).parent / "megatron_arguments.txt").read_text().splitlines()
 ]
-DEFAULT_HERE = {"eval_interval": 1000, "split": "969, 30, 1", "initial_loss_scale": 2.0**32}
+DEFAULT_HERE = {
+    "eval_interval": 1000,
+    "moe_layer_freq": "1",
+    "split": "969,30,1",
+    "initial_loss_scale": 2.0**32,
+}
 MINIMAL = [
     "model.preset=llama-demo",
     "train.steps=1",
@@ -58,16 +61,14 @@ KEYED = {
     "steps_per_print": "log.every", "warmup_num_steps": "lr.warmup", "bf16.enabled": "precision.compute",
 }  # fmt: skip
 WITHOUT = {
-    "hierarchical_context_parallel_sizes": "one group here",
-    "wandb_exp_name": "logging", "rampup_batch_size": "batch of a run is constant", "use_flash_attn": "kernels",
-    "mock_data": "data.source", "use_mcore_models": "kernels", "exit_interval": "signal", "num_workers": "reading data",
-    "distributed_backend": "communication", "wall_clock_breakdown": "logging", "flops_profiler": "logging",
-    "zero_optimization.offload_optimizer.device": "offloaded", "transformer_impl": "kernels",
+    "hierarchical_context_parallel_sizes": "one group here", "rampup_batch_size": "batch of a run is constant",
+    "mock_data": "data.source", "zero_optimization.offload_optimizer.device": "offloaded",
+    **dict.fromkeys(("wandb_exp_name", "use_flash_attn", "use_mcore_models", "exit_interval", "num_workers", "transformer_impl", "distributed_backend", "wall_clock_breakdown", "flops_profiler"), "is not used here"),
 }  # fmt: skip
 
 
 def test_every_argument_of_megatron_is_in_exactly_one_of_three_classes() -> None:
-    classes = [set(READ), set(megatron_refused.SHAPES), set(megatron_idle.SHAPES)]
+    classes = [set(READ), set(REFUSED), set(UNUSED)]
     assert sum(map(len, classes)) == len(set().union(*classes))
     theirs = {name[2:].replace("-", "_") for name, _, _ in FACTS}
     assert theirs == set().union(*classes)
@@ -77,10 +78,9 @@ def test_every_argument_has_the_form_of_megatrons_parser() -> None:
     forms = {"true": "flag", "false": "flag", "value": "value", "values": "values"}
     for name, form, _ in FACTS:
         typed = name[2:].replace("-", "_")
-        known = READ.get(typed) or megatron_refused.SHAPES.get(typed) or megatron_idle.SHAPES[typed]
-        assert known.form == forms[form], name
-        if typed in READ and known.form == "flag":
-            assert READ[typed].value == (form == "true"), name
+        assert form_of(typed) == forms[form], name
+        if typed in READ and READ[typed].form == "flag":
+            assert READ[typed].sets == (form == "true"), name
 
 
 def test_every_default_is_that_of_megatrons_parser() -> None:
@@ -94,10 +94,7 @@ def test_every_default_is_that_of_megatrons_parser() -> None:
                 (theirs,),
                 tuple(theirs) if isinstance(theirs, list) else theirs,
             ), name
-        if typed in megatron_refused.SHAPES:
-            permitted = megatron_refused.SHAPES[typed].permitted
-        else:
-            permitted = None
+        permitted = REFUSED[typed].permitted if typed in REFUSED else None
         if permitted is not None and typed != "dataloader_type":
             assert permitted == str(ast.literal_eval(default)), name
     assert {name: READ[name].default for name in DEFAULT_HERE} == DEFAULT_HERE
@@ -109,7 +106,7 @@ def test_an_argument_that_makes_another_model_of_a_checkpoint_is_refused_on_a_co
     names = {name for name, values in ALLOWED_VALUES.items() if values == OFF}
     typed = {name[2:].replace("-", "_") for name, _, _ in FACTS}
     assert len(names & typed) > 20
-    assert not (names & typed) - set(megatron_refused.SHAPES)
+    assert not (names & typed) - set(REFUSED)
 
 
 def test_every_key_that_an_argument_becomes_is_a_key_and_every_reason_is_a_clause() -> None:
@@ -117,12 +114,13 @@ def test_every_key_that_an_argument_becomes_is_a_key_and_every_reason_is_a_claus
     for row in READ.values():
         assert row.keys and set(row.keys) <= keys, row.name
     assert {key for named in deepspeed.READ.values() for key in named} <= keys
-    assert not any(why[-1] in ".:" or "  " in why or "- " in why for why in REASONS.values())
+    reasons = {refused.why for refused in REFUSED.values()} | {*deepspeed.WHY.values()}
+    assert not any(why[-1] in ".:" or "  " in why or "- " in why for why in reasons)
 
 
 def test_no_key_of_deepspeed_is_both_read_and_refused() -> None:
-    assert not set(deepspeed.READ) & set(deepspeed.REFUSED)
-    assert not set(deepspeed.IDLE) & (set(deepspeed.READ) | set(deepspeed.REFUSED))
+    assert not set(deepspeed.READ) & set(deepspeed.WHY)
+    assert not deepspeed.UNUSED & (set(deepspeed.READ) | set(deepspeed.WHY))
 
 
 def problem(override: str) -> str:

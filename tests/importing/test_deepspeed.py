@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments.deepspeed import IDLE, READ, REFUSED
+from tools.arguments.deepspeed import READ, UNUSED, WHY
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.importing.run import import_run
 
@@ -203,7 +203,7 @@ def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> N
     values = [0, 1, -1, 2.5, "auto", "x", True, None, [], [1], {}, {"a": 1}, 10**30, 1e308]
     for _ in range(150):
         config = json.loads(json.dumps(FULL))
-        for path in rng.choices([*READ, *REFUSED, *IDLE, "other.key"], k=3):
+        for path in rng.choices([*READ, *WHY, *UNUSED, "other.key"], k=3):
             *tables, leaf = path.split(".")
             place = config
             for table in tables:

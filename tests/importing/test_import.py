@@ -12,13 +12,11 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, SCRIPTS
-from tools.arguments import megatron_idle, megatron_refused
-from tools.arguments.forms import option
-from tools.arguments.megatron import READ
+from tools.arguments.megatron import READ, REFUSED, UNUSED, option
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.convert.megatron.layout import model_of_args
-from tools.importing.grammar import Arguments, read_words
+from tools.importing.arguments import Arguments, read_words
 from tools.importing.megatron_model import completed
 from tools.importing.run import import_run
 from tools.importing.shell import split_words
@@ -570,7 +568,7 @@ def test_the_command_writes_a_file_once_and_says_what_it_read(
         f"12 arguments read, 1 not needed here; wrote {path}" in said.out
         and said.err.startswith("note: parallel.data = 1")
     )
-    assert "# - --num-workers 2: it concerns reading data" in path.read_text()
+    assert "# Not used here: --num-workers 2\n" in path.read_text()
     assert main(["import-args", BASE, "-o", str(path)]) == 2
     assert capsys.readouterr().err == f"{path} exists: give another name, or remove it\n"
 
@@ -592,7 +590,7 @@ def test_arguments_without_quotes_are_answered_with_a_line_that_says_how_to_quot
     assert "megaprec import-args -o run.toml -- --num-layers 24" in line
 
 
-FLAGS = [option(name) for name in (*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES)]
+FLAGS = [option(name) for name in (*READ, *UNUSED, *REFUSED)]
 VALUES = [
     "1",
     "-1",
@@ -665,9 +663,9 @@ LINE = (
 
 
 @pytest.mark.cases(4, sample=12)
-@pytest.mark.parametrize("name", sorted(megatron_refused.SHAPES))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_argument_that_is_refused_is_left_out_as_the_last_line_says(name: str) -> None:
-    values = {"flag": "", "value": " 77", "values": " 77 78"}[megatron_refused.SHAPES[name].form]
+    values = {"flag": "", "value": " 77", "values": " 77 78"}[REFUSED[name].form]
     line = f"{LINE} {option(name)}{values}"
     with pytest.raises(UserError) as caught:
         import_run([line], {}, {}, 1)

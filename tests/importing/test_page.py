@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from tests.project.test_readme import ROOT
-from tools.arguments import deepspeed, megatron_idle, megatron_refused
-from tools.arguments.forms import option
-from tools.arguments.megatron import READ
+from tools.arguments import deepspeed
+from tools.arguments.megatron import READ, REFUSED, UNUSED, option
 
 PAGE = (ROOT / "docs" / "from-megatron.md").read_text()
 
@@ -27,10 +26,8 @@ def rows() -> Iterator[str]:
         keys.setdefault(row.keys, []).append(option(row.name))
     for ours, names in sorted(keys.items()):
         yield f"| {quoted([*ours])} | {quoted(names)} |"
-    for why, names in by_reason(megatron_refused.WHY).items():
+    for why, names in by_reason({name: refused.why for name, refused in REFUSED.items()}).items():
         yield f"| {why} | {quoted(names)} |"
-    for why, names in by_reason(megatron_idle.WHY).items():
-        yield f"| {why} | {len(names)} | {quoted(names[:6])}{' ...' if len(names) > 6 else ''} |"
     for path, ours in deepspeed.READ.items():
         yield f"| `{path}` | {quoted([*ours])} |"
 
@@ -41,5 +38,5 @@ def test_every_row_of_the_tables_is_on_the_page() -> None:
 
 
 def test_the_page_counts_the_arguments() -> None:
-    for count in (len(READ), len(megatron_refused.WHY), len(megatron_idle.WHY)):
+    for count in (len(READ), len(REFUSED), len(UNUSED)):
         assert f"({count} arguments)" in PAGE

@@ -1,293 +1,620 @@
-"""Arguments of Megatron-LM that are read, each with its type, Megatron-LM's default and the keys
-that it becomes.
+"""The arguments of Megatron-LM: those that are read, those that are refused, and those that are not
+used here.
 
-The names, types and defaults are those of its parser, megatron/training/arguments.py, of version
-core_v0.16; older and newer names are there too. Every argument is read, or of `megatron_refused`,
-or of `megatron_idle`.
+The names, kinds and defaults are those of its parser, megatron/training/arguments.py, of version
+core_v0.16; names of versions from 2.5 to August 2026 are there too. A name is written as it is
+typed, with `_` for `-` and without the dashes. Command lines are read by this table, and so are the
+arguments that a log or a checkpoint keeps (`tools.convert.megatron.keys`).
 """
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from tools.arguments.forms import Read
+Form = Literal["flag", "value", "values"]
+
+# Each row: the name; its kind and default; the keys of a run file that it becomes.
+#   name>kept      the parser keeps the value under another name, its `dest`
+#   switch, off    a flag that sets True, or False; with `?` None is kept if neither of two is given
+#   size, count    a whole number from 1 on, or from 0 on; in a checkpoint too
+#   int, number, text
+#   one|two|(no)   words to choose from, of which the first is the default, or none with `|one|two`;
+#                  no model here has those in parentheses
+#   kind*          several values
+_READ = """
+num_layers                                 size                   model.layers
+encoder_num_layers>num_layers              size                   model.layers
+hidden_size                                size                   model.hidden
+num_attention_heads                        size                   model.heads
+group_query_attention                      switch                 model.kv_heads
+num_query_groups                           size=1                 model.kv_heads
+kv_channels                                size                   model.head_dim
+ffn_hidden_size                            size                   model.ffn model.dense_ffn
+moe_ffn_hidden_size                        size                   model.ffn
+max_position_embeddings                    size                   model.max_positions
+normalization                              LayerNorm|RMSNorm      model.norm
+norm_epsilon                               number=1e-05           model.norm_eps
+layernorm_epsilon>norm_epsilon             number=1e-05           model.norm_eps
+position_embedding_type learned_absolute|rope|yarn|(mrope)|(relative)|(none) model.positions
+use_rotary_position_embeddings             switch                 model.positions
+no_position_embedding>add_position_embedding off                    model.positions
+rotary_base                                int=10000              model.rope_base
+rotary_percent                             number=1.0             model.rotary_fraction
+rotary_interleaved                         switch                 model.positions
+multi_latent_attention                     switch                 model.latent
+q_lora_rank                                count                  model.latent
+kv_lora_rank                               size=32                model.latent
+qk_head_dim                                size=128               model.latent
+qk_pos_emb_head_dim                        size=64                model.latent
+v_head_dim                                 size=128               model.latent
+rope_type                                  |rope|yarn             model.rope_scaling
+rotary_scaling_factor                      number=1.0             model.rope_scaling
+mscale                                     number=1.0             model.rope_scaling
+mscale_all_dim number=0.0 model.rope_scaling model.attention_scalar
+yarn_original_max_position_embeddings      size                   model.rope_scaling
+yarn_beta_fast                             number                 model.rope_scaling
+yarn_beta_slow                             number                 model.rope_scaling
+yarn_correction_range_round_to_int         switch?                model.rope_scaling
+no_yarn_correction_range_round_to_int>yarn_correction_range_round_to_int off? model.rope_scaling
+softmax_type                               vanilla|learnable|(off-by-one) model.attention_sinks
+rotary_seq_len_interpolation_factor        int                    model.rope_scaling
+use_rope_scaling                           switch                 model.rope_scaling
+rope_scaling_factor                        number=8.0             model.rope_scaling
+no_rope_freq                               text                   model.positions
+swiglu                                     switch                 model.mlp
+quick_geglu                                switch                 model.mlp
+moe_grouped_gemm                           switch                 model.mlp
+glu_linear_offset                          number=0.0             model.mlp
+activation_func_clamp_value                number                 model.swiglu_limit
+no_bias_gelu_fusion>bias_gelu_fusion       off                    model.mlp
+use_te_activation_func                     switch                 model.mlp
+disable_bias_linear>add_bias_linear off model.bias model.qkv_bias model.mlp_bias
+    model.output_bias model.expert_bias model.router_bias
+add_qkv_bias                               switch                 model.qkv_bias
+qk_layernorm                               switch                 model.qk_norm
+window_size                                text                   model.window
+window_attn_skip_freq                      text                   model.window_layers
+untie_embeddings_and_output_weights        switch                 model.tied
+num_experts                                count                  model.experts
+moe_layer_freq                             text=1                 model.dense_layers
+moe_shared_expert_intermediate_size        count                  model.shared_experts
+moe_shared_expert_gate                     switch                 model.shared_gate
+moe_router_topk                            size=2                 model.experts_per_token
+moe_router_pre_softmax                     switch                 model.norm_topk
+moe_router_load_balancing_type
+    aux_loss|seq_aux_loss|global_aux_loss|none|(sinkhorn)|(quantile_balancing)*
+    model.router_aux_loss
+moe_router_score_function                  softmax|sigmoid|(sqrtsoftplus) model.router
+moe_router_topk_scaling_factor             number                 model.router
+moe_router_num_groups                      count                  model.router
+moe_router_group_topk                      count                  model.router
+moe_router_enable_expert_bias              switch                 model.router
+moe_router_bias_update_rate                number=0.001           model.router_correction_speed
+moe_aux_loss_coeff                         number*=0.0            model.router_aux_loss
+moe_z_loss_coeff                           number                 model.router_z_loss
+mtp_num_layers                             count                  model.mtp_layers
+mtp_loss_scaling_factor                    number=0.1             model.mtp_loss_weight
+hidden_dropout                             number=0.1             model.dropout
+attention_dropout                          number=0.1             model.attention_dropout
+init_method_std                            number=0.02            model.init_std
+embedding_init_method_std                  number                 model.init
+vocab_size                                 size                   model.vocab
+padded_vocab_size                          size                   model.vocab
+micro_batch_size                           int                    train.micro_batch
+global_batch_size                          int                    train.global_batch
+seq_length                                 size                   train.seq_length
+encoder_seq_length>seq_length              size                   train.seq_length
+train_iters                                int                    train.steps
+train_samples                              int                    train.steps
+lr                                         number                 lr.peak
+min_lr                                     number=0.0             lr.final
+lr_decay_style linear|constant|cosine|inverse-square-root|WSD lr.schedule
+lr_decay_iters                             int                    lr.length
+lr_decay_samples                           int                    lr.length lr.unit
+lr_warmup_fraction                         number                 lr.warmup
+lr_warmup_iters                            int=0                  lr.warmup
+lr_warmup_samples                          int=0                  lr.warmup lr.unit
+lr_wsd_decay_iters                         int                    lr.decay
+lr_wsd_decay_samples                       int                    lr.decay lr.unit
+lr_wsd_decay_style                         exponential|linear|cosine|minus_sqrt lr.schedule
+seed                                       int=1234               train.seed
+eval_interval                              int=1000               train.eval_every
+eval_iters                                 int=100                train.eval_batches
+log_interval                               int=100                log.every
+tensorboard_dir                            text                   log.to
+wandb_project                              text                   log.to
+save                                       text                   train.folder
+load                                       text                   train.init_from checkpoint.resume
+save_interval                              int                    checkpoint.every
+save_retain_interval int checkpoint.keep checkpoint.keep_every
+persistent_save_interval>save_interval     int                    checkpoint.every
+finetune                                   switch                 train.init_from
+pretrained_checkpoint                      text                   train.init_from
+tensor_model_parallel_size                 size=1                 parallel.tensor
+pipeline_model_parallel_size               size=1                 parallel.pipeline
+expert_model_parallel_size                 size=1                 parallel.expert
+expert_tensor_parallel_size                size                   parallel.expert_tensor
+context_parallel_size                      int=1                  parallel.context
+cp_comm_type                               text*=p2p              parallel.context_by
+num_layers_per_virtual_pipeline_stage      int                    parallel.chunks parallel.schedule
+num_virtual_stages_per_pipeline_rank       int                    parallel.chunks parallel.schedule
+decoder_first_pipeline_num_layers          int                    parallel.cuts
+decoder_last_pipeline_num_layers           int                    parallel.cuts
+account_for_embedding_in_pipeline_split    switch                 parallel.cuts
+account_for_loss_in_pipeline_split         switch                 parallel.cuts
+sequence_parallel                          switch                 parallel.sequence
+use_distributed_optimizer                  switch                 parallel.zero
+overlap_grad_reduce                        switch                 parallel.overlap
+overlap_param_gather                       switch                 parallel.overlap
+ddp_bucket_size                            int                    parallel.bucket
+num_distributed_optimizer_instances        int=1                  parallel.zero_size
+recompute_activations                      switch                 parallel.recompute
+recompute_granularity                      |full|selective        parallel.recompute
+recompute_method                           |uniform|block         parallel.recompute_layers
+recompute_num_layers                       int                    parallel.recompute_layers
+recompute_modules                          text*                  parallel.recompute_modules
+bf16                                       switch                 precision.compute
+fp16                                       switch                 precision.compute
+loss_scale                                 number                 precision.loss_scale
+initial_loss_scale                         number=4294967296.0    precision.initial_scale
+min_loss_scale                             number=1.0             precision.min_scale
+loss_scale_window                          number=1000            precision.growth_interval
+hysteresis                                 int=2                  precision.hysteresis
+accumulate_allreduce_grads_in_fp32         switch                 precision.gradients
+grad_reduce_in_bf16                        switch                 precision.gradients
+fp32_residual_connection                   switch                 precision.residual
+fp8_format>fp8                             |e4m3|hybrid           fp8.format fp8.kind
+fp8_recipe                                 delayed|tensorwise|mxfp8|blockwise|custom fp8.kind
+fp8_margin                                 int=0                  fp8.margin
+fp8_amax_history_len                       int=1                  fp8.history_length
+fp8_amax_compute_algo                      most_recent|max        fp8.amax_algo
+fp8_param_gather                           switch                 fp8.parameters
+no_fp8_wgrad>fp8_wgrad                     off                    fp8.weight_gradients
+disable_fp8_wgrad>fp8_wgrad                off                    fp8.weight_gradients
+first_last_layers_bf16                     switch                 fp8.first_layers fp8.last_layers
+num_layers_at_start_in_bf16                int=1                  fp8.first_layers
+num_layers_at_end_in_bf16                  int=1                  fp8.last_layers
+use_precision_aware_optimizer              switch                 precision.moments
+main_grads_dtype                           fp32|bf16              precision.gradients
+main_params_dtype                          fp32|fp16              precision.masters
+exp_avg_dtype                              fp32|fp16|bf16|fp8     precision.moments
+exp_avg_sq_dtype                           fp32|fp16|bf16|fp8     precision.moments
+no_check_for_nan_in_loss_and_grad>check_for_nan_in_loss_and_grad off precision.on_nonfinite
+optimizer adam|sgd|muon|dist_muon|lion|soap|adaptive_muon optimizer.name
+adam_beta1                                 number=0.9             optimizer.betas
+adam_beta2                                 number=0.999           optimizer.betas
+adam_eps                                   number=1e-08           optimizer.eps
+sgd_momentum                               number=0.9             optimizer.options
+weight_decay                               number=0.01            optimizer.weight_decay
+clip_grad                                  number=1.0             optimizer.clip
+data_path                                  text*                  data.source data.blend
+split                                      text=969,30,1          data.held_out
+tokenizer_type                             text                   data.tokenizer
+tokenizer_model                            text                   data.tokenizer
+vocab_file                                 text                   model.vocab
+merge_file                                 text                   data.tokenizer
+reset_position_ids                         switch                 data.reset_position_ids
+reset_attention_mask                       switch                 data.reset_attention_mask
+eod_mask_loss                              switch                 data.eod_mask_loss
+no_load_optim                              switch                 train.init_from
+"""
+
+# Names in tables of refused and unused arguments: `name` is a flag, `name=` takes a value and
+# `name*` several; what stands after the sign is Megatron-LM's default, which is permitted.
+# Those that make another model are refused in a checkpoint too.
+_ANOTHER_MODEL = """
+apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
+experimental_attention_variant= heterogeneous_layers_config_encoded_json=
+heterogeneous_layers_config_path= hybrid_layer_pattern= hybrid_override_pattern= is_hybrid_model
+linear_attention_freq= moe_apply_probs_on_input moe_enable_routing_replay
+moe_expert_capacity_factor= moe_input_jitter_eps= moe_latent_size=
+moe_pad_expert_input_to_capacity moe_router_force_biased= moe_router_force_load_balancing
+mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern= mtp_use_repeated_layer onnx_safe=
+openai_gelu qk_l2_norm retro_add_retriever spec* squared_relu
+"""
+_REFUSED: Mapping[str, str] = {
+    "it makes another model than those of model.family": _ANOTHER_MODEL
+    + """
+        decoder_num_layers= enable_mhc_connections gdp_cutedsl_kernel
+        gdp_num_chunk_states_to_recompute=2 gdp_num_householder=3 hybrid_attention_ratio=0.0
+        hybrid_context_parallel hybrid_mlp_ratio=0.0 mhc_init_gating_factor=0.01
+        mhc_num_residual_streams=4 mhc_recompute_layer_num= mhc_sinkhorn_iterations=20
+        moe_expert_rank_capacity_factor= moe_router_quantile_balancing_ema=0.0 mtp_standalone
+        mup_attn_scale_power=1.0 mup_base_head_dim= mup_base_hidden_size= mup_embedding_mult=1.0
+        mup_output_mult=1.0 mup_width_mult=1.0 retro_attention_gate=1 retro_cyclic_train_iters=
+        retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1
+        retro_encoder_layers=2 retro_no_verify_neighbor_count retro_num_neighbors=2
+        retro_num_retrieved_chunks=2 retro_project_dir= use_legacy_models use_mup
+    """,
+    (
+        "the ranks of parallel.context are one group here, in which keys and values go round,"
+        " or are gathered: parallel.context_by"
+    ): "hierarchical_context_parallel_sizes*",
+    (
+        "the batch of a run is constant: give --global-batch-size alone, or run in parts that"
+        " resume with another train.global_batch and train.steps, all with lr.unit=samples "
+        "and lr.length=N, the samples of the whole run"
+    ): """
+        decrease_batch_size_if_needed phase_transition_iterations= rampup_batch_size*
+        step_batch_size_schedule=
+    """,
+    (
+        "weights are not sharded over replicas here: --use-distributed-optimizer "
+        "(parallel.zero) shards the optimizer's state"
+    ): "use_custom_fsdp use_megatron_fsdp use_torch_fsdp2",
+    (
+        "nothing is offloaded to the host here: parallel.zero, parallel.recompute and "
+        "parallel.tensor lower the memory of a rank"
+    ): "cpu_offloading_num_layers=0 fine_grained_activation_offloading optimizer_cpu_offload",
+    "write the layers of each stage as parallel.cuts": """
+        encoder_pipeline_model_parallel_size=0 encoder_tensor_model_parallel_size=0
+        expert_tensor_parallel_num_weight_shards= pipeline_model_parallel_layout=
+        pipeline_model_parallel_split_rank= standalone_embedding_stage
+        tensor_parallel_num_weight_shards=
+    """,
+    (
+        "weight decay is constant here, and applied to parameters of two or more dimensions: "
+        "optimizer.groups changes it by name"
+    ): """
+        apply_wd_to_qk_layernorm end_weight_decay= no_weight_decay_cond_type=
+        start_weight_decay= weight_decay_incr_style=constant
+    """,
+    (
+        "the learning rate is one schedule for all parameters: optimizer.groups has factors by name"
+    ): """
+        decoupled_lr= decoupled_min_lr= head_lr_mult=1.0 lr_warmup_init=0.0 qk_clip
+        qk_clip_alpha=0.5 qk_clip_threshold=100
+    """,
+    "there is no such quantization here: [fp8] has the recipes that there are": """
+        fp4_format= fp4_param_gather fp4_quantizer_factory= fp4_recipe=nvfp4 fp8_output_proj
+        fp8_quantizer_factory= kitchen_attention_backend=sdpa te_precision_config_file=
+        use_kitchen_attention
+    """,
+    "the loss is computed in FP32 from logits of precision.output": """
+        ddp_param_name_patterns_for_fp32_local_accumulation* fp16_lm_cross_entropy
+        output_logit_dtype=
+    """,
+    (
+        "initial weights are normal, of model.init_std and model.init; train.init_from takes "
+        "them from a checkpoint"
+    ): """
+        data_parallel_random_init init_method_xavier_uniform moe_use_upcycling no_initialization
+    """,
+    "training is next-token prediction with the mean over all tokens of the batch": """
+        fim_data fim_eod_token=<|endoftext|> fim_fragment_rate= fim_middle_token=<fim_middle>
+        fim_no_prefix= fim_pad_token=<fim_pad> fim_prefix_token=<fim_prefix> fim_rate=0.5
+        fim_split_sample= fim_spm_rate=0.5 fim_suffix_token=<fim_suffix> freeze_all_layers
+        logits_load_decode_threads=4 logits_load_dir= logits_load_ignore_errors
+        logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2
+        logits_load_prefetch_factor=3 logits_save_dir= logits_save_dtype=fp16 logits_save_top_k=
+        logits_save_top_p= logits_save_top_p_min_k=1 perform_rl_step sft
+        sft_tokenizer_prompt_format=nemotron-h-aligned
+    """,
+    (
+        "data.source or data.blend name the training data, and data.held_out what is held out of it"
+    ): """
+        data_args_path= dataloader_inter_document_masking dataloader_type=single
+        iterations_to_skip* mock_data multiple_validation_sets no_data_sharding
+        per_split_data_args_path= test_data_path* train_data_path* valid_data_path*
+        validation_set_names*
+    """,
+    (
+        "it adds tokens to the vocabulary: leave it out, and give a tokenizer.json that has "
+        "them (data.tokenizer) or the number of all tokens (model.vocab)"
+    ): "tokenizer_special_tokens* vocab_extra_ids=0",
+    "give the YAML file itself to megaprec import-args": "yaml_cfg=",
+    (
+        "a run is described by its run file: write the model out, or give train.init_from to "
+        "take it from a checkpoint"
+    ): """
+        ckpt_step= load_main_params_from_ckpt override_ckpt_iteration= use_checkpoint_args
+        use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler
+        use_mp_args_from_checkpoint_args
+    """,
+    "a run ends after train.steps; a signal stops it earlier, with its state saved": """
+        skip_train
+    """,
+    (
+        "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, "
+        "--tensor-model-parallel-size or --recompute-granularity"
+    ): """
+        batch_size= checkpoint_activations checkpoint_num_layers=1 model_parallel_size= warmup=
+    """,
+}
+_UNUSED = """
+activation_offload_fraction= adlr_autoresume adlr_autoresume_interval=
+allow_ambiguous_pad_tokens app_tag_run_name= app_tag_run_version= apply_query_key_layer_scaling
+async_ckpt_cpu_priority= async_ckpt_io_priority= async_ckpt_use_cpu_shm async_save
+async_strategy= attention_backend= attention_softmax_in_fp32 auto_detect_ckpt_format
+batch_invariant_backend= batch_invariant_mode bert_embedder_type= bert_load= bert_no_binary_head
+biencoder_projection_dim= biencoder_shared_query_context_model block_data_path=
+cache_mla_latents calc_ft_timeouts calculate_per_token_loss chat_template= check_for_large_grads
+check_for_spiky_loss check_weight_hash_across_dp_replicas_interval=
+ckpt_assume_constant_structure ckpt_convert_format= ckpt_convert_save=
+ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state ckpt_format=
+ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo=
+ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_load_process_group=
+ckpt_fully_parallel_save ckpt_fully_parallel_save_process_group= ckpt_pg_tensors_cache_create
+ckpt_pg_tensors_cache_path= classes_fraction= config_logger_dir=
+cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_fusion_impl=
+cross_entropy_loss_fusion cuda_graph_impl= cuda_graph_modules* cuda_graph_scope*
+cuda_graph_warmup_steps= data_cache_path= data_impl= data_parallel_sharding_strategy=
+data_per_class_fraction= dataloader_defer_npy_index_mmap dataloader_fast_cache_load
+ddp_average_in_collective DDP_impl= ddp_num_buckets= ddp_pad_buckets_for_high_nccl_busbw
+ddp_reduce_scatter_with_fp32_accumulation decode_only_cuda_graphs decoder_seq_length=
+defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_param_gather
+delay_wgrad_compute delta_offload_bytes_across_pp_ranks= deterministic_mode
+dino_bottleneck_size= dino_freeze_last_layer= dino_head_hidden_size= dino_local_crops_number=
+dino_local_img_size= dino_norm_last_layer dino_teacher_temp= dino_warmup_teacher_temp=
+dino_warmup_teacher_temp_epochs= disable_align_grad_reduce
+disable_async_tensor_model_parallel_allreduce disable_bf16_reduced_precision_matmul
+disable_chunked_prefill disable_ckpt_fully_parallel_save
+disable_ckpt_load_validate_sharding_integrity disable_clone_scatter_output_in_embedding
+disable_dsa_indexer_rotate_activation disable_dsa_indexer_scoring_relu
+disable_flight_recorder_dump_on_timeout disable_flight_recorder_extra_dump_on_exec
+disable_flight_recorder_include_only_active disable_gloo_process_groups disable_jit_fuser
+disable_log_loss_scale_to_tensorboard disable_mamba_mem_eff_path disable_manual_gc_eval
+disable_msc disable_pad_vocab_size disable_save_tokenizer_assets disable_straggler_on_startup
+disable_strict_fsdp_dtensor_load disable_symmetric_registration
+disable_tokenizer_sentencepiece_ignore_extra_whitespaces disable_tp_comm_bulk_dgrad
+disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs
+disable_tp_comm_split_ag disable_tp_comm_split_rs
+disable_use_tokenizer_model_from_checkpoint_args dist_ckpt_format=
+dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness=
+dist_ckpt_workers= distrib_optim_fully_reshardable_mem_efficient
+distribute_checkpointed_activations distribute_saved_activations distributed_backend=
+distributed_timeout_minutes= distributed_timeout_seconds_after_init= dsa_indexer_head_dim=
+dsa_indexer_k_norm_epsilon= dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff= dsa_indexer_n_heads=
+dsa_indexer_rope_interleaved dsa_indexer_skip_topk_offset= dsa_indexer_topk=
+dsa_indexer_topk_freq= dsa_indexer_use_sparse_loss dsa_kernel_backend=
+dump_param_to_param_group_map= embedding_path= empty_unused_memory_level= enable_chunked_prefill
+enable_cuda_graph enable_experimental enable_ft_package enable_full_sharding_in_hsdp enable_msc
+ep_overlap_early_attn_memory_release error_injection_rate= error_injection_type=
+eval_global_batch_size= eval_micro_batch_size= evidence_data_path= exit_duration_in_mins=
+exit_interval= exit_on_missing_checkpoint exit_signal= exit_signal_handler
+exit_signal_handler_for_dataloader exit_signal_handler_for_training external_cuda_graph
+fake_process_group fault_injector_delay_start_iteration= fault_injector_fault_delay=
+fault_injector_fault_probabilities= fault_injector_fault_types= fault_injector_mtti_seconds=
+fault_injector_num_ranks= fault_injector_offset_seconds= fault_injector_ranks=
+fault_injector_seed= fine_grained_offloading_max_inflight_offloads= flash_attention_version=
+flash_decode flight_recorder_dump_path= flight_recorder_include_stack_trace
+flight_recorder_trace_buffer_size= fp8_interval= fsdp_db_use_persist_buf_on_alloc_fail
+fsdp_double_buffer fsdp_manual_registration ft_num_warmup_iters= full_validation
+fused_residual_rmsnorm gpu_sniff_test_interval= grpo_clamp_eps_lower= grpo_clamp_eps_upper=
+grpo_entropy_term_weight= grpo_filter_groups_with_same_reward grpo_group_size= grpo_iterations=
+grpo_kl_beta= grpo_prompts_per_step= gtp_expert_remat_nccl_ub gtp_remat_nccl_ub
+gtp_remat_opt_in_modules* gtp_remat_reduce_scatter_with_fp32_accumulation
+high_priority_a2a_comm_stream high_priority_stream_groups* ict_head_size= ict_load= img_dim=
+img_h= img_w= indexer_batch_size= indexer_log_interval= inference_batch_times_seqlen_threshold=
+inference_coordinator_port= inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens=
+inference_cuda_graph_scope= inference_disable_ep_consensus inference_disable_triton_nvls_kernels
+inference_dynamic_batching inference_dynamic_batching_async_sched_mode=
+inference_dynamic_batching_block_size= inference_dynamic_batching_buffer_guaranteed_fraction=
+inference_dynamic_batching_buffer_overflow_factor= inference_dynamic_batching_buffer_size_gb=
+inference_dynamic_batching_cuda_graph_max_tokens=
+inference_dynamic_batching_cuda_graph_mixed_prefill_count=
+inference_dynamic_batching_cuda_graph_sizing_distribution=
+inference_dynamic_batching_logprobs_mode= inference_dynamic_batching_mamba_memory_ratio=
+inference_dynamic_batching_max_requests= inference_dynamic_batching_max_requests_override=
+inference_dynamic_batching_max_tokens= inference_dynamic_batching_max_tokens_override=
+inference_dynamic_batching_num_cuda_graphs= inference_dynamic_batching_paused_buffer_size_gb=
+inference_dynamic_batching_prefix_caching
+inference_dynamic_batching_prefix_caching_coordinator_policy=
+inference_dynamic_batching_prefix_caching_eviction_policy=
+inference_dynamic_batching_prefix_caching_mamba_gb=
+inference_dynamic_batching_prefix_caching_routing_alpha=
+inference_dynamic_batching_sampling_backend=
+inference_dynamic_batching_track_generated_token_events
+inference_dynamic_batching_track_paused_request_events
+inference_dynamic_batching_unified_memory_level= inference_fuse_tp_communication
+inference_grouped_gemm_backend= inference_logging_step_interval= inference_max_batch_size=
+inference_max_requests= inference_max_seq_length= inference_moe_disable_fused_quant_kernels
+inference_moe_token_dispatcher_type= inference_rng_tracker inference_shards=
+inference_text_gen_server_logging inference_use_synchronous_zmq_collectives
+inference_wandb_logging init_model_with_meta_device inprocess_active_world_size=
+inprocess_barrier_timeout= inprocess_completion_timeout= inprocess_empty_cuda_cache
+inprocess_granularity= inprocess_hard_timeout= inprocess_heartbeat_interval=
+inprocess_heartbeat_timeout= inprocess_last_call_wait= inprocess_max_iterations=
+inprocess_monitor_process_interval= inprocess_monitor_thread_interval=
+inprocess_progress_watchdog_interval= inprocess_restart inprocess_soft_timeout=
+inprocess_termination_grace_time= iter_per_epoch= keep_fp8_transpose_cache
+keep_fp8_transpose_cache_when_using_custom_fsdp langrl_env_config= langrl_external_server
+langrl_inference_server_conversation_template= langrl_inference_server_type= lazy_mpu_init
+legacy_tokenizer linear_conv_kernel_dim= linear_key_head_dim= linear_num_key_heads=
+linear_num_value_heads= linear_value_head_dim= lion_beta1= lion_beta2= local_rank=
+log_batch_size_to_tensorboard log_device_memory_used log_energy log_max_attention_logit
+log_memory_interval= log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm
+log_progress log_straggler log_throughput log_timers_to_tensorboard
+log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level=
+make_vocab_size_divisible_by= mamba_head_dim= mamba_inference_conv_states_dtype=
+mamba_inference_ssm_states_dtype= mamba_num_groups= mamba_num_heads= mamba_state_dim=
+mamba_training_ssm_states_dtype= manual_gc manual_gc_interval= mask_factor= mask_prob=
+mask_type= max_seqlen_per_dp_cp_rank= max_tokens_to_oom=
+megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype=
+megatron_fsdp_main_grads_dtype= megatron_fsdp_main_params_dtype=
+megatron_fsdp_max_pool_double_buffer megatron_fsdp_version= memory_snapshot_path=
+microbatch_group_size_per_virtual_pipeline_stage= mid_level_dataset_surplus=
+min_offloaded_tensor_size= mla_down_proj_fusion mlp_chunks_for_prefill= mlp_chunks_for_training=
+mmap_warmup moe_combine_bwd_dtype= moe_deepep_num_sms= moe_dispatch_fwd_dtype= moe_enable_deepep
+moe_extended_tp moe_flex_dispatcher_backend= moe_flex_dispatcher_num_sms=
+moe_hybridep_num_blocks_permute= moe_hybridep_num_blocks_unpermute= moe_hybridep_num_sms=
+moe_hybridep_num_sms_preprocessing= moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute
+moe_mlp_glu_interleave_size= moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference
+moe_paged_stash moe_paged_stash_buffer_size_factor_cpu= moe_paged_stash_buffer_size_factor_cuda=
+moe_paged_stash_page_size= moe_per_layer_logging moe_permute_fusion
+moe_permute_fusion_into_hybridep moe_router_dtype= moe_router_fusion moe_router_padding_for_fp8
+moe_router_padding_for_quantization moe_routing_trace_capture_hidden_states
+moe_routing_trace_capture_logits moe_routing_trace_dump_weights
+moe_routing_trace_max_training_iters= moe_routing_trace_path=
+moe_shared_expert_glu_interleave_size= moe_shared_expert_overlap moe_single_grouped_bias
+moe_single_grouped_weight moe_token_dispatcher_type= moe_token_drop_policy=
+moe_upcycling_granularity= moe_use_grouped_tensor moe_use_legacy_grouped_gemm mrope_section*
+muon_coefficient_type= muon_extra_scale_factor= muon_fp32_matmul_prec= muon_momentum=
+muon_nesterov muon_no_split_qkv muon_num_ns_steps= muon_scalar_optimizer= muon_scale_mode=
+muon_tp_mode= muon_use_nesterov muon_use_syrk nccl_all_reduce_for_prefill
+nccl_communicator_config_path= no_align_grad_reduce no_align_param_gather
+no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing no_bias_dropout_fusion
+no_bias_swiglu_fusion no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
+no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader no_delay_grad_reduce
+no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu no_flight_recorder_dump_on_timeout
+no_flight_recorder_extra_dump_on_exec no_flight_recorder_include_only_active
+no_gradient_accumulation_fusion no_gradient_reduce_div_fusion no_inference_disable_ep_consensus
+no_inference_dynamic_batching_prefix_caching no_inference_text_gen_server_logging
+no_inference_use_synchronous_zmq_collectives no_inference_wandb_logging
+no_langrl_external_server no_load_rng no_log_learnig_rate_to_tensorboard
+no_log_loss_scale_to_tensorboard no_manual_gc_eval no_masked_softmax_fusion no_mmap_bin_files
+no_one_logger no_overlap_p2p_communication no_pad_vocab_size no_persist_layer_norm
+no_pin_cpu_grads no_pin_cpu_params no_query_key_layer_scaling
+no_rl_inference_logprobs_is_correction no_rl_offload_inference_model_weights_when_idle
+no_rl_offload_kv_cache_during_training no_rl_partial_rollouts no_rl_persist_cuda_graphs
+no_rl_remove_kv_cache_during_training no_rl_reset_cuda_graphs no_rl_skip_bos_token
+no_rl_training_cuda_graphs no_rl_use_sequence_packing no_rl_verify_model_weights_swap
+no_rope_fusion no_save_optim no_save_rng no_save_tokenizer_assets
+no_scatter_gather_tensors_in_pipeline no_strict_fsdp_dtensor_load
+no_tokenizer_sentencepiece_ignore_extra_whitespaces no_tp_comm_bulk_dgrad no_tp_comm_bulk_wgrad
+no_tp_comm_overlap_ag no_tp_comm_overlap_rs no_tp_comm_split_ag no_tp_comm_split_rs
+no_use_layer_wise_param_layout no_use_tokenizer_model_from_checkpoint_args
+non_persistent_ckpt_type= non_persistent_global_ckpt_dir= non_persistent_local_ckpt_algo=
+non_persistent_local_ckpt_dir= non_persistent_save_interval= null_tokenizer_eod_id=
+null_tokenizer_pad_id= num_channels= num_classes= num_dataset_builder_threads=
+num_speculative_tokens= num_workers= nvtx_ranges object_storage_cache_path= offload_modules*
+one_logger_async one_logger_project= one_logger_run_name= optimizer_cuda_graph
+optimizer_offload_fraction= otel_enabled otel_service_name= otel_span_groups=
+outer_dp_sharding_strategy= output_bert_embeddings overlap_cpu_optimizer_d2h_h2d
+overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm
+overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step
+override_lr_scheduler override_opt_param_scheduler patch_dim= per_dataset_sequences_path=
+pipeline_model_parallel_comm_backend= profile profile_ranks* profile_step_end=
+profile_step_start= pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra
+pytorch_profiler_collect_shapes query_in_block_prob= record_memory_history record_shapes
+refit_method= relative_attention_max_distance= relative_attention_num_buckets= replication
+replication_factor= replication_jump= rerun_mode= result_rejected_tracker_filename=
+retriever_report_topk_accuracies* retriever_score_scaling retriever_seq_length=
+reuse_grad_buf_for_mxfp8_param_ag rl_consumption_granularity= rl_default_temperature=
+rl_default_top_k= rl_default_top_p= rl_durable_rollout_bank rl_generation_lag=
+rl_importance_sampling_truncation_coef= rl_inference_expert_model_parallel_size=
+rl_inference_expert_tensor_model_parallel_size= rl_inference_logprobs_is_correction
+rl_inference_model_unified_memory_level= rl_inference_parsers*
+rl_inference_pipeline_model_parallel_size= rl_inference_tensor_model_parallel_size=
+rl_kv_cache_management_mode= rl_max_inflight_requests=
+rl_offload_inference_model_weights_when_idle rl_offload_kv_cache_during_training
+rl_offload_optimizer_during_inference rl_parallel_generation_tasks= rl_partial_rollouts
+rl_persist_cuda_graphs rl_profile rl_profile_dir= rl_prompts_per_eval=
+rl_remove_kv_cache_during_training rl_reset_cuda_graphs rl_rollout_bank_dir=
+rl_rollout_bank_max_bytes= rl_sequence_packing_algo= rl_sequence_packing_max_sequences_per_bin=
+rl_skip_bos_token rl_submission_granularity= rl_training_cuda_graphs rl_use_sequence_packing
+rl_verify_model_weights_swap run_workload_inspector_server s3_cache_path= sample_rate=
+save_activations_interval= save_dgrads_interval= save_params_interval=
+save_tokens_per_expert_interval= save_wgrads_interval= sharp_enabled_group= short_seq_prob=
+start_eval_at_iter= straggler_ctrlr_port= straggler_minmax_count=
+suggested_communication_unit_size= swin_backbone_type= symmetric_ar_type= te_rng_tracker
+tensorboard_log_interval= tensorboard_queue_size= test_mode tiktoken_num_special_tokens=
+tiktoken_pattern= tiktoken_special_tokens* timing_log_level= timing_log_option=
+titles_data_path= tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens
+tokenizer_hf_no_use_fast tokenizer_hf_use_fast tokenizer_metadata=
+tokenizer_sentencepiece_legacy torch_fsdp2_no_reshard_after_forward tp_comm_bootstrap_backend=
+tp_comm_overlap tp_comm_overlap_cfg= tp_comm_overlap_rs_dgrad train_sync_interval=
+transformer_impl= trust_remote_code use_contiguous_buffers_in_ddp use_cpu_initialization
+use_dist_ckpt use_flash_attn use_fused_weighted_squared_relu use_gigatoken
+use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_legacy_static_engine
+use_mcore_models use_nccl_ub use_one_sent_docs use_persistent_ckpt_worker use_pytorch_profiler
+use_ring_exchange_p2p use_same_sampling_seed_across_dp_ranks use_sharp
+use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser
+verify_integrity vision_backbone_type= vision_pretraining vision_pretraining_type= wandb_entity=
+wandb_exp_name= wandb_save_dir= wgrad_deferral_limit=
+"""
+
+_SIGNS: Mapping[str, Form] = {"": "flag", "=": "value", "*": "values"}
+_FLAGS = {"switch": True, "off": False}
+NUMBERS: Mapping[str, type] = {"size": int, "count": int, "int": int, "number": float}
+"""The types of the kinds that are numbers."""
 
 
-def _flag(name: str, keys: str, sets: str = "", value: bool = True) -> Read:
-    return Read(name, bool, not value, tuple(keys.split()), sets or name, value)
+@dataclass(frozen=True)
+class Argument:
+    """An argument that is read: a row of the table.
+
+    name: as it is typed. kept: the name under which Megatron-LM's parser keeps the value. default:
+    what it keeps if nothing is given; a tuple if there may be several values.
+    keys: of a run file. choices: the words that may be given. foreign: those no model here has.
+    """
+
+    name: str
+    kept: str
+    kind: str
+    form: Form
+    default: Any
+    keys: tuple[str, ...]
+    choices: tuple[str, ...]
+    foreign: tuple[str, ...]
+
+    @property
+    def sets(self) -> bool:
+        """Return what a flag sets."""
+        return _FLAGS[self.kind]
 
 
-def _either(name: str, sets: str, value: bool, keys: str) -> Read:
-    """Return one of two flags of an argument that is None if neither is given."""
-    return Read(name, bool, None, tuple(keys.split()), sets, value)
+@dataclass(frozen=True)
+class Refused:
+    """An argument that is refused. permitted: the value that may be given; None: there is none."""
+
+    form: Form
+    permitted: str | None
+    why: str
 
 
-def _value(
-    name: str,
-    kind: type,
-    default: Any,
-    keys: str,
-    many: bool = False,
-    sets: str = "",
-    choices: str = "",
-) -> Read:
-    return Read(
-        name,
-        kind,
-        default,
-        tuple(keys.split()),
-        sets or name,
-        many=many,
-        choices=tuple(choices.split()),
-    )
+def _argument(row: str) -> Argument:
+    names, described, *keys = row.split()
+    name, _, kept = names.partition(">")
+    form: Form = "values" if "*" in described else "value"
+    kind, _, default = described.replace("*", "").partition("=")
+    value: Any = NUMBERS.get(kind, str)(default) if default else None
+    words = kind.split("|")
+    if len(words) > 1:
+        kind = "text"
+        value = words[0] or None
+    elif kind.rstrip("?") in _FLAGS:
+        form = "flag"
+        value = None if kind.endswith("?") else not _FLAGS[kind]
+        kind = kind.rstrip("?")
+    if form == "values" and value is not None:
+        value = (value,)
+    choices = tuple(word.strip("()") for word in words if word) if len(words) > 1 else ()
+    foreign = tuple(word.strip("()") for word in words if word.startswith("("))
+    return Argument(name, kept or name, kind, form, value, tuple(keys), choices, foreign)
 
 
-_ROWS = (
-    _value("num_layers", int, None, "model.layers"),
-    _value("encoder_num_layers", int, None, "model.layers", sets="num_layers"),
-    _value("hidden_size", int, None, "model.hidden"),
-    _value("num_attention_heads", int, None, "model.heads"),
-    _flag("group_query_attention", "model.kv_heads"),
-    _value("num_query_groups", int, 1, "model.kv_heads"),
-    _value("kv_channels", int, None, "model.head_dim"),
-    _value("ffn_hidden_size", int, None, "model.ffn model.dense_ffn"),
-    _value("moe_ffn_hidden_size", int, None, "model.ffn"),
-    _value("max_position_embeddings", int, None, "model.max_positions"),
-    _value("normalization", str, "LayerNorm", "model.norm", choices="LayerNorm RMSNorm"),
-    _value("norm_epsilon", float, 1e-05, "model.norm_eps"),
-    _value("layernorm_epsilon", float, 1e-05, "model.norm_eps", sets="norm_epsilon"),
-    _value(
-        "position_embedding_type",
-        str,
-        "learned_absolute",
-        "model.positions",
-        choices="learned_absolute rope yarn mrope relative none",
-    ),
-    _flag("use_rotary_position_embeddings", "model.positions"),
-    _flag("no_position_embedding", "model.positions", sets="add_position_embedding", value=False),
-    _value("rotary_base", int, 10000, "model.rope_base"),
-    _value("rotary_percent", float, 1.0, "model.rotary_fraction"),
-    _flag("rotary_interleaved", "model.positions"),
-    _flag("multi_latent_attention", "model.latent"),
-    _value("q_lora_rank", int, None, "model.latent"),
-    _value("kv_lora_rank", int, 32, "model.latent"),
-    _value("qk_head_dim", int, 128, "model.latent"),
-    _value("qk_pos_emb_head_dim", int, 64, "model.latent"),
-    _value("v_head_dim", int, 128, "model.latent"),
-    _value("rope_type", str, None, "model.rope_scaling", choices="rope yarn"),
-    _value("rotary_scaling_factor", float, 1.0, "model.rope_scaling"),
-    _value("mscale", float, 1.0, "model.rope_scaling"),
-    _value("mscale_all_dim", float, 0.0, "model.rope_scaling model.attention_scalar"),
-    _value("yarn_original_max_position_embeddings", int, None, "model.rope_scaling"),
-    _value("yarn_beta_fast", float, None, "model.rope_scaling"),
-    _value("yarn_beta_slow", float, None, "model.rope_scaling"),
-    _either(
-        "yarn_correction_range_round_to_int",
-        "yarn_correction_range_round_to_int",
-        True,
-        "model.rope_scaling",
-    ),
-    _either(
-        "no_yarn_correction_range_round_to_int",
-        "yarn_correction_range_round_to_int",
-        False,
-        "model.rope_scaling",
-    ),
-    _value(
-        "softmax_type",
-        str,
-        "vanilla",
-        "model.attention_sinks",
-        choices="learnable vanilla off-by-one",
-    ),
-    _value("rotary_seq_len_interpolation_factor", int, None, "model.rope_scaling"),
-    _flag("use_rope_scaling", "model.rope_scaling"),
-    _value("rope_scaling_factor", float, 8.0, "model.rope_scaling"),
-    _value("no_rope_freq", str, None, "model.positions"),
-    _flag("swiglu", "model.mlp"),
-    _flag("quick_geglu", "model.mlp"),
-    _flag("moe_grouped_gemm", "model.mlp"),
-    _value("glu_linear_offset", float, 0.0, "model.mlp"),
-    _value("activation_func_clamp_value", float, None, "model.swiglu_limit"),
-    _flag("no_bias_gelu_fusion", "model.mlp", sets="bias_gelu_fusion", value=False),
-    _flag("use_te_activation_func", "model.mlp"),
-    _flag(
-        "disable_bias_linear",
-        (
-            "model.bias model.qkv_bias model.mlp_bias model.output_bias model.expert_bias "
-            "model.router_bias"
-        ),
-        sets="add_bias_linear",
-        value=False,
-    ),
-    _flag("add_qkv_bias", "model.qkv_bias"),
-    _flag("qk_layernorm", "model.qk_norm"),
-    _value("window_size", str, None, "model.window"),
-    _value("window_attn_skip_freq", str, None, "model.window_layers"),
-    _flag("untie_embeddings_and_output_weights", "model.tied"),
-    _value("num_experts", int, None, "model.experts"),
-    _value("moe_layer_freq", str, 1, "model.dense_layers"),
-    _value("moe_shared_expert_intermediate_size", int, None, "model.shared_experts"),
-    _flag("moe_shared_expert_gate", "model.shared_gate"),
-    _value("moe_router_topk", int, 2, "model.experts_per_token"),
-    _flag("moe_router_pre_softmax", "model.norm_topk"),
-    _value(
-        "moe_router_load_balancing_type",
-        str,
-        ("aux_loss",),
-        "model.router_aux_loss",
-        many=True,
-        choices="aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing none",
-    ),
-    _value(
-        "moe_router_score_function",
-        str,
-        "softmax",
-        "model.router",
-        choices="softmax sigmoid sqrtsoftplus",
-    ),
-    _value("moe_router_topk_scaling_factor", float, None, "model.router"),
-    _value("moe_router_num_groups", int, None, "model.router"),
-    _value("moe_router_group_topk", int, None, "model.router"),
-    _flag("moe_router_enable_expert_bias", "model.router"),
-    _value("moe_router_bias_update_rate", float, 0.001, "model.router_correction_speed"),
-    _value("moe_aux_loss_coeff", float, (0.0,), "model.router_aux_loss", many=True),
-    _value("moe_z_loss_coeff", float, None, "model.router_z_loss"),
-    _value("mtp_num_layers", int, None, "model.mtp_layers"),
-    _value("mtp_loss_scaling_factor", float, 0.1, "model.mtp_loss_weight"),
-    _value("hidden_dropout", float, 0.1, "model.dropout"),
-    _value("attention_dropout", float, 0.1, "model.attention_dropout"),
-    _value("init_method_std", float, 0.02, "model.init_std"),
-    _value("embedding_init_method_std", float, None, "model.init"),
-    _value("vocab_size", int, None, "model.vocab"),
-    _value("padded_vocab_size", int, None, "model.vocab"),
-    _value("micro_batch_size", int, None, "train.micro_batch"),
-    _value("global_batch_size", int, None, "train.global_batch"),
-    _value("seq_length", int, None, "train.seq_length"),
-    _value("encoder_seq_length", int, None, "train.seq_length", sets="seq_length"),
-    _value("train_iters", int, None, "train.steps"),
-    _value("train_samples", int, None, "train.steps"),
-    _value("lr", float, None, "lr.peak"),
-    _value("min_lr", float, 0.0, "lr.final"),
-    _value(
-        "lr_decay_style",
-        str,
-        "linear",
-        "lr.schedule",
-        choices="constant linear cosine inverse-square-root WSD",
-    ),
-    _value("lr_decay_iters", int, None, "lr.length"),
-    _value("lr_decay_samples", int, None, "lr.length lr.unit"),
-    _value("lr_warmup_fraction", float, None, "lr.warmup"),
-    _value("lr_warmup_iters", int, 0, "lr.warmup"),
-    _value("lr_warmup_samples", int, 0, "lr.warmup lr.unit"),
-    _value("lr_wsd_decay_iters", int, None, "lr.decay"),
-    _value("lr_wsd_decay_samples", int, None, "lr.decay lr.unit"),
-    _value(
-        "lr_wsd_decay_style",
-        str,
-        "exponential",
-        "lr.schedule",
-        choices="exponential linear cosine minus_sqrt",
-    ),
-    _value("seed", int, 1234, "train.seed"),
-    _value("eval_interval", int, 1000, "train.eval_every"),
-    _value("eval_iters", int, 100, "train.eval_batches"),
-    _value("log_interval", int, 100, "log.every"),
-    _value("tensorboard_dir", str, None, "log.to"),
-    _value("wandb_project", str, None, "log.to"),
-    _value("save", str, None, "train.folder"),
-    _value("load", str, None, "train.init_from checkpoint.resume"),
-    _value("save_interval", int, None, "checkpoint.every"),
-    _value("save_retain_interval", int, None, "checkpoint.keep checkpoint.keep_every"),
-    _value("persistent_save_interval", int, None, "checkpoint.every", sets="save_interval"),
-    _flag("finetune", "train.init_from"),
-    _value("pretrained_checkpoint", str, None, "train.init_from"),
-    _value("tensor_model_parallel_size", int, 1, "parallel.tensor"),
-    _value("pipeline_model_parallel_size", int, 1, "parallel.pipeline"),
-    _value("expert_model_parallel_size", int, 1, "parallel.expert"),
-    _value("expert_tensor_parallel_size", int, None, "parallel.expert_tensor"),
-    _value("context_parallel_size", int, 1, "parallel.context"),
-    _value("cp_comm_type", str, ("p2p",), "parallel.context_by", many=True),
-    _value("num_layers_per_virtual_pipeline_stage", int, None, "parallel.chunks parallel.schedule"),
-    _value("num_virtual_stages_per_pipeline_rank", int, None, "parallel.chunks parallel.schedule"),
-    _value("decoder_first_pipeline_num_layers", int, None, "parallel.cuts"),
-    _value("decoder_last_pipeline_num_layers", int, None, "parallel.cuts"),
-    _flag("account_for_embedding_in_pipeline_split", "parallel.cuts"),
-    _flag("account_for_loss_in_pipeline_split", "parallel.cuts"),
-    _flag("sequence_parallel", "parallel.sequence"),
-    _flag("use_distributed_optimizer", "parallel.zero"),
-    _flag("overlap_grad_reduce", "parallel.overlap"),
-    _flag("overlap_param_gather", "parallel.overlap"),
-    _value("ddp_bucket_size", int, None, "parallel.bucket"),
-    _value("num_distributed_optimizer_instances", int, 1, "parallel.zero_size"),
-    _flag("recompute_activations", "parallel.recompute"),
-    _value("recompute_granularity", str, None, "parallel.recompute", choices="full selective"),
-    _value("recompute_method", str, None, "parallel.recompute_layers", choices="uniform block"),
-    _value("recompute_num_layers", int, None, "parallel.recompute_layers"),
-    _value("recompute_modules", str, None, "parallel.recompute_modules", many=True),
-    _flag("bf16", "precision.compute"),
-    _flag("fp16", "precision.compute"),
-    _value("loss_scale", float, None, "precision.loss_scale"),
-    _value("initial_loss_scale", float, 2.0**32, "precision.initial_scale"),
-    _value("min_loss_scale", float, 1.0, "precision.min_scale"),
-    _value("loss_scale_window", float, 1000, "precision.growth_interval"),
-    _value("hysteresis", int, 2, "precision.hysteresis"),
-    _flag("accumulate_allreduce_grads_in_fp32", "precision.gradients"),
-    _flag("grad_reduce_in_bf16", "precision.gradients"),
-    _flag("fp32_residual_connection", "precision.residual"),
-    _value("fp8_format", str, None, "fp8.format fp8.kind", sets="fp8", choices="e4m3 hybrid"),
-    _value(
-        "fp8_recipe",
-        str,
-        "delayed",
-        "fp8.kind",
-        choices="tensorwise delayed mxfp8 blockwise custom",
-    ),
-    _value("fp8_margin", int, 0, "fp8.margin"),
-    _value("fp8_amax_history_len", int, 1, "fp8.history_length"),
-    _value("fp8_amax_compute_algo", str, "most_recent", "fp8.amax_algo", choices="most_recent max"),
-    _flag("fp8_param_gather", "fp8.parameters"),
-    _flag("no_fp8_wgrad", "fp8.weight_gradients", sets="fp8_wgrad", value=False),
-    _flag("disable_fp8_wgrad", "fp8.weight_gradients", sets="fp8_wgrad", value=False),
-    _flag("first_last_layers_bf16", "fp8.first_layers fp8.last_layers"),
-    _value("num_layers_at_start_in_bf16", int, 1, "fp8.first_layers"),
-    _value("num_layers_at_end_in_bf16", int, 1, "fp8.last_layers"),
-    _flag("use_precision_aware_optimizer", "precision.moments"),
-    _value("main_grads_dtype", str, "fp32", "precision.gradients", choices="fp32 bf16"),
-    _value("main_params_dtype", str, "fp32", "precision.masters", choices="fp32 fp16"),
-    _value("exp_avg_dtype", str, "fp32", "precision.moments", choices="fp32 fp16 bf16 fp8"),
-    _value("exp_avg_sq_dtype", str, "fp32", "precision.moments", choices="fp32 fp16 bf16 fp8"),
-    _flag(
-        "no_check_for_nan_in_loss_and_grad",
-        "precision.on_nonfinite",
-        sets="check_for_nan_in_loss_and_grad",
-        value=False,
-    ),
-    _value(
-        "optimizer",
-        str,
-        "adam",
-        "optimizer.name",
-        choices="adam sgd muon dist_muon lion soap adaptive_muon",
-    ),
-    _value("adam_beta1", float, 0.9, "optimizer.betas"),
-    _value("adam_beta2", float, 0.999, "optimizer.betas"),
-    _value("adam_eps", float, 1e-08, "optimizer.eps"),
-    _value("sgd_momentum", float, 0.9, "optimizer.options"),
-    _value("weight_decay", float, 0.01, "optimizer.weight_decay"),
-    _value("clip_grad", float, 1.0, "optimizer.clip"),
-    _value("data_path", str, None, "data.source data.blend", many=True),
-    _value("split", str, "969, 30, 1", "data.held_out"),
-    _value("tokenizer_type", str, None, "data.tokenizer"),
-    _value("tokenizer_model", str, None, "data.tokenizer"),
-    _value("vocab_file", str, None, "model.vocab"),
-    _value("merge_file", str, None, "data.tokenizer"),
-    _flag("reset_position_ids", "data.reset_position_ids"),
-    _flag("reset_attention_mask", "data.reset_attention_mask"),
-    _flag("eod_mask_loss", "data.eod_mask_loss"),
-    _flag("no_load_optim", "train.init_from"),
-)
-READ: Mapping[str, Read] = {row.name: row for row in _ROWS}
-"""The arguments by the name that is typed."""
-DEFAULTS: Mapping[str, Any] = {row.sets: row.default for row in reversed(_ROWS)}
+def _shapes(names: str) -> Iterator[tuple[str, Form, str | None]]:
+    """Yield name, form and permitted value of the words of a table."""
+    for name, sign, permitted in re.findall(r"(\w+)([=*]?)(\S*)", names):
+        yield name, _SIGNS[sign], permitted or None
+
+
+_ROWS = [_argument(row) for row in _READ.replace("\n    ", " ").strip().splitlines()]
+READ: Mapping[str, Argument] = {row.name: row for row in _ROWS}
+"""The arguments that are read, by the name that is typed."""
+DEFAULTS: Mapping[str, Any] = {row.kept: row.default for row in reversed(_ROWS)}
 """Megatron-LM's defaults, by the name under which its parser keeps a value."""
+REFUSED: Mapping[str, Refused] = {
+    name: Refused(form, permitted, why)
+    for why, names in _REFUSED.items()
+    for name, form, permitted in _shapes(names)
+}
+ANOTHER_MODEL = frozenset(name for name, _, _ in _shapes(_ANOTHER_MODEL))
+"""Those of the refused arguments that make another model of a checkpoint."""
+UNUSED: Mapping[str, Form] = {name: form for name, form, _ in _shapes(_UNUSED)}
+"""The arguments that are not used here, for they change no number of a run."""
+
+
+def form_of(name: str) -> Form | None:
+    """Return the form of an argument; None if Megatron-LM has none of this name."""
+    if name in UNUSED:
+        return UNUSED[name]
+    known = READ.get(name) or REFUSED.get(name)
+    return known.form if known else None
+
+
+def option(name: str) -> str:
+    """Return an argument as it is typed."""
+    return f"--{name.replace('_', '-')}"

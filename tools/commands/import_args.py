@@ -1,12 +1,15 @@
 """`megaprec import-args`: a run file from Megatron-LM's arguments or DeepSpeed's configuration.
 
+    megaprec import-args train.log -o run.toml
+    megaprec import-args checkpoints/gpt -o run.toml
     megaprec import-args "--num-layers 24 --hidden-size 1024 ..." -o run.toml
     megaprec import-args train_gpt.sh --assume CHECKPOINT_PATH=runs/gpt -o run.toml
     megaprec import-args arguments.yaml deepspeed.json train.steps=1000 -o run.toml
     megaprec import-args -o run.toml -- --num-layers 24 --hidden-size 1024 ...
 
-Every argument is read, has no meaning here for a reason that the run file states, or is refused by
-its name. Nothing is run: a script is read as text.
+The surest source is what Megatron-LM itself made of its arguments: the table at the beginning of
+its log, or a checkpoint. Every argument is read, is listed in the run file as not used here, or is
+refused by its name. Nothing is run: a script is read as text.
 """
 
 import argparse
@@ -25,6 +28,11 @@ OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
 NAME = re.compile(r"\w+|[@*]")  # of a variable of a shell script
 MAX_RANKS = 2**20  # beyond any cluster
 DROP_HINT = "--drop NAME leaves out an argument that this run can do without"
+LOG_HINT = (
+    "of a script plain assignments alone are followed: in a copy of it write out what a condition "
+    "or a command gives, or give Megatron-LM's log, which begins with all its arguments, or a "
+    "checkpoint"
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,7 +46,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="SOURCE",
         nargs="*",
         default=[],
-        help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, "
+        help="Megatron-LM's log, which begins with all its arguments, or a folder of its "
+        "checkpoints; a command line in quotes, a .sh or .yaml file with its arguments, "
         "DeepSpeed's .json; keys of the run file as table.key=value; arguments after --",
     )
     parser.add_argument(
@@ -85,6 +94,8 @@ def main(args: argparse.Namespace) -> int:
         problems: list[str] = [*error.problems]
         if any(problem.startswith("--") for problem in problems):
             problems.append(DROP_HINT)  # an argument is refused, not a file
+        if any(" by what is not followed" in problem for problem in problems):
+            problems.append(LOG_HINT)
         raise UserError(*problems) from None
     tell_notes(imported.notes, args.strict)
     counts = f"{imported.read} arguments read, {imported.unused} not needed here"

@@ -12,7 +12,7 @@ from typing import get_origin
 from pydantic.fields import FieldInfo
 
 from megaprec.errors import closest, did_you_mean
-from tools.arguments.answers import KEYS, REASONS
+from tools.arguments import deepspeed, megatron
 from tools.config.wrong_values import inside_of
 from tools.console.toml import Setting, toml
 
@@ -67,6 +67,27 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM
 and DeepSpeed, `tools.arguments` knows every name."""
+
+
+def _keys_of_others() -> dict[str, tuple[str, ...]]:
+    """Return our keys by the names of what is read of Megatron-LM and DeepSpeed.
+
+    A key of DeepSpeed is known by its path, its last word if that is no common one, and its table.
+    """
+    arguments = megatron.READ.values()
+    found = {argument.kept: argument.keys for argument in arguments}
+    found |= {argument.name: argument.keys for argument in arguments}
+    for path, keys in deepspeed.READ.items():
+        table, _, _ = path.partition(".")
+        _, _, last = path.rpartition(".")
+        for name in (path, last, table):
+            if name in (path, table) or "_" in last:
+                found.setdefault(name, keys)
+    return found
+
+
+KEYS: Mapping[str, tuple[str, ...]] = _keys_of_others()
+"""Our keys by the names of Megatron-LM and DeepSpeed."""
 
 
 def unknown_key_problems(
@@ -146,5 +167,16 @@ def _answer(name: str) -> str:
     keys = [key for key, names in ELSEWHERE.items() if name in names] or KEYS.get(name)
     if keys:
         return f"; did you mean {' or '.join(keys)}?"
-    reason = REASONS.get(name)
+    reason = _reason(name)
     return f", for {reason}" if reason else ""
+
+
+def _reason(name: str) -> str:
+    """Return why a name of Megatron-LM or DeepSpeed has no key here; "" if neither has the name."""
+    if name in megatron.REFUSED:
+        return megatron.REFUSED[name].why
+    if name in deepspeed.WHY:
+        return deepspeed.WHY[name]
+    if name in megatron.UNUSED:
+        return f"Megatron-LM's {megatron.option(name)} is not used here"
+    return f"DeepSpeed's {name} is not used here" if deepspeed.is_unused(name) else ""

@@ -1,10 +1,12 @@
-"""A run file in the making: its keys with where each value comes from, notes, and problems."""
+"""A run file in the making: its keys with where each value comes from, notes, problems, and its
+text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.console.toml import Setting
+from tools.config.run_file import tables_of_a_run
+from tools.console.toml import Setting, toml
 
 MEGATRON = "Megatron-LM's default"
 DEEPSPEED = "DeepSpeed's default"
@@ -12,6 +14,7 @@ NO_RANKS = "the number of ranks is not in the arguments"
 NO_HALF = "neither --bf16 nor --fp16"
 ASSUMED = frozenset({MEGATRON, DEEPSPEED, NO_RANKS, NO_HALF})
 """Origins of values that the user has not given, which another source may replace."""
+WIDTH = 100
 
 
 @dataclass
@@ -46,3 +49,43 @@ class Draft:
     def needs(self, key: str) -> bool:
         """Return True if the user has not given a key, so that a problem with its value counts."""
         return key not in self.settled
+
+    def text(self, notes: list[str], unused: list[str], source: str) -> str:
+        """Return the run file: every key with the argument that it comes from, and what was left
+        out. unused: arguments that are not used here, as they were given."""
+        lines = [
+            f"# Made by `megaprec import-args` from {source}. A comment says where a value comes "
+            "from."
+        ]
+        for table in tables_of_a_run():
+            own = {
+                f"{key.partition('.')[2]} = {toml(entry.value)}": entry.origin
+                for key, entry in self.keys.items()
+                if key.startswith(f"{table}.")
+            }
+            if own:
+                width = min(40, max(map(len, own)))
+                lines += ["", f"[{table}]"]
+                lines += [f"{line:{width}}  # {_printable(origin)}" for line, origin in own.items()]
+        if notes:
+            lines += ["", "# To know:"]
+        for note in notes:
+            lines += _wrapped(f"- {note}")
+        if unused:
+            lines += ["", *_wrapped(f"Not used here: {', '.join(unused)}")]
+        return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Yield lines of a comment; the words of one argument may stand on two."""
+    line = "#"
+    for word in _printable(text).split(" "):
+        if len(line) + len(word) >= WIDTH and line.strip("# "):
+            yield line
+            line = "#  "
+        line += f" {word}"
+    yield line
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

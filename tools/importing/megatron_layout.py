@@ -5,270 +5,238 @@ from collections.abc import Iterator
 
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
+from tools.importing.arguments import Arguments
 from tools.importing.draft import NO_RANKS, Draft
-from tools.importing.grammar import Arguments
 
 AXES = {
     "parallel.tensor": "tensor_model_parallel_size",
     "parallel.pipeline": "pipeline_model_parallel_size",
     "parallel.context": "context_parallel_size",
 }
+EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+CONTEXT_BY = {"p2p": "ring", "all_gather": "gather", "allgather": "gather"}
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
+CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+MOST_STAGES = 4096
 
 
-def add_layout(a: Arguments, draft: Draft, ranks: int | None) -> None:
+def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
     """Add the layout. ranks: how many there are; None if that is not said."""
-    sizes = [
-        draft.settled[key].value if key in draft.settled else a.get(name)
-        for key, name in AXES.items()
-    ]
-    if not all(isinstance(size, int) for size in sizes):
-        return
-    for (key, name), size in zip(AXES.items(), sizes, strict=True):
+    sizes = list[int]()
+    for key, name in AXES.items():
+        size = draft.settled[key].value if key in draft.settled else arguments.get(name)
+        if not isinstance(size, int):
+            return
+        sizes.append(size)
         if key != "parallel.context" or size != 1:
-            draft.put(key, size, a.origin(name))
+            draft.put(key, size, arguments.origin(name))
     if min(sizes) < 1:
-        a.refuse("give numbers from 1 on", *AXES.values())
+        arguments.refuse("give numbers from 1 on", *AXES.values())
         return
     tensor, pipeline, context = sizes
-    _add_ways(a, draft, context)
-    data = _add_data(a, draft, ranks, tensor * pipeline * context, context)
-    if a.get("sequence_parallel") and tensor > 1:
-        draft.put("parallel.sequence", True, a.origin("sequence_parallel"))
-    _add_stages(a, draft, pipeline)
-    _add_recompute(a, draft)
-    draft.put(
-        "parallel.zero",
-        bool(a.get("use_distributed_optimizer")),
-        a.origin("use_distributed_optimizer"),
-    )
-    if a.get("overlap_grad_reduce") or a.get("overlap_param_gather"):
-        draft.put("parallel.overlap", True, a.origin("overlap_grad_reduce", "overlap_param_gather"))
-    if a.has("ddp_bucket_size"):
-        draft.put("parallel.bucket", a.get("ddp_bucket_size"), a.origin("ddp_bucket_size"))
-    _add_experts(a, draft, ranks, data * context, tensor)
-    _add_instances(a, draft, data * context)
+    _add_context(arguments, draft, context)
+    data = _add_data(arguments, draft, ranks, tensor * pipeline * context, context)
+    if tensor > 1:
+        _add_switch(arguments, draft, "parallel.sequence", "sequence_parallel")
+    _add_stages(arguments, draft, pipeline)
+    _add_recompute(arguments, draft)
+    arguments.put(draft, "parallel.zero", "use_distributed_optimizer")
+    overlaps = ("overlap_grad_reduce", "overlap_param_gather")
+    _add_switch(arguments, draft, "parallel.overlap", *overlaps)
+    if arguments.has("ddp_bucket_size"):
+        arguments.put(draft, "parallel.bucket", "ddp_bucket_size")
+    _add_experts(arguments, draft, ranks, data * context, tensor)
+    _add_instances(arguments, draft, data * context)
 
 
-WAYS = {"p2p": "ring", "all_gather": "gather", "allgather": "gather"}
+def _add_switch(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
+    if any(map(arguments.get, names)):
+        draft.put(key, True, arguments.origin(*names))
 
 
-def _add_ways(a: Arguments, draft: Draft, context: int) -> None:
+def _add_context(arguments: Arguments, draft: Draft, context: int) -> None:
     """Add the way in which the ranks of parallel.context exchange keys and values, the same in all
     layers."""
-    ways = sorted({*a.get("cp_comm_type")})
+    name = "cp_comm_type"
+    ways = {*arguments.get(name)}
     if context == 1:
-        if a.has("cp_comm_type"):
+        if arguments.has(name):
             draft.notes.append(
-                f"{a.origin('cp_comm_type')}: no ranks share a sequence, so there is no exchange"
+                f"{arguments.origin(name)}: no ranks share a sequence, so there is no exchange"
             )
-    elif len(ways) != 1 or ways[0] not in WAYS:
-        a.refuse(
+    elif len(ways) != 1 or not ways <= CONTEXT_BY.keys():
+        arguments.refuse(
             "keys and values go round (p2p) or are gathered (all_gather) here, in all layers alike",
-            "cp_comm_type",
+            name,
         )
     else:
-        draft.put("parallel.context_by", WAYS[ways[0]], a.origin("cp_comm_type"))
+        draft.put("parallel.context_by", CONTEXT_BY[ways.pop()], arguments.origin(name))
 
 
-SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-
-
-def _add_experts(a: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int) -> None:
+def _add_experts(
+    arguments: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int
+) -> None:
     """Add the ranks of experts, which Megatron-LM numbers in the same way
     (megatron/core/parallel_state.py)."""
-    expert = a.get(SIZES[0])
-    in_slices = a.get(SIZES[1])
-    if expert == 1 and in_slices in (None, tensor):
+    expert, in_slices = map(arguments.get, EXPERT_AXES)
+    in_slices = tensor if in_slices is None else in_slices
+    origin = arguments.origin(*EXPERT_AXES)
+    if expert == 1 and in_slices == tensor:
         return
-    if expert < 1 or (in_slices is not None and in_slices < 1):
-        a.refuse("give numbers from 1 on", *SIZES)
-    elif not draft.value("model.experts"):
+    if min(expert, in_slices) < 1:
+        arguments.refuse("give numbers from 1 on", *EXPERT_AXES)
+        return
+    if not draft.value("model.experts"):
+        draft.notes.append(f"{origin}: the model has no experts, so no ranks are for them")
+        return
+    misfit = describe_misfit(data, tensor, expert, in_slices)
+    if misfit and not ranks and "parallel.data" not in draft.settled:
         draft.notes.append(
-            f"{a.origin(*SIZES)}: the model has no experts, so no ranks are for them"
+            f"{origin}: left out, because the arguments do not say how many ranks there are; "
+            "--ranks N does"
         )
-    elif (
-        not ranks
-        and "parallel.data" not in draft.settled
-        and describe_misfit(data, tensor, expert, in_slices or tensor)
-    ):
-        draft.notes.append(
-            f"{a.origin(*SIZES)}: left out, because the arguments do not say how many ranks "
-            "there are; --ranks N does"
-        )
-    elif problem := describe_misfit(data, tensor, expert, in_slices or tensor):
-        a.refuse(problem, *(name for name in SIZES if a.has(name)))
+    elif misfit:
+        arguments.refuse(misfit, *filter(arguments.has, EXPERT_AXES))
     else:
-        draft.put("parallel.expert", expert, a.origin(SIZES[0]))
-        if in_slices not in (None, tensor):
-            draft.put("parallel.expert_tensor", in_slices, a.origin(SIZES[1]))
+        draft.put("parallel.expert", expert, arguments.origin(EXPERT_AXES[0]))
+        if in_slices != tensor:
+            draft.put("parallel.expert_tensor", in_slices, arguments.origin(EXPERT_AXES[1]))
 
 
-def _add_instances(a: Arguments, draft: Draft, data: int) -> None:
+def _add_instances(arguments: Arguments, draft: Draft, data: int) -> None:
     """Add the size of ZeRO-1's groups. data: the ranks with equal weights."""
-    instances = a.get("num_distributed_optimizer_instances")
-    if instances != 1:
-        if instances < 1 or not data or data % instances:
-            a.refuse(f"must divide the replicas, {data}", "num_distributed_optimizer_instances")
-        else:
-            draft.put(
-                "parallel.zero_size",
-                data // instances,
-                a.origin("num_distributed_optimizer_instances"),
-            )
+    name = "num_distributed_optimizer_instances"
+    instances = arguments.get(name)
+    if instances == 1:
+        return
+    if instances < 1 or not data or data % instances:
+        arguments.refuse(f"must divide the replicas, {data}", name)
+    else:
+        draft.put("parallel.zero_size", data // instances, arguments.origin(name))
 
 
-def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int, context: int) -> int:
+def _add_data(
+    arguments: Arguments, draft: Draft, ranks: int | None, per_replica: int, context: int
+) -> int:
     """Add the number of replicas and the global batch. Returns the first."""
-    micro = a.get("micro_batch_size")
-    batch = a.get("global_batch_size")
     data = draft.value("parallel.data")
     if not isinstance(data, int):
-        data = ranks // per_replica if ranks else 1
         if ranks and ranks % per_replica:
+            axes = "tensor x pipeline x context" if context > 1 else "tensor x pipeline"
             draft.problems.append(
-                f"{ranks} ranks are no multiple of {per_replica}, those of one replica "
-                "(tensor x pipeline"
-                f"{' x context' if context > 1 else ''}): "
+                f"{ranks} ranks are no multiple of {per_replica}, those of one replica ({axes}): "
                 "--ranks gives another number"
             )
             return 0
+        data = ranks // per_replica if ranks else 1
         draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
-        if not ranks:
-            said = (
-                "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
-                "does"
-            )
-            draft.notes.append(f"{said}. The global batch is the same for any number")
-    if batch is not None:
-        draft.put("train.global_batch", batch, a.origin("global_batch_size"))
-    elif not draft.needs("train.global_batch"):
-        pass
-    elif micro is not None and (ranks or "parallel.data" in draft.settled):
-        draft.put(
-            "train.global_batch", micro * data, "--micro-batch-size x replicas, as in Megatron-LM"
-        )
-        draft.notes[:] = [note for note in draft.notes if not note.startswith("parallel.data = 1")]
-    elif "global_batch_size" not in a.tried:
+    is_known = ranks or "parallel.data" in draft.settled
+    micro = arguments.get("micro_batch_size")
+    if arguments.has("global_batch_size"):
+        arguments.put(draft, "train.global_batch", "global_batch_size")
+    elif micro is not None and is_known and draft.needs("train.global_batch"):
+        origin = "--micro-batch-size x replicas, as in Megatron-LM"
+        draft.put("train.global_batch", micro * data, origin)
+    elif draft.needs("train.global_batch") and "global_batch_size" not in arguments.tried:
         draft.missing.append(
-            "--global-batch-size is missing, and without it the batch depends on the number "
-            "of ranks: give it, or "
-            "--ranks N"
+            "--global-batch-size is missing, and without it the batch depends on the number of "
+            "ranks: give it, or --ranks N"
+        )
+    if not is_known:
+        draft.notes.append(
+            "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
+            "does. The global batch is the same for any number"
         )
     return data
 
 
-def _add_stages(a: Arguments, draft: Draft, pipeline: int) -> None:
+def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
     """Add an interleaved schedule, and the layers of each stage as Megatron-LM cuts them."""
     layers = draft.value("model.layers")
-    chunks = a.get("num_virtual_stages_per_pipeline_rank")
-    each = a.get("num_layers_per_virtual_pipeline_stage")
+    chunks, each = map(arguments.get, CHUNKS)
     if chunks is not None and each is not None:
-        a.refuse(
-            "give one of them",
-            "num_virtual_stages_per_pipeline_rank",
-            "num_layers_per_virtual_pipeline_stage",
-        )
+        arguments.refuse("give one of them", *CHUNKS)
         return
     if not isinstance(layers, int) or layers < 1:
         return
     if each is not None:
         if each < 1 or layers % (pipeline * each):
-            a.refuse(
-                f"does not divide {layers} layers on {pipeline} ranks",
-                "num_layers_per_virtual_pipeline_stage",
-            )
+            why = f"does not divide {layers} layers on {pipeline} ranks"
+            arguments.refuse(why, CHUNKS[1])
             return
         chunks = layers // pipeline // each
-    if chunks is not None and chunks > 1:
-        origin = a.origin(
-            "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
-        )
-        draft.put("parallel.schedule", "interleaved", origin)
-        draft.put("parallel.chunks", chunks, origin)
-    if pipeline > 1 and draft.needs("parallel.cuts"):
-        _add_cuts(a, draft, layers, pipeline, max(chunks or 1, 1))
-
-
-UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-
-
-def _add_cuts(a: Arguments, draft: Draft, layers: int, pipeline: int, chunks: int) -> None:
-    if pipeline > 4096 or chunks > 4096:
-        a.refuse("more stages than a model has layers", "pipeline_model_parallel_size")
+    chunks = max(chunks or 1, 1)
+    if chunks > 1:
+        draft.put("parallel.schedule", "interleaved", arguments.origin(*CHUNKS))
+        draft.put("parallel.chunks", chunks, arguments.origin(*CHUNKS))
+    if pipeline == 1 or not draft.needs("parallel.cuts"):
         return
-    cuts = list(_cuts(a, layers, pipeline, chunks))
-    if sum(cuts) != layers or min(cuts) < 1:
-        shown = (
-            f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages: "
-            "parallel.cuts says how"
-        )
-        a.refuse(
-            shown,
-            *(name for name in (*UNEVEN, *COUNTED, "pipeline_model_parallel_size") if a.has(name)),
-        )
+    if max(pipeline, chunks) > MOST_STAGES:
+        arguments.refuse("more stages than a model has layers", "pipeline_model_parallel_size")
         return
-    draft.put("parallel.cuts", cuts, a.origin(*UNEVEN, *COUNTED))
+    cuts = [*_cuts(arguments, layers, pipeline, chunks)]
+    if sum(cuts) == layers and min(cuts) > 0:
+        draft.put("parallel.cuts", cuts, arguments.origin(*UNEVEN, *COUNTED))
+        return
+    why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
+    names = (*UNEVEN, *COUNTED, "pipeline_model_parallel_size")
+    arguments.refuse(f"{why}: parallel.cuts says how", *filter(arguments.has, names))
 
 
-def _cuts(a: Arguments, layers: int, pipeline: int, chunks: int) -> Iterator[int]:
+def _cuts(arguments: Arguments, layers: int, pipeline: int, chunks: int) -> Iterator[int]:
     """Yield the layers of each stage in the order of the model.
 
     Ranks with a number of layers of their own cut it into chunks; the embedding and the loss count
     as a layer of the first and the last stage, if asked.
     """
-    first, last = (a.get(name) for name in UNEVEN)
-    ends = sum(end is not None for end in (first, last))
-    between = pipeline - ends
+    first, last = map(arguments.get, UNEVEN)
+    embedding, loss = (int(arguments.get(name)) for name in COUNTED)
+    between = pipeline - (first is not None) - (last is not None)
     left = layers - (first or 0) - (last or 0)
-    embedding, loss = (int(bool(a.get(name))) for name in COUNTED)
-    each = (left + embedding + loss) // between if between else 0
-    for chunk in range(chunks):
-        for rank in range(pipeline):
-            if rank == 0:
-                own = first
-            elif rank == pipeline - 1:
-                own = last
-            else:
-                own = None
-            size = (each if own is None else own) // chunks
-            size -= embedding if (chunk, rank) == (0, 0) else 0
-            yield size - (loss if (chunk, rank) == (chunks - 1, pipeline - 1) else 0)
+    of_ranks = [(left + embedding + loss) // between if between else 0] * pipeline
+    of_ranks[-1] = of_ranks[-1] if last is None else last
+    of_ranks[0] = of_ranks[0] if first is None else first
+    for stage in range(chunks * pipeline):
+        of_stage = of_ranks[stage % pipeline] // chunks
+        if stage == 0:
+            of_stage -= embedding
+        if stage == chunks * pipeline - 1:
+            of_stage -= loss
+        yield of_stage
 
 
-def _add_recompute(a: Arguments, draft: Draft) -> None:
-    kind = "selective" if a.get("recompute_activations") else a.get("recompute_granularity")
+def _add_recompute(arguments: Arguments, draft: Draft) -> None:
+    kind = arguments.get("recompute_granularity")
+    if arguments.get("recompute_activations"):
+        kind = "selective"
     if kind is None:
         return
-    draft.put(
-        "parallel.recompute", kind, a.origin("recompute_activations", "recompute_granularity")
-    )
+    origin = arguments.origin("recompute_activations", "recompute_granularity")
+    draft.put("parallel.recompute", kind, origin)
+    name = "recompute_num_layers"
+    layers = arguments.get(name)
     if kind == "selective":
-        _add_modules(a, draft)
-    elif a.get("recompute_method") == "block" and a.get("recompute_num_layers"):
-        draft.put(
-            "parallel.recompute_layers",
-            a.get("recompute_num_layers"),
-            a.origin("recompute_num_layers"),
+        _add_modules(arguments, draft)
+    elif arguments.get("recompute_method") == "block" and layers:
+        arguments.put(draft, "parallel.recompute_layers", name)
+    elif (layers or 1) > 1:
+        draft.notes.append(
+            f"{arguments.said[name]}: each layer is recomputed alone, not in groups; the results "
+            "are the same, the memory is not"
         )
-    elif (a.get("recompute_num_layers") or 1) > 1:
-        shown = f"{a.shown['recompute_num_layers']}: each layer is recomputed alone, not in groups"
-        draft.notes.append(f"{shown}; the results are the same, the memory is not")
 
 
-def _add_modules(a: Arguments, draft: Draft) -> None:
-    modules = a.get("recompute_modules") or ("core_attn",)
-    modules = [module for given in modules for module in given.split()]
+def _add_modules(arguments: Arguments, draft: Draft) -> None:
+    given = arguments.get("recompute_modules") or ("core_attn",)
+    modules = " ".join(given).split()
     unknown = [module for module in modules if module not in MODULES]
     if unknown and draft.needs("parallel.recompute_modules"):
-        a.refuse(
+        arguments.refuse(
             f"there is no recompute of {', '.join(unknown)} here: of {', '.join(MODULES)}",
             "recompute_modules",
         )
         return
-    draft.put(
-        "parallel.recompute_modules",
-        [MODULES[m] for m in modules if m in MODULES],
-        a.origin("recompute_modules"),
-    )
+    ours = [MODULES[module] for module in modules if module in MODULES]
+    draft.put("parallel.recompute_modules", ours, arguments.origin("recompute_modules"))

@@ -11,19 +11,17 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.arguments.forms import option
-from tools.arguments.megatron import DEFAULTS, READ
+from tools.arguments.megatron import DEFAULTS, READ, option
 from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.convert.megatron.layout import model_of_args
+from tools.importing.arguments import Arguments
 from tools.importing.draft import Draft
-from tools.importing.grammar import Arguments
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-OF_MODEL = frozenset(
-    name
-    for row in READ.values()
-    if row.keys and row.keys[0].startswith("model.")
-    for name in [row.sets]
+OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
+OF_FAMILY = (
+    *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
+    *("position_embedding_type", "use_rotary_position_embeddings"),
 )
 PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
 LONGEST = 10_000
@@ -50,7 +48,7 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return
     for key, value in _stated(model, arguments).items():
-        draft.put(f"model.{key}", value, _origin(key, arguments))
+        draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
     if (std := arguments.get("embedding_init_method_std")) is not None:
         draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
     if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
@@ -67,52 +65,44 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
 
 def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
-    args = {name: arguments.get(name) for name in OF_MODEL}
-    args |= {
-        name: DEFAULTS[name]
-        for name in IN_CHECKPOINTS.split()
-        if name in DEFAULTS and name not in args
-    }
+    args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
+    args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
     for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
         if args[name] is not None and args[name] < 1:
             raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
-    if args["kv_channels"] is None and args["hidden_size"] % heads:
+    hidden = args["hidden_size"]
+    if args["kv_channels"] is None and hidden % heads:
         said = arguments.origin("hidden_size")
         raise UserError.of("import.heads_multiple", said=said, heads=heads)
     if args["ffn_hidden_size"] is None:
-        hidden = args["hidden_size"]
-        if args["swiglu"]:
-            args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64
-        else:
-            args["ffn_hidden_size"] = 4 * hidden
+        gated = int(4 * hidden * 2 / 3 / 64) * 64
+        args["ffn_hidden_size"] = gated if args["swiglu"] else 4 * hidden
     args["num_experts"] = args["num_experts"] or None
     args["window_size"] = _pair(args["window_size"])
     for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
         args[name] = _frequency(name, args[name])
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        values = args[name]
-        if len(values) != 1:
-            raise UserError.of(
-                "import.one_loss_value", option=option(name), map=" ".join(map(str, values))
-            )
-        args[name] = values[0]
+        if len(args[name]) != 1:
+            values = " ".join(map(str, args[name]))
+            raise UserError.of("import.one_loss_value", option=option(name), map=values)
+        (args[name],) = args[name]
     return args
 
 
 def _pair(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    numbers = text.strip("() ").split(",")
+    numbers = text.strip("()[] ").split(",")
     if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
         raise UserError.of("import.window_size", text=text)
     return tuple(map(int, numbers))
 
 
-def _frequency(name: str, text: str | int | None) -> Any:
+def _frequency(name: str, text: str | None) -> Any:
     """Return a whole number, or the list that a pattern such as "([0]*3+[1])*2" stands for."""
-    if text is None or isinstance(text, int):
-        return text
+    if text is None:
+        return None
     try:
         if re.fullmatch(r"\d{1,9}", text):
             return int(text)
@@ -124,38 +114,35 @@ def _frequency(name: str, text: str | int | None) -> Any:
 
 
 def _list(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.List):
-        return [_number(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        made = _list(node.left) + _list(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        times = _number(node.right)
-        base = _list(node.left)
-        if times * len(base) > LONGEST:
-            raise ValueError
-        made = base * times
-    else:
-        raise ValueError
-    return made
+    match node:
+        case ast.List(items):
+            return [_number(item) for item in items]
+        case ast.BinOp(left, ast.Add(), right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            base = _list(left)
+            times = _number(right)
+            if times * len(base) <= LONGEST:
+                return base * times
+    raise ValueError
 
 
 def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < LONGEST:
-        return node.value
+    match node:
+        case ast.Constant(int(value)) if value < LONGEST:
+            return value
     raise ValueError
 
 
 def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
     """Return the fields that a run file has to state: those given, and those that differ from our
     defaults."""
-    chosen = {
-        key: value for key, value in model.model_dump().items() if key in model.model_fields_set
-    }
+    chosen = model.model_dump(include=model.model_fields_set)
     if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
         chosen.pop("vocab")
     needed = dict[str, Any]()
     for key, value in chosen.items():
-        given = any(f"model.{key}" in row.keys and arguments.has(row.sets) for row in READ.values())
+        given = key != "family" and any(map(arguments.has, _names_of(key)))
         required = ModelConfig.model_fields[key].is_required()
         if given or required or _follows(needed, key) != value:
             needed[key] = value
@@ -164,28 +151,21 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
 
 def _follows(needed: dict[str, Any], key: str) -> Any:
     """Return the value that a key has if it is not given, after the keys before it."""
-    known = {"layers": 1, "hidden": 64, "heads": 1} | {
-        k: v for k, v in needed.items() if k != "init"
-    }
+    known = {"layers": 1, "hidden": 64, "heads": 1} | needed
+    known.pop("init", None)
     try:
         return ModelConfig.model_validate(known).model_dump()[key]
     except ValueError:
         return None
 
 
-def _origin(key: str, arguments: Arguments) -> str:
-    names = [row.sets for row in READ.values() if f"model.{key}" in row.keys]
+def _names_of(key: str) -> list[str]:
+    """Return the arguments that a field comes from."""
     if key == "family":
-        names = [
-            "num_experts",
-            "multi_latent_attention",
-            "moe_router_score_function",
-            "softmax_type",
-        ]
-        names += ["position_embedding_type", "use_rotary_position_embeddings"]
-    return arguments.origin(*dict.fromkeys(names))
+        return [*OF_FAMILY]
+    return [*dict.fromkeys(row.kept for row in OF_MODEL if f"model.{key}" in row.keys)]
 
 
 def _as_typed(problem: str) -> str:
     """Return a problem with Megatron's args by the names that are typed."""
-    return re.sub(r"Megatron's (\w+) = ", lambda match: f"{option(match.group(1))} = ", problem)
+    return re.sub(r"Megatron's (\w+) = ", lambda match: f"{option(match[1])} = ", problem)

@@ -17,7 +17,6 @@ from tools.importing.megatron_data import add_data, add_run
 from tools.importing.megatron_layout import add_layout
 from tools.importing.megatron_model import add_model
 from tools.importing.megatron_training import add_length, add_optimizer, add_precision, add_rate
-from tools.importing.page import run_text
 from tools.importing.sources import Sources, read_sources
 
 # keys that change no number of the training
@@ -58,12 +57,12 @@ def import_run(
     ranks = ranks or sources.ranks
     if sources.megatron:
         _add_megatron(sources, draft, ranks)
-    unused = dict(sources.arguments.idle)
+    unused = dict(sources.arguments.unused)
     read = len(sources.arguments.values)
     for place, content in sources.deepspeed.items():
-        idle = add_deepspeed(content, place, draft, ranks)
-        unused |= idle
-        read += _leaves(content) - len(idle)
+        unused_here = add_deepspeed(content, place, draft, ranks)
+        unused |= unused_here
+        read += _leaves(content) - len(unused_here)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
     draft.problems += [
@@ -79,7 +78,7 @@ def import_run(
     missing = [] if sources.arguments.open else draft.missing
     if problems := [*sources.arguments.problems, *draft.problems, *missing]:
         raise UserError(*dict.fromkeys(problems))
-    text = run_text(draft.keys, notes, unused, " and ".join(sources.names))
+    text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))
 

@@ -1,71 +1,90 @@
 """The command line of a shell script, without running it.
 
-Variables that the script assigns are followed, arrays, functions and `if` with plain comparisons
-too. What it would run, read from its environment or from its own arguments is not known: a word of
-the command line that needs it is refused by the name of the variable, and `--assume NAME=VALUE`
-gives it.
+Plain assignments are followed, also those of a file beside the script that it takes in with
+`source`. All else by which a shell could give a variable another value (conditions, loops,
+functions, arithmetic, commands) leaves the variable open: a word of the command line that needs it
+is refused by the variable's name and the line, and `--assume NAME=VALUE` gives it.
 """
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
-from tools.importing.launcher import program, ranks
-from tools.importing.shell_flow import LOOPS, MOST_DEPTH, Flow
-from tools.importing.shell_functions import definition
-from tools.importing.shell_unknown import CLOSE, MARK, OPEN, Unknown
-from tools.importing.shell_words import Command, Lexer, Part, Raw
 
-ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-ELEMENT = re.compile(r"([A-Za-z_]\w*)\[[^\]]*\]\+?=")
-COUNTED = re.compile(
-    r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+# What stands within `$(...)` and `${...}` is never run, so only its end counts.
+_INSIDE = r"""[^(){}'"\\`] | '[^']*+' | "(?:[^"\\]|\\.)*+" | \\. | `[^`]*+`"""
+for _ in range(3):  # levels of parentheses and braces within each other
+    _INSIDE = rf"(?: {_INSIDE} | \( (?:{_INSIDE} | [{{}}])*+ \) | \{{ (?:{_INSIDE} | [()])*+ \}} )"
+_WITHIN = rf"(?:{_INSIDE} | [{{}}])*+"
+_EXPANSION = rf"""
+    \$?\(\( {_WITHIN} \)\) | [$<>]\( {_WITHIN} \) | \$\{{ (?:{_INSIDE} | [()])*+ \}}
+    | `(?:[^`\\]|\\.)*+` | \$'(?:[^'\\]|\\.)*+' | \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-]"""
+# What a script is made of. Its parts have the names of the groups.
+TOKEN = re.compile(
+    rf"""
+    (?P<blank> [ \t\r]+ )
+    | (?P<continued> \\\n )
+    | (?P<comment> (?<![^\s;&|()]) \# [^\n]* )
+    | (?P<expansion> {_EXPANSION} )
+    | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> \w+ ) ['"]? )
+    | (?P<redirect> &>>? | \d*(?: >>? [&|]? | <<< | <[&>]? ) )
+    | (?P<end> \n | ;;& | ;; | ;& | ; | && | \|\| | \|& | [|&()] )
+    | '(?P<single> [^']* )'
+    | \$?"(?P<double> (?: [^"\\`$] | \\. | {_EXPANSION} | \$ )*+ )"
+    | \\(?P<escape> . )
+    | (?P<text> (?: [^\s;&|()<>'"`\\$] | \$(?![\w'"({{@*\#?$!-]) )+ )
+    """,
+    re.VERBOSE | re.DOTALL,
 )
+QUOTED_TOKEN = re.compile(
+    rf"""\\(?P<escape>[$`"\\]) | \\\n | (?P<expansion> {_EXPANSION} ) | (?P<text> [^\\$`]+ | . )""",
+    re.VERBOSE | re.DOTALL,
+)
+DEFAULT = re.compile(r"""(["']?)([^"'\\]*)\1""")
+ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+VARIABLE = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=?])(.*))?", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-DECLARE = ("export", "declare", "local", "readonly", "typeset")
-NOT_PLAIN = set("ilunAc")  # options of `declare` with which a value is not what is written
-SETTERS = ("read", "mapfile", "readarray", "getopts", "unset")
-SUCCEED = [
-    "cd",
-    "pushd",
-    "popd",
-    "mkdir",
-    "source",
-    ".",
-    "module",
-    "conda",
-    "set",
-    "ulimit",
-    "echo",
-    "printf",
-    "true",
-    ":",
-]
-EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?])(.*))?", re.DOTALL)
-MOST_WORDS = 20_000
-MOST_SOURCED = 20
-MOST_CALLS = 1_000
-LARGEST_SOURCED = 256 * 1024  # bytes
-# files that set up programs, not a training
+# What a command that is no plain assignment may set: NAME=, NAME[...]=, ${NAME:=}; what stands in
+# arithmetic; what the commands name that set variables.
+SETS = re.compile(r"(?:(?<![\w$-])|(?<=\$\{))(\w+)(?:\[[^\]]*\])?\s*(?:[-+*/%&|^:]|<<|>>)?=(?!=)")
+ARITHMETIC = re.compile(r"\(\(.*\)\)|(?<!\w)let\s.*", re.DOTALL)
+COUNTS = re.compile(r"(\w+)(?:\+\+|--)|(?:\+\+|--)(\w+)")
+DECLARES = r"for|select|read|mapfile|readarray|getopts|unset|local|declare|typeset|readonly|export"
+SETTERS = re.compile(rf"(?<![\w$-])(?:{DECLARES}|printf\s+-v)\s([^;&|\n]*)")
+NAMES = re.compile(r"(?<![\w$./-])(?<!\$\{)[A-Za-z_]\w*")
+SETS_WITHIN = re.compile(r"\$\{\w+:?=|\(\(.*\)\)", re.DOTALL)  # also where a word is only shown
+# commands that may set any variable: nobody knows which name an expansion makes
+SETS_ANY = re.compile(rf"(?:\w+=\S*\s+)*(?:eval\b|(?:{DECLARES})\b(?:\s+-\w+)*\s+[\"']?[$`])")
+SETS_ARGUMENTS = re.compile(r"shift\b|set (?:[-+]\w*o [a-z]+ |[-+]\w+ )*+(?:-- |[^-+ ])")
+PROGRAM = re.compile(r"(\S*/)?\w+\.py")
+LOOPS = ("for", "while", "until", "select")
+OPENERS = ("if", "case", "{", *LOOPS)
+CLOSERS = ("fi", "esac", "done", "}")
+BEFORE_COMMANDS = ("then", "do", "else", "elif", "!", "time", "exec", "command", "builtin")
+RANKS = re.compile(r"--?(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes)[= ](\d{1,6})(?!\S)")
+# files and commands that set up programs, not a training
 ENVIRONMENTS = re.compile(
-    r"(^|/)(activate|\.?(bash)?(rc|_?profile)|conda\.sh|setvars\.sh|modules?\.sh|lmod\.sh)$|^/etc/|/init/|^activate "
-)
-ENVIRONMENT_COMMANDS = re.compile(
-    r"conda|mamba|pyenv|virtualenv|direnv|ssh-agent|\bmodule|lmod|modulecmd|brew|nvm"
+    r"(?:source|\.) (?:/etc/|.*/init/|(?:.*/)?(?:activate|\.?(?:bash)?(?:rc|_?profile))\b"
+    r"|(?:.*/)?(?:conda|setvars|modules?|lmod)\.sh\b)"
+    r"|eval .*(?:conda|mamba|pyenv|virtualenv|direnv|ssh-agent|module|lmod|modulecmd|brew|nvm)"
 )
 OWN_FOLDER = re.compile(r"^\$\(.*dirname.*\)/")  # $(dirname "$0")/ and the like
-MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+LARGEST_SOURCED = 256 * 1024  # bytes
+MOST_SOURCED = 20
+MOST_LETTERS = 100_000
+# Characters of Unicode's private use area stand in an expanded text for what a text cannot say: the
+# number of something unknown stands between OPEN and CLOSE, QUOTED keeps a word that may be empty,
+# and white space behind BREAK ends a word.
+OPEN, CLOSE, QUOTED, BREAK = "\ue000\ue001\ue002\ue003"
+PRIVATE = re.compile("[\ue000-\ue003]")
+SPLITTING = re.compile(f"[{QUOTED}{BREAK}]")
+MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
 
 @dataclass(frozen=True)
@@ -74,14 +93,14 @@ class Word:
 
     place: the file and line that it stands in, "train.sh, line 3"; "" for a command line that is
         given as text.
-    unknown: why it is not known, with the way to give it; "" if it is. reads: the variables that it
-        was made of.
+    unknown: why it is not known, with the way to give it; "" if it is.
+    defaults: notes on defaults of variables that stand in.
     """
 
     text: str
     place: str = ""
     unknown: str = ""
-    reads: frozenset[str] = frozenset()
+    defaults: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -113,702 +132,444 @@ def read_script(text: str, path: Path, assumed: Mapping[str, str]) -> CommandLin
 
 
 def _read(text: str, path: Path | None, assumed: Mapping[str, str]) -> CommandLine:
+    script = _Script(path, assumed)
     try:
-        return _Script(text, path, assumed).command_line(any_command=path is None)
+        script.follow(text, script.shown)
     except RecursionError as error:
-        raise UserError.of(
-            "import.too_deep", name=path.name if path else "the command line"
-        ) from error
+        raise UserError.of("import.too_deep", name=script.shown) from error
+    return script.command_line()
+
+
+_PIECES = ("text", "single", "double", "escape", "expansion")
+
+
+class _Token(NamedTuple):
+    """A part of a script. start, end: where it stands."""
+
+    kind: str
+    text: str
+    line: int
+    start: int
+    end: int
+
+
+class _Word(NamedTuple):
+    """A word as it is written: its pieces. items: of an array, the words within."""
+
+    pieces: list[_Token]
+    items: "list[_Word] | None" = None
+
+    @property
+    def head(self) -> str:
+        """Return the text that the word begins with, unless it is quoted or an expansion."""
+        return self.pieces[0].text if self.pieces[0].kind == "text" else ""
+
+    @property
+    def plain(self) -> str:
+        """Return the text of a word without quotes and expansions; "" for any other."""
+        return self.head if len(self.pieces) == 1 and self.items is None else ""
+
+
+class _Command(NamedTuple):
+    """A command, or a here-document, which has no words. written: its text. before, after: the
+    separators around it."""
+
+    words: list[_Word]
+    line: int
+    written: str
+    before: str
+    after: str
+
+
+def _tokens(text: str, name: str) -> Iterator[_Token]:
+    """Yield the tokens of a text; those of kind "body" are here-documents. Raises UserError for a
+    quote or bracket without its end."""
+    at = 0
+    line = 1
+    markers = list[str]()
+    while at < len(text):
+        match = TOKEN.match(text, at)
+        if match is None:
+            sign = text[at : at + 2] if text[at] == "$" else text[at]
+            raise UserError.of("import.open_block", name=name, line=line, sign=sign)
+        kind = str(match.lastgroup)
+        yield _Token(kind, match[kind], line, at, match.end())
+        line += match[0].count("\n")
+        at = match.end()
+        if kind == "document":
+            markers.append(match["marker"])
+        while markers and match[0] == "\n":
+            end = re.compile(rf"^\t*{markers.pop(0)}\n", re.MULTILINE).search(text, at)
+            body = text[at : end.end() if end else len(text)]
+            yield _Token("body", body, line, at, at + len(body))
+            line += body.count("\n")
+            at += len(body)
+
+
+def _commands(text: str, name: str) -> Iterator[_Command]:
+    """Yield the commands of a text. Raises UserError as `_tokens`."""
+    words = list[_Word]()
+    pieces = list[_Token]()
+    array: _Word | None = None  # the one that is being read
+    is_target = False  # the word belongs to a redirection
+    start = 0
+    before = "\n"
+    for token in _tokens(text, name):
+        if token.kind in _PIECES:
+            pieces.append(token)
+        if token.kind in (*_PIECES, "continued"):
+            continue
+        if token.text == "(" and ARRAY.fullmatch(_Word(pieces).plain if pieces else ""):
+            array = _Word(pieces, [])
+            pieces = []
+            continue
+        if pieces and not is_target:
+            (words if array is None or array.items is None else array.items).append(_Word(pieces))
+        is_target = token.kind == "redirect" or (is_target and not pieces)
+        pieces = []
+        if array is not None and token.text == ")":
+            words.append(array)
+            array = None
+        elif token.kind == "body" or (token.kind == "end" and array is None):
+            line = words[0].pieces[0].line if words else token.line
+            yield _Command(words, line, text[start : token.end], before, token.text)
+            words = []
+            start = token.end
+            before = "\n" if token.kind == "body" else token.text
+    if array is not None:
+        raise UserError.of("import.open_block", name=name, line=array.pieces[0].line, sign="(")
+
+
+class _Value(NamedTuple):
+    """The words that a variable holds, and the notes on defaults in them."""
+
+    items: list[str]
+    defaults: frozenset[str] = frozenset()
 
 
 class _Script:
-    """A script that is followed. values: what is known of its variables, each a list of words."""
+    """A script that is followed. path: of its file; None for a command line that is given as
+    text."""
 
-    def __init__(self, text: str, path: Path | None, assumed: Mapping[str, str]) -> None:
-        self.folder = path.parent if path else None
-        self.name = name = path.name if path else ""
+    def __init__(self, path: Path | None, assumed: Mapping[str, str]) -> None:
+        self.path = path
+        self.shown = path.name if path else "the command line"
         self.assumed = assumed
-        self.values: dict[str, list[str]] = {}
-        self.defaults: dict[str, str] = {}
-        self.uses: dict[str, set[str]] = {}
-        self.reading: set[str] = set()
-        self.unknown = Unknown()
-        self.condition = ""
-        self.sourced: list[str] = []
+        self.values: dict[str, _Value] = {}
+        self.unknown: list[tuple[str, str]] = []  # what each mark shows, and why it is not known
+        self.open: dict[str, str] = {}  # why variables are not known from a line on
+        self.open_rest = ""  # why a variable that is not set since is not known
+        self.open_all = ""  # why no variable is known
+        self.defaults = set[str]()  # notes of the words that are being expanded
+        self.blocks: list[str] = []
+        self.arrays = set[str]()
+        self.functions = set[str]()
+        self.defines = False  # the next block is that of a function
+        self.launches: list[
+            tuple[int, list[Word], UserError | None]
+        ] = []  # each with why it does not count
+        self.notes: list[str] = []
         self.taken_in: list[str] = []
-        self.unread = (
-            ""  # the last file that the script takes in and that is not read, with its line and why
-        )
-        self.left_to_source = MOST_SOURCED
         self.moved = ""  # the line from which on the script is in another folder
-        self.functions: dict[
-            str, tuple[list[Command], bool]
-        ] = {}  # and whether it is certain that it is this one
-        self.called: set[str] = set()
-        self.left_to_call = MOST_CALLS
-        self.arguments: list[str] | None = (
-            None  # of the function that is followed; None: the script's own
-        )
-        self.shifted: int | None = (
-            0  # how many of the script's arguments `shift` took off; None: not known
-        )
-        self.locals: list[dict[str, list[str] | None]] = []  # of each function, what it hides
-        self.stop = ""  # "return" or "exit", once it was met
-        self.may_have_left = False  # a `return` that may have ended these commands
-        self.flow = Flow(self._shown())
-        self.found: list[tuple[int, list[Word]]] = []
-        if set(text) & {OPEN, CLOSE}:
-            raise UserError.of("import.private_character", shown=self._shown())
-        self._follow(Lexer(text, name or "the command line").commands(), 0)
-        self._follow_uncalled()
 
-    def command_line(self, any_command: bool) -> CommandLine:
+    def command_line(self) -> CommandLine:
         """Return the one command that runs a program with arguments."""
-        found = [
-            (line, words)
-            for line, words in self.found
-            if program([word.text for word in words]) is not None
-        ]
-        found = found or [
-            (line, words) for line, words in self.found if program(_as_options(words)) is not None
-        ]
-        if any_command and not found:
-            found = self.found[:1] if len(self.found) == 1 else []
-            if not found:
+        found = [one for one in self.launches if one[2] or _program(one[1])]
+        if self.path is None and not found:
+            found = self.launches
+            if len(found) != 1:
                 raise UserError.of(
-                    "import.several_commands", shown=self._shown(), num_found=len(self.found)
+                    "import.several_commands", shown=self.shown, num_found=len(found)
                 )
         if not found:
-            raise UserError.of("import.no_program", shown=self._shown())
+            raise UserError.of("import.no_program", shown=self.shown)
         if len(found) > 1:
-            lines = ", ".join(str(line) for line, _ in found)
+            lines = ", ".join(str(line) for line, _, _ in found)
             raise UserError.of(
-                "import.several_programs", shown=self._shown(), num_found=len(found), lines=lines
+                "import.several_programs", shown=self.shown, num_found=len(found), lines=lines
             )
-        words = found[0][1]
-        at = program(_as_options(words))
-        arguments = words if at is None else words[at + 1 :]
-        read = self._all_read(arguments)
-        notes = [*self.sourced]
-        notes += [
-            f"${name} is taken as its default, {value!r}: --assume {name}=VALUE gives another"
-            for name, value in sorted(self.defaults.items())
-            if name in read
-        ]
-        started = None if at is None else ranks([word.text for word in words[:at]])
-        return CommandLine(arguments, started, notes, self.taken_in)
+        ((_, words, problem),) = found
+        if problem:
+            raise problem
+        at = _program(words)
+        notes = {note for word in words[at:] for note in word.defaults}
+        ranks = _ranks(words[:at])
+        return CommandLine(words[at:], ranks, [*self.notes, *sorted(notes)], self.taken_in)
 
-    def _all_read(self, words: Sequence[Word]) -> set[str]:
-        """Return the variables that words are made of, and those that these are made of."""
-        found = set[str]()
-        left = [name for word in words for name in word.reads]
-        while left:
-            name = left.pop()
-            if name not in found and name not in self.assumed:
-                found.add(name)
-                left += self.uses.get(name, ())
-        return found
+    def follow(self, text: str, name: str) -> None:
+        """Follow the commands of a file."""
+        if PRIVATE.search("".join((text, *self.assumed.values()))):
+            raise UserError.of("import.private_character", shown=name)
+        for command in _commands(f"{text}\n".replace("\r\n", "\n"), name):
+            words = self._enter_blocks(command.words)
+            certain = not self.blocks and {command.before, command.after} <= {"\n", ";"}
+            if certain and words and words[0].plain in ("exit", "return"):
+                return
+            if words:
+                self._command(words, command, certain, name)
+            elif not command.words:
+                self._open_set_by(command.written, command.line)
+            if command.before == "(" and command.after == ")" and not command.words:
+                self.blocks.pop()  # it was no subshell, but NAME()
+                self.defines = True
+            elif command.after == "(":
+                self.functions.update(word.plain for word in command.words[-1:])
+                self._open_block("(")
+            elif command.after == ")" and self.blocks[-1:] in (["("], ["function"]):
+                self.blocks.pop()
 
-    def _shown(self) -> str:
-        return self.name or "the command line"
+    def _open_block(self, sign: str) -> None:
+        self.blocks.append("function" if self.defines else sign)
+        self.defines = False
 
-    # following
+    def _enter_blocks(self, words: list[_Word]) -> list[_Word]:
+        """Keep count of the blocks that words open and close. Return the command behind them."""
+        for at, word in enumerate(words):
+            if word.plain in OPENERS:
+                self._open_block(word.plain)
+            elif word.plain in CLOSERS:
+                self.blocks = self.blocks[:-1]
+            elif word.plain == "function":
+                self.functions.update(name.plain for name in words[at + 1 : at + 2])
+                self.defines = True
+            elif word.plain not in BEFORE_COMMANDS and not self.defines:
+                return words[at:]
+        return []
 
-    def _follow(self, commands: Sequence[Command], depth: int) -> None:
-        if depth > MOST_DEPTH:
-            raise UserError.of(
-                "import.commands_too_deep", shown=self._shown(), most_depth=MOST_DEPTH
-            )
-        condition: list[Command] | None = None
-        at = 0
-        while at < len(commands) and not self.stop:
-            defined = definition(commands, at) if condition is None else None
-            if defined:
-                name, body, at = defined
-                self._define(name, body)
-                continue
-            command = commands[at]
-            condition = self._step(command, condition, depth)
-            self.values = self.flow.end(command, self.values)
-            at += 1
+    # Variables
 
-    def _define(self, name: str, body: list[Command]) -> None:
-        if self.flow.mode() is not False:
-            self.functions[name] = body, self.flow.mode() is True
-        self.flow.link = ""
-
-    def _call(self, name: str, arguments: list[str], depth: int) -> None:
-        """Follow the commands of a function."""
-        self.left_to_call -= 1
-        if self.left_to_call < 0:
-            raise UserError.of("import.too_many_calls", shown=self._shown(), most_calls=MOST_CALLS)
-        self.called.add(name)
-        body, certain = self.functions[name]
-        before = self.arguments
-        self.arguments = arguments
-        self.locals.append({})
-        self._inside(body, certain, depth)
-        self.arguments = before
-        for hidden, value in self.locals.pop().items():
-            if value is None:
-                self.values.pop(hidden, None)
-            else:
-                self.values[hidden] = value
-
-    def _inside(self, commands: Sequence[Command], certain: bool, depth: int) -> None:
-        """Follow the commands of a function or of a file that is taken in, which `return` ends."""
-        doubt = self.may_have_left
-        kept = self.flow.enter(certain)
-        self._follow(commands, depth + 1)
-        self.flow.leave(kept)
-        self.may_have_left = doubt
-        if self.stop == "return":
-            self.stop = ""
-
-    def _follow_uncalled(self) -> None:
-        """Follow functions that nothing calls by name, if no other command runs a program."""
-        if any(program(_as_options(words)) is not None for _, words in self.found):
-            return
-        for name in [name for name in self.functions if name not in self.called]:
-            self.stop = ""
-            self._call(name, [self.unknown.variable("@")], 0)
-
-    def _mode(self) -> bool | None:
-        """Return True where commands run, False where they do not, None where that is not known."""
-        mode = self.flow.mode()
-        return None if mode and self.may_have_left else mode
-
-    def _step(
-        self, command: Command, condition: list[Command] | None, depth: int
-    ) -> list[Command] | None:
-        """Follow one command; returns the commands of a condition that is being read."""
-        words = list(command.words)
-        first = words[0].plain if words else ""
-        if condition is not None:
-            if first != "then":
-                return [*condition, command]
-            if self.flow.asks():
-                self._leave_open_in(condition)
-            self.flow.decide(self._holds(condition))
-            words = words[1:]
-            first = words[0].plain if words else ""
-        negated = False
-        while first in (
-            "do",
-            "else",
-            "elif",
-            "if",
-            "fi",
-            "done",
-            "esac",
-            "{",
-            "}",
-            "!",
-            "time",
-            "exec",
-        ):
-            if first in ("if", "elif"):
-                self.flow.open(first)
-                return [Command(tuple(words[1:]), command.line, command.end)]
-            self.flow.keyword(first)
-            negated ^= first == "!"
-            words = words[1:]
-            first = words[0].plain if words else ""
-        if first in LOOPS:
-            self._leave_open_in([Command(tuple(words), command.line, command.end)])
-            self.flow.loops.append(LOOPS[first])
-        elif words:
-            runs = self.flow.runs()
-            subshell = "|" in (self.flow.link, command.end) or command.end == "&"
-            before = dict(self.values)
-            succeeded = self._run(words, command, depth)
-            if subshell:
-                self.values = before
-            self.flow.note(runs, not succeeded if negated and succeeded is not None else succeeded)
-        return None
-
-    def _leave_open_in(self, commands: Sequence[Command]) -> None:
-        """Leave open what the conditions of an `if` or loop set, and the variable of a loop."""
-        if self.flow.mode() is False:
-            return
-        for command in commands:
-            words = list(command.words)
-            while words and words[0].plain in ("!", "while", "until", "if"):
-                words = words[1:]
-            for name in self._set_by(words):
-                self._leave_open(name, f"is set in line {command.line} by what is not followed")
-
-    def _run(self, words: list[Raw], command: Command, depth: int) -> bool | None:
-        """Follow a command of at least one word. Returns True if it succeeds, None if that is not
-        known."""
-        mode = self._mode()
-        line = command.line
-        if mode is False:
-            return None
-        if (
-            words[0].plain in ("command", "builtin")
-            and len(words) > 1
-            and words[1].start[:1] != "-"
-        ):
-            words = words[1:]
+    def _command(self, words: list[_Word], command: _Command, certain: bool, file: str) -> None:
         first = words[0].plain
-        if first in ("exit", "return"):
-            self._end(first, words[1].plain if len(words) > 1 else "", mode, depth)
-            return None
-        if first in DECLARE:
-            self._declare(first, words[1:], mode, line)
-            return True
-        if first == "shift":
-            self._shift(words[1].plain if len(words) > 1 else "1", mode)
-            return True
-        if words and all(ASSIGN.match(word.start) for word in words):
-            for word in words:
-                self._assign(word, mode)
-            return True
-        if names := self._set_by(words):
-            for name in names:
-                self._leave_open(name, f"is set in line {line} by what is not followed")
-            return None
-        while words and ASSIGN.match(words[0].start):
-            words = words[1:]
-        expanded = [word for raw in words for word in self._words_of(raw)]
-        if len(expanded) > MOST_WORDS:
-            raise UserError.of("import.too_many_words", shown=self._shown(), line=line)
-        if not expanded:
-            return True
-        if expanded[0].text in self.functions:
-            self._call(
-                expanded[0].text, [text for raw in words[1:] for text in self._expanded(raw)], depth
-            )
-            return None
-        if expanded[0].text in ("cd", "pushd", "popd"):
-            self._move([word.text for word in expanded], line)
-        if expanded[0].text in ("source", ".") and len(expanded) > 1:
-            self._source(expanded[1].text, line, depth)
-        elif (
-            expanded[0].text == "eval"
-            and len(expanded) > 1
-            and MARK.match("".join(self._expanded(words[1])[:1]))
-        ):
-            self._set_anything(f"eval {expanded[1].text}", line)
-        elif expanded[0].text == "eval":
-            self._again(" ".join(word.text for word in expanded[1:]), line, depth)
-        elif inner := [
-            word.text for word in expanded[1:] if " " in word.text and ".py " in word.text
-        ]:
-            self._again(inner[-1], line, depth)
-        elif expanded[0].text not in ("echo", "cat", "printf"):
-            self.found.append((line, expanded))
-        return self._outcome(words, line)
-
-    def _end(self, first: str, code: str, mode: bool | None, depth: int) -> None:
-        """Take note of `exit` or `return`."""
-        if (first == "return" and depth == 0) or self.flow.shells():
+        line = command.line
+        named = [w for w in words[1:] if not w.plain.isidentifier()] if first == "export" else words
+        if certain and all(ASSIGNMENT.match(word.head) for word in named):
+            for word in named:
+                self._assign(word, line)
             return
-        if mode:
-            self.stop = first
-        elif first == "return" and code in ("", "0") and self.flow.link != "||":
-            self.may_have_left = (
-                True  # other ends are of a failure: what follows is of scripts that do not fail
+        expanded = [made for word in words for made in self._expanded(word, file)]
+        said = " ".join(word.text for word in expanded)
+        written = command.written
+        if first in ("echo", "cat"):
+            self._open_set_by(" ".join(SETS_WITHIN.findall(written)), line)
+            return
+        self._open_set_by(written, line)
+        if SETS_ARGUMENTS.match(f"{said} ") and "function" not in self.blocks:
+            for name in ("@", "*", *map(str, range(1, 100))):
+                self._open(name, line)
+        if ENVIRONMENTS.match(said):
+            self.notes.append(
+                f"{file}, line {line}: {said} is taken for an environment of programs, and is not "
+                "read"
             )
-
-    def _declare(self, first: str, words: list[Raw], mode: bool | None, line: int) -> None:
-        """Follow `export`, `declare` and the like."""
-        options = ""
-        while words and words[0].start[:1] in ("-", "+"):
-            options += words[0].start
-            words = words[1:]
-        not_plain = first != "export" and bool(NOT_PLAIN & set(options))
-        for word in words:
-            match = ASSIGN.match(word.start)
-            name = match.group(1) if match else word.plain
-            if (
-                first not in ("export", "readonly")
-                and "g" not in options
-                and self.locals
-                and name.isidentifier()
-            ):
-                self.locals[-1].setdefault(name, self.values.pop(name, None))
-            if match and not_plain:
-                target = "".join(part.text for part in word.parts).partition("=")[2]
-                for one in [name, *([target] if target.isidentifier() else [])]:
-                    self._leave_open(one, f"is set in line {line} by what is not followed")
-            elif match:
-                self._assign(word, mode)
-            elif not name.isidentifier():
-                for text in self._expanded(word):
-                    self._declare_text(text, mode, line)
-
-    def _declare_text(self, text: str, mode: bool | None, line: int) -> None:
-        """Follow an assignment that is known once its word is expanded, as of `export
-        "$NAME=1"`."""
-        match = ASSIGN.match(text)
-        if match:
-            rest = Part("text", text, False)
-            self._assign(Raw((rest,), line), mode)
-        elif MARK.match(text):
-            self._set_anything(self.unknown.shown(text), line)
-
-    def _shift(self, count: str, mode: bool | None) -> None:
-        known = int(count) if mode and count.isdecimal() and len(count) < 4 else None
-        if self.arguments is None:
-            if None in (known, self.shifted):
-                self.shifted = None
-            else:
-                self.shifted = (self.shifted or 0) + (known or 0)
-        elif known is None:
-            self.arguments = [self.unknown.command("$@")]
-        else:
-            self.arguments = self.arguments[known:]
-
-    def _move(self, words: list[str], line: int) -> None:
-        """Take note of another folder, in which files that are taken in by a relative path are
-        other files."""
-        said = words[1] if len(words) > 1 else ""
-        if said not in (".", "./") and not OWN_FOLDER.match(f"{said}/"):
+        elif first in ("source", "."):
+            self._source(said.partition(" ")[2], line, certain)
+        elif SETS_ANY.match(written.strip()):
+            self._open_rest(f"may be set in line {line} by {said}, which is not run")
+        elif first in ("cd", "pushd", "popd") and not OWN_FOLDER.match(f"{said[3:]}/"):
             self.moved = f"line {line} moves to another folder"
+        self._note_launch(expanded, line)
 
-    def _set_anything(self, said: str, line: int) -> None:
-        """Leave open all variables, which a command that is not run may set."""
-        if ENVIRONMENT_COMMANDS.search(said):
-            where = f"{self._shown()}, line {line}"
-            self.sourced.append(
-                f"{where}: {said} is taken for an environment of programs, and is not run"
-            )
+    def _assign(self, word: _Word, line: int) -> None:
+        match = ASSIGNMENT.fullmatch(word.head)
+        assert match
+        name, adds, begin = match.groups()
+        self.defaults = set()
+        if word.items is not None:
+            keeps = adds and (name in self.values or self.open_rest)
+            before = self._value(name) if keeps else []
+            items = [*before, *(text for item in word.items for text in self._fields(item))]
+            self.arrays.add(name)
+        elif name in self.arrays:  # only its first item is set
+            self._open(name, line)
             return
-        self.unread = f"may be set in line {line} by {said}, which is not run"
-        for name in list(self.values):
-            self._leave_open(name, self.unread)
+        else:
+            before = self._value(name)[0] if adds else ""
+            behind = SPLITTING.sub("", self._expand(word.pieces[1:]))
+            items = [before + begin + behind]
+        if sum(map(len, items)) > MOST_LETTERS:
+            raise UserError.of("import.value_too_long", shown=self.shown, line=line, name=name)
+        if name == "IFS":
+            self.open_all = f"may be cut otherwise, for line {line} sets IFS"
+        self.values[name] = _Value(items, frozenset(self.defaults))
 
-    def _source(self, said: str, line: int, depth: int) -> None:
+    def _open_set_by(self, written: str, line: int) -> None:
+        """Leave open the variables that a command may set which is no plain assignment."""
+        names = SETS.findall(written)
+        for arithmetic in ARITHMETIC.findall(written):
+            names += [before or behind for before, behind in COUNTS.findall(arithmetic)]
+        for named in SETTERS.findall(written):
+            names += NAMES.findall(named)
+        for name in names:
+            self._open(name, line)
+
+    def _open(self, name: str, line: int) -> None:
+        self.open[name] = f"is set in line {line} by what is not followed"
+
+    def _open_rest(self, reason: str) -> None:
+        """Leave open what all variables hold that are not set from here on."""
+        self.open_rest = reason
+        self.values.clear()
+        if self.blocks:  # it may be done later, or again
+            self.open_all = reason
+
+    def _source(self, file: str, line: int, certain: bool) -> None:
         """Follow a file that the script takes in, or leave open what it may set."""
-        where = f"{self._shown()}, line {line}"
-        if ENVIRONMENTS.search(said):
-            self.sourced.append(
-                f"{where}: {said} is taken for an environment of programs, and is not read"
-            )
-            return
         try:
-            text = self._sourced_text(said)
-        except UserError as error:
-            self.unread = (
-                f"may be set by {said}, which line {line} takes in and which is not read: {error}"
+            text = self._sourced_text(file, certain)
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", "") or str(error)
+            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
+            self._open_rest(
+                f"may be set by {file}, which line {line} takes in and which is not read: {reason}"
             )
-            self.sourced.append(f"{where}: what {said} sets is not read: {error}")
-            for name in list(self.values):
-                self._leave_open(name, self.unread)
+            self.notes.append(f"line {line}: what {file} sets is not read: {reason}")
             return
-        self.taken_in.append(said)
-        self._inside(Lexer(text, said).commands(), True, depth)
+        self.taken_in.append(file)
+        self.follow(text, file)
 
-    def _sourced_text(self, said: str) -> str:
+    def _sourced_text(self, said: str, certain: bool) -> str:
         """Return the text of a file that the script takes in. Raises UserError with the reason why
-        it is not read."""
-        if self.folder is None:
-            raise UserError.of("import.source_of_command_line")
-        inside = OWN_FOLDER.sub(f"{self.folder}/", said)
-        path = self.folder / inside
+        it is not read, OSError or UnicodeDecodeError."""
+        if self.path is None or not certain:
+            raise UserError.of("import.source_not_certain")
+        folder = self.path.parent
+        inside = OWN_FOLDER.sub(f"{folder}/", said)
+        path = folder / inside
         if inside.startswith("$"):
             raise UserError.of("import.source_unknown")
         if self.moved and inside == said and not Path(said).is_absolute():
             raise UserError(self.moved)
-        if path.resolve().parent != self.folder.resolve():
+        if path.resolve().parent != folder.resolve():
             raise UserError.of("import.source_outside")
-        if self.left_to_source == 0:
+        if len(self.taken_in) == MOST_SOURCED:
             raise UserError.of("import.too_many_sources", most_sourced=MOST_SOURCED)
-        self.left_to_source -= 1
-        try:
-            return read_text(path, LARGEST_SOURCED)
-        except OSError as error:
-            raise UserError(error.strerror or "it cannot be read") from error
-        except UnicodeDecodeError as error:
-            raise UserError.of("import.source_not_utf8") from error
+        return read_text(path, LARGEST_SOURCED)
 
-    def _outcome(self, words: list[Raw], line: int) -> bool | None:
-        first = words[0].plain
-        if first in ("[", "[[", "test"):
-            texts = [text for raw in words for text in self._expanded_test(raw)]
-            return self._test(texts if first != "test" else ["[", *texts[1:], "]"], line)
-        if first == "false":
-            return False
-        if first in SUCCEED:
-            return True
-        return None
+    # Expansion
 
-    def _set_by(self, words: list[Raw]) -> list[str]:
-        """Return the variables that a command sets to what is not followed."""
-        if not words:
-            return []
-        while len(words) > 1 and ASSIGN.match(words[0].start):  # IFS= read -r LINE
-            words = words[1:]
-        if words[0].plain in ("for", "select"):
-            counter = words[1].plain if len(words) > 1 else ""
-            if counter != "((":
-                return [counter] if counter.isidentifier() else []
-            words = words[1:]
-        first = words[0].plain
-        texts = ["".join(part.text for part in word.parts) for word in words[1:]]
-        if first in ("((", "let"):
-            return [one or other for one, other in COUNTED.findall(" ".join(texts))]
-        if element := ELEMENT.match(words[0].start):
-            return [element.group(1)]
-        if first == "printf" and texts[:1] == ["-v"]:
-            return [text.lstrip('"') for text in texts[1:2]]
-        if first not in SETTERS:
-            return []
-        # unset "ARGS[0]" changes ARGS
-        named = [text.partition("[")[0].lstrip('"') for text in texts]
-        return [name for name in named if name.isidentifier()]
+    def _expanded(self, word: _Word, file: str) -> Iterator[Word]:
+        """Yield the words that one becomes."""
+        self.defaults = set()
+        place = f"{file}, line {word.pieces[0].line}" if self.path else ""
+        for text in self._fields(word):
+            mark = MARK.search(text)
+            unknown = self.unknown[int(mark[1])][1] if mark else ""
+            yield Word(self._readable(text), place, unknown, frozenset(self.defaults))
 
-    def _leave_open(self, name: str, why: str) -> None:
-        self.values[name] = [self._open(name, why)]
+    def _fields(self, word: _Word) -> list[str]:
+        """Return what a word becomes, cut at the white space of its expansions."""
+        fields = re.split(f"(?:{BREAK}\\s)+", self._expand(word.pieces))
+        return [text.replace(QUOTED, "") for text in fields if text]
 
-    def _open(self, name: str, why: str) -> str:
-        return self.unknown.mark(f"${name}", f"${name} {why}: --assume {name}=VALUE gives it")
-
-    def _words_of(self, raw: Raw) -> list[Word]:
-        self.reading = set()
-        texts = self._expanded(raw)
-        reads = frozenset(self.reading)
-        place = f"{self.name}, line {raw.line}" if self.name else ""
-        return [
-            Word(self.unknown.shown(text), place, self.unknown.reason(text), reads)
-            for text in texts
-        ]
-
-    def _again(self, text: str, line: int, depth: int) -> None:
-        self._follow(Lexer(text, self._shown(), line).commands(), depth + 1)
-
-    def _assign(self, word: Raw, mode: bool | None) -> None:
-        match = ASSIGN.match(word.start)
-        assert match
-        name = match.group(1)
-        adds = bool(match.group(2))
-        self.reading = self.uses.get(name, set()) if adds else set()
-        if word.array is not None:
-            value = [text for raw in word.array for text in self._expanded(raw)]
-        else:
-            rest = Part("text", word.parts[0].text[match.end() :], False)
-            value = [self._joined(Raw((rest, *word.parts[1:]), word.line))]
-        before = self.values.get(name, [])
-        if adds:
-            if word.array is not None:
-                value = [*before, *value]
+    def _expand(self, pieces: Sequence[_Token]) -> str:
+        made = ""
+        for kind, text, *_ in pieces:
+            if kind == "expansion":
+                items = " ".join(self._items(text, False))
+                made += re.sub(r"\s", f"{BREAK}\\g<0>", items)
+            elif kind == "double":
+                made += self._in_quotes(text) if text else QUOTED
+            elif kind == "text":
+                made += self._to_run(text) if BRACES.search(text) else text
             else:
-                value = ["".join([*before[:1], *value]), *before[1:]]
-        if mode is None and value != before:
-            why = (
-                f"${name} depends on {self.condition or 'a loop or case'}; --assume {name}=VALUE "
-                "gives it"
-            )
-            value = [self.unknown.mark(f"${name}", why)]
-        if sum(map(len, value)) > 1_000_000:
-            raise UserError.of(
-                "import.value_too_long", shown=self._shown(), line=word.line, name=name
-            )
-        self.values[name] = value
-        self.uses[name] = self.reading
+                made += QUOTED + text
+        return made
 
-    # expansion
+    def _in_quotes(self, text: str) -> str:
+        """Return a text of double quotes with its expansions."""
+        made = ""
+        for match in QUOTED_TOKEN.finditer(text):
+            if match["expansion"]:
+                items = self._items(match["expansion"], True)
+                made += f"{BREAK} ".join(QUOTED + item for item in items)
+            else:
+                made += QUOTED + (match["escape"] or match["text"] or "")
+        return made
 
-    def _joined(self, raw: Raw) -> str:
-        return " ".join(self._expanded(raw, split=False))
-
-    def _expanded(self, raw: Raw, split: bool = True) -> list[str]:
-        """Return the words that a word becomes; `split` at the spaces of what is not quoted."""
-        if raw.array is not None:
-            return [raw.start]
-        words = list[str]()
-        open_word = ""
-        any_part = False
-        for part in raw.parts:
-            pieces, whole = self._pieces(part)
-            if split and not whole:
-                joined = " ".join(pieces)
-                fields = joined.split()
-                if joined[:1].isspace() and (open_word or any_part):
-                    words = [*words, open_word]
-                    open_word = ""
-                    any_part = False
-                for i, piece in enumerate(fields):
-                    if i:
-                        words.append(open_word)
-                        open_word = ""
-                    open_word = open_word + piece
-                    any_part = True
-                if fields and joined[-1:].isspace():
-                    words = [*words, open_word]
-                    open_word = ""
-                    any_part = False
-                continue
-            for i, piece in enumerate(pieces):
-                if i:
-                    words.append(open_word)
-                    open_word = ""
-                open_word = open_word + piece
-                any_part = True
-        return [*words, open_word] if any_part else words
-
-    def _pieces(self, part: Part) -> tuple[list[str], bool]:
-        """Return the texts of a part, and whether they are left whole."""
-        if part.kind == "text":
-            braces = None if part.quoted else BRACES.search(part.text)
-            return [self.unknown.command(part.text) if braces else part.text], True
-        if part.kind == "run":
-            return [self.unknown.command(part.text)], True
-        if part.kind == "arithmetic":
-            return [self._arithmetic(part.text)], True
-        if part.text.startswith('"'):
-            return self._of_quotes(part.text[1:]), True
-        return self._variable(part.text), part.quoted
-
-    def _of_quotes(self, inside: str) -> list[str]:
-        words = [""]
-        for part in Lexer(inside, self._shown()).inside():
-            values = self._variable(part.text) if part.kind == "expand" else self._pieces(part)[0]
-            if part.kind == "expand" and not part.text.endswith("[@]") and part.text != "@":
-                values = [" ".join(values)]
-            if values:
-                words = [*words[:-1], words[-1] + values[0], *values[1:]]
-            elif len(words) == 1 and inside in (f"${{{part.text}}}", f"${part.text}"):
-                return []
-        return words
-
-    def _variable(self, text: str) -> list[str]:
-        """Return the words of `${text}`."""
-        match = EXPANSION.fullmatch(text)
-        if not match:
-            return [self.unknown.command(f"${{{text}}}")]
+    def _items(self, written: str, quoted: bool) -> list[str]:
+        """Return what an expansion stands for; of an array one text for each item."""
+        inner = written[2:-1] if written.startswith("${") else written[1:]
+        match = VARIABLE.fullmatch(inner) if written.startswith("$") else None
+        if match is None:
+            return [self._to_run(written)]
         name, whole, sign, default = match.groups()
-        if (name.isdecimal() and name != "0") or name in "@*#":
-            if self.arguments is not None:
-                return self._argument(name, sign, default)
-            if self.shifted is None:
-                return [self.unknown.command(f"${name} after a shift")]
-            name = str(int(name) + self.shifted) if name.isdecimal() else name
-        self.reading.add(name)
-        if name in self.assumed:
-            if name in "@*":
-                return self.assumed[name].split()[self.shifted :]
-            return self.assumed[name].split() if whole else [self.assumed[name]]
-        value = self.values.get(name)
-        if value is not None and (not sign or "".join(value) or sign[0] != ":"):
-            return value if whole or len(value) < 2 else value[:1]
-        if self.unread:
-            return [self._open(name, self.unread)]
-        if sign and sign[-1] != "?":
-            chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip(
-                "\"'"
-            )
-            self.defaults[name] = self.unknown.shown(chosen)
-            if sign[-1] == "=" and self._mode():
-                self.values[name] = [chosen]
-                self.uses[name] = {name}
-            return [chosen]
-        return [self.unknown.variable(name)]
-
-    def _argument(self, name: str, sign: str | None, default: str | None) -> list[str]:
-        """Return the words of `$1`, `$@` or `$#` within a function."""
-        arguments = self.arguments or []
-        own = [i for i, text in enumerate(arguments) if self.unknown.shown(text) in ("$@", "$*")]
+        known = name in self.assumed or name in self.values or name in self.open
+        items = self._value(name)
         if (
-            name.isdecimal() and own and int(name) > own[0]
-        ):  # of those that the script itself is given
-            name = str(int(name) - own[0])
-            self.reading.add(name)
-            return [self.assumed.get(name) or self.unknown.variable(name)]
-        if name == "#":
-            if any(map(MARK.search, arguments)):
-                return [self.unknown.command("$#")]
-            return [str(len(arguments))]
-        if name in "@*":
-            return arguments
-        value = arguments[int(name) - 1 : int(name)]
-        if sign and sign[-1] in "-=" and (not value or (sign[0] == ":" and not value[0])):
-            return [
-                self._joined(Raw(tuple(Lexer(default or "", self._shown()).inside()), 0)).strip(
-                    "\"'"
-                )
-            ]
-        return value
-
-    def _arithmetic(self, text: str) -> str:
-        known = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text
-        )
-        unknown = self.unknown.command(f"$(({text.strip()}))")
-        if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", known):
-            return unknown
-        try:
-            return str(_computed(ast.parse(known.strip().replace("/", "//"), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return unknown
-
-    # conditions
-
-    def _holds(self, commands: Sequence[Command]) -> bool | None:
-        """Return the outcome of a condition of plain comparisons, from the left; None if it is not
-        known."""
-        holds = True
-        sign = "&&"
-        result: bool | None = holds
-        for command in commands:
-            one = self._test(
-                [text for raw in command.words for text in self._expanded_test(raw)], command.line
-            )
-            if sign == "&&":
-                if False in (result, one):
-                    result = False
-                elif None in (result, one):
-                    result = None
-                else:
-                    result = True
-            else:
-                if True in (result, one):
-                    result = True
-                elif None in (result, one):
-                    result = None
-                else:
-                    result = False
-            sign = command.end
-        return result
-
-    def _expanded_test(self, raw: Raw) -> list[str]:
-        return self._expanded(raw, split=False) or [""]
-
-    def _test(self, words: list[str], line: int) -> bool | None:
-        unknown = [name for word in words for name in self.unknown.names(word)]
-        self.condition = f"the condition in line {line}"
-        if unknown:
-            self.condition += f", on ${unknown[0]}: --assume {unknown[0]}=VALUE decides it"
-        if (
-            len(words) < 3
-            or words[0] not in ("[", "[[")
-            or any(MARK.search(word) for word in words)
+            sign in ("-", ":-")
+            and not self.open_rest
+            and not (known and (sign == "-" or "".join(items)))
         ):
-            return None
-        inner = words[1:-1]
-        if len(inner) == 2 and inner[0] in ("-n", "-z"):
-            return bool(inner[1]) == (inner[0] == "-n")
-        if len(inner) == 3 and inner[1] in ("-eq", "-ne"):
-            if not (
-                inner[0].isdecimal() and inner[2].isdecimal() and len(inner[0] + inner[2]) < 20
-            ):
-                return None
-            return (int(inner[0]) == int(inner[2])) == (inner[1] == "-eq")
-        if len(inner) == 3 and inner[1] in ("=", "==", "!=") and not set(inner[2]) & set("*?["):
-            return (inner[0] == inner[2]) == (inner[1] != "!=")
-        return None
+            plain = DEFAULT.fullmatch(default)
+            if plain is None or (plain[1] and (quoted or re.search(r"[\s$]", default))):
+                return [self._to_run(written)]
+            chosen = SPLITTING.sub("", self._in_quotes(plain[2]))
+            said = self._readable(chosen)
+            self.defaults.add(
+                f"${name} is taken as its default, {said!r}: --assume {name}=VALUE gives another"
+            )
+            return [chosen]
+        if not whole and name not in "@*":
+            return items[:1] or [""]
+        if name in self.assumed:
+            items = self.assumed[name].split()
+        return [" ".join(items)] if quoted and "*" in f"{whole}{name}" else items
+
+    def _value(self, name: str) -> list[str]:
+        """Return the items of a variable."""
+        of_script = name in "@*" or name.isdecimal()
+        if name in self.assumed and not (of_script and name in self.open):
+            return [self.assumed[name]]
+        reason = self.open_all or self.open.get(name, "")
+        if name in self.values and not reason:
+            self.defaults |= self.values[name].defaults
+            return self.values[name].items
+        reason = reason or self.open_rest or "has no value in the script"
+        given = f"'{name}=...'" if name in "@*" else f"{name}=VALUE"
+        return [self._mark(f"${name}", f"${name} {reason}: --assume {given} gives it")]
+
+    def _mark(self, shown: str, reason: str) -> str:
+        self.unknown.append((shown, reason))
+        return f"{OPEN}{len(self.unknown) - 1}{CLOSE}"
+
+    def _to_run(self, written: str) -> str:
+        short = textwrap.shorten(self._readable(written), 80, placeholder=" ...)")
+        return self._mark(short, f"{short} would have to be run: write its value")
+
+    def _readable(self, text: str) -> str:
+        """Return a text with what its marks stand for."""
+        return MARK.sub(lambda match: self.unknown[int(match[1])][0], text)
+
+    # The program
+
+    def _note_launch(self, words: list[Word], line: int) -> None:
+        """Remember a command that may run a program."""
+        texts = [word.text for word in words]
+        runs = _program(words)
+        problem: UserError | None = None
+        if (runs and texts[0] == "eval") or any(re.search(r"\.py\s+-", text) for text in texts):
+            problem = UserError.of("import.program_in_text", shown=self.shown, line=line)
+        elif runs and not self.functions.isdisjoint(texts):
+            problem = UserError.of("import.program_in_function", shown=self.shown, line=line)
+        elif runs and not {*LOOPS, "function"}.isdisjoint(self.blocks):
+            problem = UserError.of("import.program_in_block", shown=self.shown, line=line)
+        self.launches.append((line, words, problem))
 
 
-def _as_options(words: Sequence[Word]) -> list[str]:
-    """Return the texts of words, of which those that are open may be options."""
-    return [f"--{word.text}" if word.unknown else word.text for word in words]
+def _program(words: Sequence[Word]) -> int:
+    """Return the index behind the program among the words of a command, if arguments follow it;
+    otherwise 0."""
+    for at, word in enumerate(words):
+        if PROGRAM.fullmatch(word.text):
+            followed = any(arg.unknown or arg.text.startswith("--") for arg in words[at + 1 :])
+            return at + 1 if followed else 0
+    return 0
 
 
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in MATHS:
-        return MATHS[type(node.op)](_computed(node.left), _computed(node.right))
-    raise ValueError
+def _ranks(words: Sequence[Word]) -> int | None:
+    """Return the number of ranks that the options of torchrun or deepspeed start; None if they do
+    not say it."""
+    said = " ".join(word.text for word in words)
+    sizes = {name.replace("-", "_"): int(size) for name, size in RANKS.findall(said)}
+    local = sizes.get("nproc_per_node") or sizes.get("num_gpus")
+    return local * (sizes.get("nnodes") or sizes.get("num_nodes", 1)) if local else None

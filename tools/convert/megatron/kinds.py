@@ -11,52 +11,52 @@ from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
+from tools.arguments.megatron import READ
+from tools.convert.megatron.keys import ALLOWED_VALUES, LISTS, READ_ARGUMENTS
 
 SWITCH = "True or False"
 SIZE = "a whole number from 1 on"
 COUNT = "a whole number from 0 on"
 NUMBER = "a number"
 WORD = "a word"
-_NAMES = {
-    SWITCH: (
-        "group_query_attention rotary_interleaved use_rope_scaling swiglu gated_linear_unit "
-        "bias_gelu_fusion "
-        "bias_activation_fusion use_te_activation_func add_bias_linear add_qkv_bias "
-        "qk_layernorm quick_geglu "
-        "untie_embeddings_and_output_weights share_embeddings_and_output_weights "
-        "moe_router_pre_softmax "
-        "moe_grouped_gemm moe_router_enable_expert_bias moe_shared_expert_gate "
-        "multi_latent_attention "
-        "use_rotary_position_embeddings yarn_correction_range_round_to_int fp16 bf16"
-    ),
-    SIZE: (
-        "num_layers hidden_size num_attention_heads num_query_groups kv_channels "
-        "ffn_hidden_size moe_ffn_hidden_size "
-        "vocab_size padded_vocab_size max_position_embeddings seq_length moe_router_topk "
-        "kv_lora_rank qk_head_dim "
-        "qk_pos_emb_head_dim v_head_dim original_max_position_embeddings "
-        "yarn_original_max_position_embeddings "
-        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
-        "expert_tensor_parallel_size data_parallel_size"
-    ),
-    COUNT: (
-        "num_experts moe_router_num_groups moe_router_group_topk "
-        "moe_shared_expert_intermediate_size q_lora_rank "
-        "mtp_num_layers consumed_train_samples iteration num_steps"
-    ),
-    WORD: "optimizer transformer_impl tokenizer_type lr_decay_style moe_token_dispatcher_type",
-    NUMBER: (
-        "norm_epsilon rotary_base rotary_percent rotary_seq_len_interpolation_factor "
-        "rope_scaling_factor "
-        "softmax_scale moe_router_topk_scaling_factor moe_router_bias_update_rate "
-        "rotary_scaling_factor beta_fast "
-        "beta_slow mscale mscale_all_dim yarn_beta_fast yarn_beta_slow glu_linear_offset "
-        "activation_func_clamp_value "
-        "moe_aux_loss_coeff moe_z_loss_coeff mtp_loss_scaling_factor hidden_dropout "
-        "attention_dropout init_method_std"
-    ),
+_OF_COMMAND_LINES = {
+    "switch": SWITCH,
+    "off": SWITCH,
+    "size": SIZE,
+    "count": COUNT,
+    "int": NUMBER,
+    "number": NUMBER,
 }
-KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+# what a model is read from, of what a command line has, but for texts, whose forms have readers
+KINDS: dict[str, str] = {
+    row.kept: _OF_COMMAND_LINES[row.kind]
+    for row in READ.values()
+    if row.kind in _OF_COMMAND_LINES and row.kept in READ_ARGUMENTS - ALLOWED_VALUES.keys()
+}
+KINDS |= dict.fromkeys(
+    (
+        *("gated_linear_unit", "bias_activation_fusion", "share_embeddings_and_output_weights"),
+        *("moe_grouped_gemm", "fp16", "bf16"),
+    ),
+    SWITCH,
+)
+KINDS |= dict.fromkeys(
+    (
+        *("seq_length", "original_max_position_embeddings", "data_parallel_size"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    ),
+    SIZE,
+)
+KINDS |= dict.fromkeys(("consumed_train_samples", "iteration", "num_steps"), COUNT)
+KINDS |= dict.fromkeys(("softmax_scale", "beta_fast", "beta_slow"), NUMBER)
+KINDS |= dict.fromkeys(
+    (
+        *("optimizer", "transformer_impl", "tokenizer_type"),
+        *("lr_decay_style", "moe_token_dispatcher_type"),
+    ),
+    WORD,
+)
 
 
 def require_kinds(args: Mapping[str, Any]) -> None:
@@ -66,7 +66,10 @@ def require_kinds(args: Mapping[str, Any]) -> None:
 
 
 def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in args.items():
+    for key, given in args.items():
+        # with `nargs` Megatron-LM keeps one value as a list
+        single = key in LISTS and isinstance(given, list | tuple) and len(given) == 1
+        value = given[0] if single else given
         if value is not None and key in KINDS and not is_of(KINDS[key], value):
             yield (
                 f"Megatron's {key} = {value!r} is not {KINDS[key]}: these args are not as "

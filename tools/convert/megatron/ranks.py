@@ -29,7 +29,7 @@ from tools.convert.megatron.layout import EMBEDDING, FILE, join_parts, part_shap
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
-MODEL_ARGUMENTS = {*ALLOWED_VALUES, *READ_ARGUMENTS.split()}
+MODEL_ARGUMENTS = {*ALLOWED_VALUES, *READ_ARGUMENTS}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 

@@ -13,15 +13,16 @@ from megaprec.comm.layout import layout_of
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.decoder.cutting import cuts
-from models.decoder.stages import Stage
+from models.cutting import cuts
+from models.logical_shapes import logical_shapes
 from models.presets import preset
+from models.stages import Stage
 from parallel.context import Context
 from tools.cli import main
 from tools.commands.precision import read_precision
-from tools.config.precision_advice import RULES, PlanInRun, advice
+from tools.config.native_keys import native_keys_of
+from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import rows
-from tools.convert.core.rules import logical_shapes
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -258,7 +259,7 @@ def test_translate_prints_toml_that_reads_back_and_says_what_is_lost(
 
 
 @pytest.mark.parametrize("text", [NXD, SMP, COLOSSALAI, NEMO])
-def test_native_says_all_of_a_plan(
+def test_native_says_all_of_a_plan_that_a_run_computes_with(
     text: str, pasted: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = pasted(text)
@@ -266,7 +267,7 @@ def test_native_says_all_of_a_plan(
     out = capsys.readouterr().out
     found = read_precision(path)
     again = read_precision(pasted(out, "native.toml"))
-    assert again.plan == found.plan
+    assert native_keys_of(again.plan) == native_keys_of(found.plan)
     assert {k: v.value for k, v in again.settings.items()} == {
         k: v.value for k, v in found.settings.items()
     }
@@ -338,29 +339,30 @@ def test_split_masters_take_two_bytes() -> None:
 
 NONE = LossScaling()
 UNWISE = {
-    "_unscaled_fp16": PlanInRun(plan("fp16", NONE)),
-    "_constant_scale": PlanInRun(plan("fp16", LossScaling("constant", 8.0))),
-    "_high_first_scale": PlanInRun(plan("fp16")),
-    "_narrow_sums": PlanInRun(plan("bf16", gradients="bf16"), microbatches=9),
-    "_narrow_reduction": PlanInRun(plan("bf16", reduce="bf16"), replicas=9),
-    "_no_masters": PlanInRun(plan("bf16", masters="none")),
-    "_idle_stochastic_rounding": PlanInRun(plan("bf16", rounding="stochastic")),
-    "_narrow_moments": PlanInRun(plan("bf16", moments="bf16")),
-    "_masters_not_saved": PlanInRun(plan("bf16", masters_in_checkpoint=False)),
-    "_narrow_buffers": PlanInRun(plan("bf16", buffers=BF16)),
-    "_wide_pipeline": PlanInRun(plan("bf16", pipeline=FP32)),
-    "_narrow_pipeline": PlanInRun(plan("fp32", pipeline=BF16)),
-    "_idle_tf32": PlanInRun(plan("bf16", tf32=True)),
-    "_ignored_overflow": PlanInRun(plan("bf16", on_nonfinite="ignore")),
-    "_short_history": PlanInRun(plan("bf16", fp8=FP8Recipe(amax_algo="most_recent"))),
-    "_uncast_inputs": PlanInRun(plan("bf16", cast_inputs="none")),
+    "fp16 without loss scaling": PlanInRun(plan("fp16", NONE)),
+    "constant loss scale 8": PlanInRun(plan("fp16", LossScaling("constant", 8.0))),
+    "the loss scale starts at": PlanInRun(plan("fp16")),
+    "gradients are added up in bf16": PlanInRun(plan("bf16", gradients="bf16"), microbatches=9),
+    "gradients are summed over 9": PlanInRun(plan("bf16", reduce="bf16"), replicas=9),
+    "no masters, and bf16": PlanInRun(plan("bf16", masters="none")),
+    "stochastic rounding beside": PlanInRun(plan("bf16", rounding="stochastic")),
+    "bf16 moments": PlanInRun(plan("bf16", moments="bf16")),
+    "checkpoints leave out the masters": PlanInRun(plan("bf16", masters_in_checkpoint=False)),
+    "bf16 buffers": PlanInRun(plan("bf16", buffers=BF16)),
+    "stages send fp32 though": PlanInRun(plan("bf16", pipeline=FP32)),
+    "stages send bf16, narrower": PlanInRun(plan("fp32", pipeline=BF16)),
+    "tf32 concerns fp32 products": PlanInRun(plan("bf16", tf32=True)),
+    "steps with an inf or a NaN": PlanInRun(plan("bf16", on_nonfinite="ignore")),
+    "FP8 scales follow the last pass": PlanInRun(
+        plan("bf16", fp8=FP8Recipe(amax_algo="most_recent"))
+    ),
+    "inputs are not cast": PlanInRun(plan("bf16", cast_inputs="none")),
 }
 
 
 def test_every_rule_warns_of_what_is_unwise_and_of_nothing_else() -> None:
-    assert {rule.__name__ for rule in RULES} == set(UNWISE)
-    for rule in RULES:
-        assert rule(UNWISE[rule.__name__])
+    for begin, planned_run in UNWISE.items():
+        assert any(line.startswith(begin) for line in advice(planned_run))
     for wise in (
         plan("fp32"),
         plan("bf16"),

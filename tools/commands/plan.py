@@ -26,7 +26,8 @@ from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
 from models.decoder.own_model import require_builtin
-from tools.config.run_file import RunConfig, load_run
+from tools.convert.initial import resolve_run
+from tools.config.run_file import RunConfig
 from tools.console.tables import add_json
 from tools.console.wrapped import say
 from tools.planning.device import Target, assumed_devices, target_of
@@ -126,7 +127,7 @@ def _add_speeds(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec plan`."""
     _check_options(args)
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
     require_builtin(config.model, "megaprec plan")
     target = target_of(config, args.gpu, args.gpu_memory)

@@ -18,7 +18,8 @@ from models.own_model import require_builtin
 from parallel.described_world import joined_world
 from tools.commands.convert import write_model
 from tools.commands.notes import add_strict, moved_notes, tell_notes
-from tools.config.run_file import RunConfig, load_run
+from tools.convert.initial import resolve_run
+from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.convert.formats import open_intact
 from tools.plots.run_plots import plot_run
@@ -77,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     spare_output()
-    config = load_run(args.file, args.overrides)
+    config = resolve_run(args.file, args.overrides)
     export = Path(args.export_hf) if args.export_hf else None
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)

@@ -13,10 +13,10 @@ from megaprec.comm.layout import layout_of
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
-from models.cutting import cuts
+from models.decoder.cutting import cuts
+from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
 from models.presets import preset
-from models.stages import Stage
 from parallel.context import Context
 from tools.cli import main
 from tools.commands.precision import read_precision

@@ -17,11 +17,12 @@ from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
+from models.logical_shapes import logical_shapes
 from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
-from tools.convert.core.rules import head_sizes, logical_shapes, matches
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,

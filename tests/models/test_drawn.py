@@ -25,6 +25,7 @@ from models.engine.options import EngineOptions
 from models.equivalence import as_computed
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
+from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -33,7 +34,6 @@ from tests.families import Job, put, step_all
 from tests.models.drawn import LENGTH, drawn
 from tests.models.test_families import differing
 from tests.models.test_memory import allocations
-from tools.convert.core.rules import logical_shapes
 
 BATCH = 2
 PIECES = (5, 1, 3, 1, 1, 1)

@@ -21,6 +21,7 @@ from models.attention.attention import Attention
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.stages import Cut, Stage
+from models.logical_shapes import logical_shapes
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all
@@ -28,7 +29,6 @@ from tests.internevo_model import InternEvo
 from tools.commands.precision import read_precision
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
-from tools.convert.core.rules import logical_shapes
 from tools.parity.runs import epsilon, in_float64
 
 SIZES: dict[str, Any] = {

@@ -19,8 +19,9 @@ from torch import Tensor
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.cutting import EngineOptions
-from models.engine import Engine, Share
+from models.engine.engine import Engine
+from models.engine.options import EngineOptions
+from models.engine.passes import Share
 from models.estimate.gpus import gpu_named
 from parallel.mesh import make_mesh
 from parallel.pipeline.builders import schedule

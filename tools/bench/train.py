@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_map
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.step_report import StepReport
-from models.engine import Engine, Share, build_stages
-from models.sentinel import Sentinel
+from models.engine.engine import Engine, build_stages
+from models.engine.passes import Share
+from models.engine.sentinel import Sentinel
 from parallel.mesh import make_mesh
 from tools.bench.measurement import (
     add_integers,

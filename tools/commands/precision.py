@@ -28,6 +28,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
+from tools.commands.notes import add_strict, tell_notes
 from tools.config.native_keys import fields_without_key, native_keys_of
 from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import ROLES, Row, rows
@@ -38,7 +39,6 @@ from tools.console.toml import Setting, toml
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
 from tools.foreign.read import read_foreign
-from tools.training.notes import add_strict, tell_notes
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
+from tools.commands.notes import add_strict, tell_notes
 from tools.config.run_file import RunConfig
 from tools.config.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
@@ -35,7 +36,6 @@ from tools.planning.memory import MemoryModel, PlannedPasses, RankBytes
 from tools.planning.report import aligned, describe_fit
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
-from tools.training.notes import add_strict, tell_notes
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
 STAGE_HEADINGS: tuple[str, ...] = (

@@ -19,8 +19,8 @@ from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.patterns import match_patterns, unmatched_problems
+from models.attention.context_limits import context_problems
 from models.config import ModelConfig
-from models.context_limits import context_problems
 from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
 from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from megaprec.errors import Problem
-from models.computed import TRAINING
 from models.config import ModelConfig
+from models.equivalence import TRAINING
 from tools.console.toml import Setting, toml
 
 ZERO_LEAVES_OPEN = ("vocab", "head_dim", "mtp_layers")  # keys whose 0 claims nothing

@@ -23,7 +23,8 @@ from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin
 from models.feed_forward.router import is_correction
-from tools.convert.core.rules import Match, logical_shapes
+from models.logical_shapes import logical_shapes
+from tools.convert.core.rules import Match
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import JOURNAL, Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in

@@ -24,8 +24,8 @@ from torch import Tensor
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.diagnose.position import Position
 from megaprec.errors import Problem, UserError
-from models.engine import Engine
-from models.relay import Relay
+from models.engine.engine import Engine
+from models.engine.relay import Relay
 from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
 from tools.journal.records import TASK_PREFIX

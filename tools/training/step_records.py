@@ -13,11 +13,12 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.state_digest import StateDigest, fold_digests
 from megaprec.optim.step_report import NO_TOKENS, Offender, StepReport, report_fields
 from models.config import ModelConfig
-from models.engine import Engine, Share
+from models.engine.engine import Engine
+from models.engine.microbatch_trace import TRACED_MICROBATCH
+from models.engine.passes import Share
+from models.engine.sentinel import Sentinel, SilentFault
 from models.estimate.flops import training_flops
 from models.estimate.gpus import gpu_named
-from models.microbatch_trace import TRACED_MICROBATCH
-from models.sentinel import Sentinel, SilentFault
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
 from tools.journal.records import DIGEST, NO_TOKENS_EVENT

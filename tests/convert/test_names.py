@@ -31,9 +31,8 @@ from tools.convert.core.transforms import (
     Transform,
 )
 from tools.convert.formats import open_source
-from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.config import config_of, from_hugging_face, model_type
 from tools.convert.hf.folder import open_hf
-from tools.convert.hf.write_config import config_of, model_type
 from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of_args, part_shape
 
 SIZES = st.builds(

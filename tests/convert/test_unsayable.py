@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_modules
-from tools.convert.hf.write_config import config_of, model_type, omitted_settings
+from tools.convert.hf.config import config_of, model_type, omitted_settings
 from tools.convert.megatron.layout import args_of
 from tools.convert.megatron.layout import omitted_fields as unsaid_by_args
 

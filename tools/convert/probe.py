@@ -28,7 +28,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.defaults import ALIASES, DEFAULTS
+from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
 from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
@@ -103,7 +103,7 @@ def verify_initial(folder: Path) -> str:
 def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
     model = from_hugging_face(config)
-    names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
+    names = FAMILIES["gpt2"].aliases if config["model_type"] == "gpt2" else {}
     small = {key: value for key, value in _without_weights(config).items() if key not in names}
     for key, value in (_sizes(config, model) | _lengths(config, model)).items():
         small[names.get(key, key)] = value
@@ -157,7 +157,7 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small numbers of experts, in groups of the same number, and layers without experts of
     each kind."""
-    defaults = DEFAULTS[config["model_type"]]
+    defaults = FAMILIES[config["model_type"]].defaults
     has_leading_dense = "first_k_dense_replace" in defaults
     key = "n_routed_experts" if has_leading_dense else "num_experts"
     for stated_key in ("num_local_experts", "n_routed_experts", "num_experts"):

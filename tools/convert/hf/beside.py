@@ -8,7 +8,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_json, read_regular
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"

@@ -34,19 +34,20 @@ from tools.convert.hf.beside import (
     template_notes,
     unread_weights,
 )
-from tools.convert.hf.config import from_hugging_face, special_ids
+from tools.convert.hf.config import (
+    config_of,
+    from_hugging_face,
+    model_type,
+    omitted_settings,
+    special_ids,
+)
+from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
 from tools.convert.hf.stacked import unstack_experts
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
-from tools.convert.hf.write_config import (
-    ARCHITECTURES,
-    config_of,
-    model_type,
-    omitted_settings,
-)
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -152,7 +153,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     take_copies(path, model, stored)
     check_tensors(path, expected, stored)
     folder_notes = [
-        *notes(config, ARCHITECTURES[kind], model.mtp_layers > 0),
+        *notes(config, FAMILIES[kind].architecture, model.mtp_layers > 0),
         *wrapped_notes(files, full_config),
         *quantized_notes(config),
         *rotary_notes(model, files),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 FP8 = torch.float8_e4m3fn
 SCALES = "_scale_inv"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32  # numbers that share a scale

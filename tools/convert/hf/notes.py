@@ -9,9 +9,8 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.rope import RopeScaling, frequencies
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.defaults import DEFAULTS
-from tools.convert.hf.keys import Keys
-from tools.convert.hf.kinds import IDS
+from tools.convert.hf.families import FAMILIES, keys_of
+from tools.convert.hf.keys import IDS
 from tools.convert.hf.rope import BY_LAYER
 
 Json = Mapping[str, Any]
@@ -105,7 +104,7 @@ def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
 def _ids_beyond_vocabulary(config: Json) -> Iterator[str]:
     """Yield the keys of special tokens with ids that the vocabulary does not have. -1 stands for
     none."""
-    vocab_size = Keys(config, config["model_type"])["vocab_size"]
+    vocab_size = keys_of(config)["vocab_size"]
     for key in IDS:
         ids = config.get(key)
         if not isinstance(ids, list):
@@ -119,7 +118,7 @@ def _sliding_base_is_open(config: Json) -> bool:
     window have."""
     base = config.get("rope_theta")
     window_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    has_own_base = base not in (None, DEFAULTS["olmo3"]["rope_theta"])
+    has_own_base = base not in (None, FAMILIES["olmo3"].defaults["rope_theta"])
     return has_own_base and "rope_theta" not in window_parameters
 
 
@@ -139,7 +138,7 @@ def _key_with_untruncated(config: Json) -> str:
 def further_layers(config: Json) -> int:
     """Return the number of layers after the model's own, for multi-token prediction. They may be in
     its files."""
-    keys = Keys(config, config["model_type"])
-    if "num_mtp_layers" in DEFAULTS[keys.kind]:
+    keys = keys_of(config)
+    if "num_mtp_layers" in keys.family.defaults:
         return int(keys["num_mtp_layers"] or 0)
     return 0

@@ -12,8 +12,7 @@ from typing import Any
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.hf import fp8_blocks, mxfp4
-from tools.convert.hf.keys import Keys
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import Keys, short
 
 KEY = "quantization_config"
 # Files in which other programs say that weights are quantized, with or without a key of

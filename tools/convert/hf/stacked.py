@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 _STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
 

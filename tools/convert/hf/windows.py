@@ -3,29 +3,58 @@
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import Keys, require
+from models.config import ModelConfig
+from tools.convert.hf.keys import Entry, Fields, Json, Keys, require
 
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 
 
-def window_of(keys: Keys) -> Any:
-    """Return sliding_window; null there is 0 here."""
-    window = keys["sliding_window"]
-    if window == 0:
-        raise UserError.of("convert.hf_window_zero")
+def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
+    """Return the entry of a window in the layers that layer_types names, otherwise in all but every
+    `pattern`th.
+
+    pattern: a number, or the key that has it.
+    unused_window: sliding_window of a model without any such layer; not null, for the classes of
+        gpt-oss and Gemma 2 take numbers alone.
+    """
+
+    def read(keys: Keys) -> Fields:
+        period = keys[pattern] if isinstance(pattern, str) else pattern
+        layers = keys["num_hidden_layers"]
+        types = keys["layer_types"]
+        if types is not None:
+            has_window = _layers_with_window(types, layers)
+        elif isinstance(period, int) and period > 0:
+            has_window = [bool((number + 1) % period) for number in range(layers)]
+        else:
+            raise UserError.of("convert.hf_window_pattern", pattern=period)
+        return _fields(has_window, _window(keys), required=True)
+
+    def write(model: ModelConfig) -> Json:
+        return {
+            "sliding_window": model.window or unused_window,
+            "layer_types": _layer_types(model),
+        }
+
+    return Entry(read, write)
+
+
+def _read_of_all(keys: Keys) -> Fields:
+    window = _window(keys)
     # transformers does not read it in these families
-    if keys.has("use_sliding_window") and keys.kind in ("mistral", "mixtral"):
-        require(keys.stated["use_sliding_window"], "use_sliding_window", (window is not None,))
+    if keys.has("use_sliding_window"):
+        require(keys.stated["use_sliding_window"], "use_sliding_window", (window > 0,))
         keys.mark_read("use_sliding_window")
-    return window or 0
+    require_layers_alike(keys, window, keys["num_hidden_layers"])
+    return {"window": window}
 
 
-def windows_of(keys: Keys) -> dict[str, Any]:
+def _read_qwen(keys: Keys) -> Fields:
     """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one
     on."""
-    window = window_of(keys) if keys["use_sliding_window"] else 0
-    layers = keys["num_hidden_layers"]
+    window = _window(keys) if keys["use_sliding_window"] else 0
     keys.mark_read("sliding_window")
+    layers = keys["num_hidden_layers"]
     first = keys["max_window_layers"]
     types = keys["layer_types"]
     if types is None:
@@ -33,30 +62,69 @@ def windows_of(keys: Keys) -> dict[str, Any]:
     return _fields(_layers_with_window(types, layers), window, required=True)
 
 
-def windows_by_type(keys: Keys, pattern: Any) -> dict[str, Any]:
-    """Return the window and its layers: those of layer_types, otherwise all but every
-    `pattern`th."""
-    layers = keys["num_hidden_layers"]
-    types = keys["layer_types"]
-    if types is not None:
-        has_window = _layers_with_window(types, layers)
-    elif isinstance(pattern, int) and pattern > 0:
-        has_window = [bool((number + 1) % pattern) for number in range(layers)]
-    else:
-        raise UserError.of("convert.hf_window_pattern", pattern=pattern)
-    return _fields(has_window, window_of(keys), required=True)
+def _read_qwen2_moe(keys: Keys) -> Fields:
+    # versions of transformers differ in what that means
+    if keys["use_sliding_window"] and keys["layer_types"] is None:
+        raise UserError.of("convert.hf_qwen2_moe_window")
+    return _read_qwen(keys)
 
 
-def _fields(has_window: list[bool], window: int, required: bool = False) -> dict[str, Any]:
+def _read_qwen3_moe(keys: Keys) -> Fields:
+    window = _window(keys) if keys["use_sliding_window"] else 0
+    keys.mark_read("sliding_window", "max_window_layers")
+    require_layers_alike(keys, window, keys["num_hidden_layers"])
+    if window:
+        # transformers gives the window to all layers
+        require(keys["max_window_layers"], "max_window_layers", (0, None))
+    return {"window": window}
+
+
+def _write_optional(model: ModelConfig) -> Json:
+    return {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
+
+
+def _write_qwen(model: ModelConfig) -> Json:
+    first = min(model.window_layers, default=0)
+    keys = {**_write_optional(model), "max_window_layers": first}
+    if model.window_layers:
+        return {**keys, "layer_types": _layer_types(model)}
+    return keys
+
+
+def _write_qwen2_moe(model: ModelConfig) -> Json:
+    keys = _write_optional(model)
+    return {**keys, "layer_types": _layer_types(model)} if model.window else keys
+
+
+WINDOW_OF_ALL_LAYERS = Entry(_read_of_all, lambda model: {"sliding_window": model.window or None})
+NO_WINDOW = Entry(lambda keys: require_layers_alike(keys, 0, keys["num_hidden_layers"]))
+WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
+WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
+WINDOW_OF_QWEN3_MOE = Entry(
+    _read_qwen3_moe, lambda model: {**_write_optional(model), "max_window_layers": 0}
+)
+
+
+def _window(keys: Keys) -> Any:
+    """Return sliding_window; null there is 0 here."""
+    window = keys["sliding_window"]
+    if window == 0:
+        raise UserError.of("convert.hf_window_zero")
+    return window or 0
+
+
+def _fields(has_window: list[bool], window: int, required: bool = False) -> Fields:
     """Return the fields of layers of which some have the window. required: these layers must have
     one."""
     if required and any(has_window) and not window:
         raise UserError.of("convert.hf_window_missing")
-    chosen = tuple(number for number, has in enumerate(has_window) if has) if window else ()
-    if not chosen:
+    if not window or not any(has_window):
         return {"window": 0, "window_layers": ()}
     # No layers in particular are all layers.
-    return {"window": window, "window_layers": () if all(has_window) else chosen}
+    if all(has_window):
+        return {"window": window, "window_layers": ()}
+    layers_with_window = tuple(number for number, has in enumerate(has_window) if has)
+    return {"window": window, "window_layers": layers_with_window}
 
 
 def _layers_with_window(types: Any, layers: int) -> list[bool]:
@@ -67,9 +135,19 @@ def _layers_with_window(types: Any, layers: int) -> list[bool]:
     return [LAYER_TYPES[require(name, "layer_types", allowed)] for name in types]
 
 
-def require_layers_alike(keys: Keys, window: Any, layers: int) -> None:
-    """Check families whose layers transformers treats alike, whatever layer_types says."""
+def _layer_types(model: ModelConfig) -> list[str]:
+    types = []
+    for layer in range(model.layers):
+        has_window = model.of_layer(layer).window > 0
+        types.append("sliding_attention" if has_window else "full_attention")
+    return types
+
+
+def require_layers_alike(keys: Keys, window: int, layers: int) -> Fields:
+    """Return no fields. Raises UserError if layer_types tells layers apart in a family whose layers
+    transformers treats alike."""
     types = keys["layer_types"]
     if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
         expected = "sliding_attention" if window else "full_attention"
         raise UserError.of("convert.hf_layers_alike", kind=keys.kind, expected=expected)
+    return {}

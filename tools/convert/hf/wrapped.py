@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import FREE
-from tools.convert.hf.kinds import IDS, short
+from tools.convert.hf.keys import FREE, IDS, short
 
 Json = Mapping[str, Any]
 

@@ -19,8 +19,7 @@ from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
 from models.router import PLAIN
 from tools.convert.core.rules import Cut
-from tools.convert.hf.config import make_model
-from tools.convert.hf.write_config import NAMES
+from tools.convert.hf.config import NAMES, make_model
 from tools.convert.megatron.feed_forwards import (
     activation_of,
     experts_of,

@@ -29,6 +29,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import Reference, contents, state_in
 from tools.convert.hf.config import from_hugging_face, special_ids
+from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import (
     CONFIG,
     check_tensors,
@@ -39,7 +40,6 @@ from tools.convert.hf.folder import (
     read_generation,
 )
 from tools.convert.hf.notes import notes
-from tools.convert.hf.write_config import ARCHITECTURES
 from tools.convert.megatron.ranks import notes_on_copies
 from tools.convert.systems.nxd_tensors import hugging_face
 from tools.convert.systems.shards import Part, collect_shards
@@ -123,7 +123,7 @@ def open_nxd(path: Path) -> Source:
         special=special_ids(config),
         generation=read_generation(file.parent),
         notes=(
-            *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
+            *(f"{file}: {note}" for note in notes(config, FAMILIES[kind].architecture, False)),
             *notes_on_copies(path, chunks),
         ),
     )

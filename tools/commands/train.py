@@ -37,7 +37,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.convert.formats import open_intact
-from tools.convert.hf.write_config import config_of
+from tools.convert.hf.config import config_of
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import open_newest_checkpoint

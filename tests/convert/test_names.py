@@ -33,7 +33,8 @@ from tools.convert.core.transforms import (
 from tools.convert.formats import open_source
 from tools.convert.hf.config import config_of, from_hugging_face, model_type
 from tools.convert.hf.folder import open_hf
-from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of_args, part_shape
+from tools.convert.megatron.args import args_of, model_of_args
+from tools.convert.megatron.layout import cut_part, join_parts, part_shape
 
 SIZES = st.builds(
     lambda kv, groups, half, turned: Heads(kv * groups, kv, 2 * half, min(2 * turned, 2 * half)),

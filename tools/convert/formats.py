@@ -14,8 +14,8 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.source import Source
-from tools.convert.hf.beside import require_fetched, require_no_adapter
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
+from tools.convert.hf.other_files import require_fetched, require_no_adapter
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
 from tools.convert.systems.colossalai import find_colossalai, open_colossalai

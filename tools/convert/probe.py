@@ -30,7 +30,7 @@ from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
-from tools.convert.quiet import if_untested, quiet_transformers, why_missing
+from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit

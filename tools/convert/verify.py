@@ -23,7 +23,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
 from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
-from tools.convert.quiet import if_untested, quiet_transformers, why_missing
+from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 
 # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 BOUND = 1e-5

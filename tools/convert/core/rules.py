@@ -82,7 +82,7 @@ def _rules_in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]
     """Yield all rules with numbers inserted; those of layers, and those of modules, stand where the
     first of them stands.
     """
-    in_modules = [rule for rule in rules if has_modules([rule])]
+    in_modules = [rule for rule in rules if has_module_rules([rule])]
     in_layers = [rule for rule in rules if ".N." in rule.foreign and rule not in in_modules]
     for rule in rules:
         # Tensors outside of layers: embedding, last norm, head.
@@ -109,7 +109,7 @@ def _rules_of_modules(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rul
             yield from _insert_numbers(numbered, model.layers + module, model.experts)
 
 
-def has_modules(rules: Sequence[Rule]) -> bool:
+def has_module_rules(rules: Sequence[Rule]) -> bool:
     """Return True if a table has rows for modules of multi-token prediction."""
     logical_names = chain.from_iterable(rule.logical for rule in rules)
     return any(name.startswith("mtp.K.") for name in logical_names)

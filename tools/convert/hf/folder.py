@@ -1,9 +1,15 @@
-"""Reading and writing Hugging Face folders: config.json, safetensors (or an older
-pytorch_model.bin), tokenizer files.
+"""Reading and writing Hugging Face folders: config.json, weights, files of the tokenizer.
+
+Weights are in safetensors, or in an older pytorch_model.bin, in one file or in shards.
+
+DeepSeek-V3 and GLM-4.5 store modules of multi-token prediction as layers after the model's own
+(`num_nextn_predict_layers`). Each has copies of the embedding and the head, which here are one
+tensor with the model's own: copies that differ are refused. Folders that transformers has written
+lack these layers, whatever config.json says.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from math import prod
@@ -20,20 +26,12 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
-from tools.convert.core.rules import Match, Rule, head_sizes, matches
-from tools.convert.core.rules import has_modules as has_rows
+from tools.convert.core.rules import Match, Rule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
-from tools.convert.hf.beside import (
-    index_notes,
-    other_weights,
-    require_plain,
-    template_notes,
-    unread_weights,
-)
 from tools.convert.hf.config import (
     config_of,
     from_hugging_face,
@@ -42,12 +40,18 @@ from tools.convert.hf.config import (
     special_ids,
 )
 from tools.convert.hf.families import FAMILIES
-from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes, rotary_notes
+from tools.convert.hf.other_files import (
+    index_notes,
+    other_weights,
+    require_plain,
+    template_notes,
+    unread_weights,
+)
 from tools.convert.hf.quantized import quantized_notes, with_quantized
-from tools.convert.hf.stacked import unstack_experts
+from tools.convert.hf.stacked_experts import unstack_experts
+from tools.convert.hf.text_models import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
-from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -97,7 +101,7 @@ def hf_model(path: Path) -> ModelConfig:
     """Return the model of a folder's config.json, with the modules of multi-token prediction that
     its files hold."""
     model = _name_folder_in_errors(path, from_hugging_face, read_config(path))
-    if model.mtp_layers and has_modules(model, _tensor_names(path)):
+    if model.mtp_layers and _has_modules(model, _tensor_names(path)):
         return model
     return model.alone
 
@@ -150,7 +154,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
     # Copies are dropped before the tensors are counted.
     check_tied(path, model, stored, expected)
-    take_copies(path, model, stored)
+    _drop_module_copies(path, model, stored)
     check_tensors(path, expected, stored)
     folder_notes = [
         *notes(config, FAMILIES[kind].architecture, model.mtp_layers > 0),
@@ -369,8 +373,8 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     require_writable(source.tokenizer)
     rules = HUGGING_FACE[model_type(source.model)]
     left_out: tuple[str, ...] = ()
-    if not has_rows(rules):
-        left_out = left_modules(source.model)
+    if not has_module_rules(rules):
+        left_out = _left_out_modules(source.model)
         source = source.alone
     writer = _Writer(source, rules, dtype, shard_bytes)
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
@@ -394,7 +398,7 @@ class _Writer:
         self.source = source
         self.matches = matches(rules, source.model)
         # Modules of multi-token prediction have copies of embedding and head of their own.
-        self.copies = [*copies(source.model)]
+        self.copies = [*_module_copies(source.model)]
         self.dtype_of = {
             match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
             for match in (*self.matches, *self.copies)
@@ -497,3 +501,53 @@ def tokenizer_ids(source: Source) -> dict[str, int | None]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def _has_modules(model: ModelConfig, names: set[str]) -> bool:
+    """Return True if a folder with tensors of these names holds something of the model's
+    modules."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in _module_layers(model))
+    return any(name.startswith(prefixes) for name in names)
+
+
+def _module_layers(model: ModelConfig) -> range:
+    """Return the numbers of the layers of modules, after those of the model."""
+    return range(model.layers, model.layers + model.mtp_layers)
+
+
+def _module_copies(model: ModelConfig) -> Iterator[Match]:
+    """Yield the copies of embedding and head that each module has in a folder."""
+    shape = (model.vocab, model.hidden)
+    head = "embedding.weight" if model.tied else "head.weight"
+    for layer in _module_layers(model):
+        prefix = f"model.layers.{layer}"
+        yield Match(f"{prefix}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape)
+        yield Match(f"{prefix}.shared_head.head.weight", (head,), SAME, "whole", shape)
+
+
+def _drop_module_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
+    """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
+    original."""
+    for match in _module_copies(model):
+        # A tied model's head is its embedding, and so is the module's.
+        original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
+        if match.foreign in stored and original in stored:
+            if not same_values(stored[match.foreign].read(), stored[original].read()):
+                raise UserError.of(
+                    "convert.hf_mtp_copy_differs",
+                    path=path,
+                    foreign=match.foreign,
+                    original=original,
+                )
+            del stored[match.foreign]
+
+
+def _left_out_modules(model: ModelConfig) -> tuple[str, ...]:
+    """Return what is said of a model's modules where a format has no place for them."""
+    if model.mtp_layers:
+        return (f"modules of multi-token prediction (model.mtp_layers = {model.mtp_layers})",)
+    return ()

@@ -30,9 +30,8 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors
 from tools.convert.megatron.distributed import Chunked
-from tools.convert.megatron.experts import expert_of
 from tools.convert.megatron.flat import FLAT, Bucket, Parameter, buckets_of, buffers_of
-from tools.convert.megatron.layout import EMBEDDING, HEAD, part_shape
+from tools.convert.megatron.layout import EMBEDDING, HEAD, expert_of, part_shape
 from tools.convert.megatron.order import (
     Registered,
     parameters_of,

@@ -18,7 +18,7 @@ import torch
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.experts import is_expert, is_trained
+from tools.convert.megatron.layout import is_expert, is_trained
 from tools.convert.megatron.ranks import RankFile
 
 # Kinds of state -> their names in the distributed optimizer.

@@ -15,8 +15,7 @@ from typing import Any
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
-from tools.convert.megatron.experts import expert_of
-from tools.convert.megatron.layout import EMBEDDING, HEAD
+from tools.convert.megatron.layout import EMBEDDING, HEAD, expert_of
 from tools.convert.megatron.ranks import LAYER
 
 # Args that change the order, or what a rank has, in ways that are not known here.

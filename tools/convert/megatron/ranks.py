@@ -22,10 +22,16 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
-from tools.convert.megatron.experts import is_expert, with_global_experts
 from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, FILE, join_parts, part_shape
+from tools.convert.megatron.layout import (
+    EMBEDDING,
+    FILE,
+    is_expert,
+    join_parts,
+    part_shape,
+    with_global_experts,
+)
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")

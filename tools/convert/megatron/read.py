@@ -23,6 +23,7 @@ from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
+from tools.convert.megatron.args import args_of, model_of_args
 from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron.distributed import (
     Contents,
@@ -31,10 +32,10 @@ from tools.convert.megatron.distributed import (
     read_chunked,
     read_common,
 )
-from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of_args
+from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, is_expert, is_trained
+from tools.convert.megatron.optimizer_state import MOMENTS, optimizer_state, scaler_of, steps_of
 from tools.convert.megatron.order import sizes_of, unknown_order_setting
 from tools.convert.megatron.ranks import (
     RANK,
@@ -48,7 +49,6 @@ from tools.convert.megatron.ranks import (
     parts_over_all,
     read_ranks,
 )
-from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

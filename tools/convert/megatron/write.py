@@ -30,21 +30,22 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
-from tools.convert.megatron.experts import expert_of, is_trained, local_name
+from tools.convert.megatron.args import args_of, omitted_fields
 from tools.convert.megatron.layout import (
     EMBEDDING,
     FILE,
     HEAD,
     TRACKER,
-    args_of,
     cut_part,
-    omitted_fields,
+    expert_of,
+    is_trained,
+    local_name,
     part_shape,
     rank_folder,
 )
+from tools.convert.megatron.optimizer_state import MOMENTS, decayed
 from tools.convert.megatron.order import in_registered_order
 from tools.convert.megatron.read import find_megatron, open_megatron
-from tools.convert.megatron.state import MOMENTS, decayed
 
 # rows of the vocabulary are padded to this times the tensor-parallel ranks, as Megatron does
 DIVISIBLE = 128

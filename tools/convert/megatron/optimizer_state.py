@@ -18,8 +18,8 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.flat import flat_state
+from tools.convert.megatron.layout import is_expert, is_trained
 from tools.convert.megatron.order import shared_weights
 from tools.convert.megatron.ranks import (
     RankFile,

@@ -1,0 +1,286 @@
+"""Megatron's args and our model: the model that args describe, and the args of a model.
+
+Every argument is read, known not to matter, or refused by name (`keys`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from models.computed import TRAINING, as_computed
+from models.config import ModelConfig
+from models.router import PLAIN
+from tools.convert.hf.config import NAMES, make_model
+from tools.convert.megatron.feed_forwards import (
+    activation_of,
+    experts_of,
+    feed_forward_args,
+    without_feed_forward,
+)
+from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
+from tools.convert.megatron.kinds import require_kinds
+from tools.convert.megatron.rotary import (
+    is_learned,
+    latent_args,
+    latent_of,
+    rotary_args,
+    rotary_of,
+    unsaid_by_arguments,
+    without_rotary,
+)
+
+# A softmax_scale is 1 / sqrt(kv_channels) to this relative difference: people round it in scripts.
+SCALE_TOLERANCE = 1e-6
+
+
+def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
+    """Return the model that Megatron's args describe. vocab: tokens without padding; None: what the
+    args say, or all rows.
+
+    UserError for an argument by which it would be none of ours (`keys`).
+    """
+    try:
+        canonical = canonical_names(args)
+        require_kinds(canonical)
+        refuse_others(canonical)
+        return make_model(_fields_of(canonical, vocab), "Megatron's args")
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UserError.of("convert.megatron_args_missing", error=error) from error
+
+
+def _fields_of(args: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
+    """Return the fields of the model. args: by their canonical names."""
+    learned = is_learned(args)
+    bias = bool(argument_or(args, "add_bias_linear", True))
+    experts = args.get("num_experts") or 0
+    latent = bool(args.get("multi_latent_attention"))
+    _refuse_combinations(args)
+    return {
+        "family": _family(args, learned, experts),
+        "layers": args["num_layers"],
+        "hidden": args["hidden_size"],
+        "ffn": _feed_forward_width(args, experts),
+        "vocab": vocab or args.get("vocab_size") or args["padded_vocab_size"],
+        "max_positions": args["max_position_embeddings"],
+        "norm": "rms" if args.get("normalization") == "RMSNorm" else "layer",
+        "norm_eps": argument_or(args, "norm_epsilon", 1e-5),
+        "positions": "learned" if learned else "rope",
+        "bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias and not experts,
+        "attention_sinks": args.get("softmax_type") == "learnable",
+        "tied": _is_tied(args),
+        "dropout": argument_or(args, "hidden_dropout", 0.1),
+        "attention_dropout": argument_or(args, "attention_dropout", 0.1),
+        "init_std": argument_or(args, "init_method_std", 0.02),
+        **activation_of(args, bias, experts),
+        "heads": args["num_attention_heads"],
+        **(latent_of(args) if latent else _attention(args, learned, bias)),
+        **_window(args),
+        **_modules(args),
+        **(experts_of(args, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
+    }
+
+
+def _feed_forward_width(args: Mapping[str, Any], experts: int) -> int:
+    """Return the width of an expert, or of the feed-forward; Megatron's default is 4 times the
+    model's."""
+    width = args.get("moe_ffn_hidden_size") if experts else None
+    return width or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+
+
+def _is_tied(args: Mapping[str, Any]) -> bool:
+    share = args.get("share_embeddings_and_output_weights")
+    if share is not None:
+        return bool(share)
+    return not args.get("untie_embeddings_and_output_weights", False)
+
+
+def _attention(args: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
+    """Return the fields of attention without latents."""
+    heads = args["num_attention_heads"]
+    scale = args.get("softmax_scale")
+    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
+    head_dim = argument_or(args, "kv_channels", args["hidden_size"] // heads)
+    if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
+        raise UserError.of("convert.megatron_softmax_scale", scale=scale)
+    return {
+        "kv_heads": groups or heads,
+        "head_dim": head_dim,
+        "qk_norm": bool(args.get("qk_layernorm")),
+        "qkv_bias": bias or bool(args.get("add_qkv_bias")),
+        **rotary_of(args, learned),
+    }
+
+
+def _family(args: Mapping[str, Any], learned: bool, experts: int) -> str:
+    """Return the family whose name is nearest; it decides nothing, for all that depends on it is
+    given."""
+    sigmoid = experts and args.get("moe_router_score_function") == "sigmoid"
+    if args.get("multi_latent_attention"):
+        return "deepseek_v3" if sigmoid else "deepseek_v2"
+    if args.get("softmax_type") == "learnable":
+        return "gpt_oss"
+    if experts:
+        return "glm4_moe" if sigmoid else "mixtral"
+    return "gpt2" if learned else "llama"
+
+
+def _window(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the sliding window, and of the layers that have it.
+
+    window_size is (tokens before, tokens after); window_attn_skip_freq is a list with a value for
+    each layer, or n: then every nth layer has none.
+    """
+    window = args.get("window_size")
+    numbers = range(1, args["num_layers"] + 1)
+    if not window:
+        return {}
+    # Megatron counts the tokens before the current one; ours counts that one too.
+    before, after = window
+    if after or before < 0:
+        raise UserError.of("convert.megatron_window", window=window)
+    skip = args.get("window_attn_skip_freq")
+    if isinstance(skip, list | tuple):
+        if len(skip) != len(numbers):
+            raise UserError.of("convert.megatron_window_freq", skip=skip, num_numbers=len(numbers))
+        has_window = [bool(value) for value in skip]
+    else:
+        has_window = [not skip or number % skip != 0 for number in numbers]
+    chosen = tuple(layer for layer, has in enumerate(has_window) if has)
+    if not chosen:
+        return {}
+    # No layers in particular are all layers.
+    return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
+
+
+def _modules(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of modules of multi-token prediction. Megatron numbers their layers after
+    the model's own."""
+    if not (modules := args.get("mtp_num_layers")):
+        return {}
+    if is_learned(args):
+        raise UserError.of("convert.megatron_mtp_positions", modules=modules)
+    if args.get("window_size") and args.get("window_attn_skip_freq"):
+        raise UserError.of(
+            "convert.megatron_mtp_windows",
+            modules=modules,
+            window_attn_skip_freq=args["window_attn_skip_freq"],
+        )
+    return {
+        "mtp_layers": modules,
+        "mtp_loss_weight": argument_or(args, "mtp_loss_scaling_factor", 0.1),
+    }
+
+
+def _refuse_combinations(args: Mapping[str, Any]) -> None:
+    """Raise UserError for what depends on several args."""
+    vocab = args.get("vocab_size")
+    padded = args.get("padded_vocab_size")
+    if vocab and padded and padded < vocab:
+        raise UserError.of("convert.megatron_vocab", padded=padded, vocab=vocab)
+    no_rope = args.get("no_rope_freq")
+    if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
+        raise UserError.of("convert.megatron_no_rope", no_rope=no_rope)
+    if args.get("qk_layernorm") and args.get("normalization") != "RMSNorm":
+        raise UserError.of("convert.megatron_qk_norm")
+
+
+def _lacking(model: ModelConfig) -> Iterator[str]:
+    """Yield the properties of `model` that Megatron's GPT model lacks."""
+    plain = {
+        "norm_at": "before",
+        "norm_unit_offset": False,
+        "embedding_scale": 1.0,
+        "window_rope_base": 0.0,
+        "parallel_residual": False,
+        "attention_softcap": 0.0,
+        "final_softcap": 0.0,
+    }
+    for key, value in plain.items():
+        if getattr(model, key) != value:
+            yield f"{key} = {getattr(model, key)}"
+    if model.qk_norm and model.qk_norm_over == "all":
+        yield "qk_norm_over = all"
+    if model.qk_norm and model.norm != "rms":
+        yield "qk_norm without norm = rms"
+    if model.mtp_layers and model.window_layers:
+        yield f"mtp_layers = {model.mtp_layers} beside window_layers"
+    yield from without_rotary(model)
+    yield from without_feed_forward(model)
+
+
+def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
+    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
+    compute otherwise."""
+    ours = as_computed(model)
+    theirs = as_computed(model_of_args(args, None))
+    keys = type(model).model_fields
+    differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
+    lost = [key for key in differing if key not in (*TRAINING, *NAMES)]
+    if lost:
+        raise UserError(
+            *(
+                f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}"
+                for key in lost
+            )
+        )
+    omitted = [f"{key} = {getattr(model, key)}" for key in differing if key in TRAINING]
+    for field in unsaid_by_arguments(model):
+        omitted.append(f"{field} (Megatron-LM has no argument for it)")
+    return omitted
+
+
+def args_of(
+    model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return Megatron's args for `model`. UserError for what they cannot say.
+
+    padded: rows of the padded vocabulary.
+    tp, pp: ranks along tensor and pipeline parallelism.
+    fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
+    """
+    if lacking := list(_lacking(as_computed(model))):
+        raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lacking))
+    windows = None
+    if model.window_layers:
+        windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "group_query_attention": model.kv_heads != model.heads,
+        "num_query_groups": model.kv_heads,
+        "vocab_size": model.vocab,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": padded // tp,
+        "max_position_embeddings": model.max_positions,
+        "seq_length": model.max_positions,
+        "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
+        "norm_epsilon": model.norm_eps,
+        "window_size": (model.window - 1, 0) if model.window else None,
+        "window_attn_skip_freq": windows,
+        "add_bias_linear": model.output_bias,
+        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
+        "mtp_num_layers": model.mtp_layers or None,
+        "mtp_loss_scaling_factor": model.mtp_loss_weight if model.mtp_layers else None,
+        "add_qkv_bias": model.qkv_bias,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "init_method_std": model.init_std,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.attention_dropout,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "transformer_impl": "transformer_engine" if fused_norms else "local",
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_legacy_models": False,
+        **latent_args(model),
+        **rotary_args(model),
+        **feed_forward_args(model),
+    }

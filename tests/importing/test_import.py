@@ -17,7 +17,7 @@ from tools.arguments.forms import option
 from tools.arguments.megatron import READ
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
-from tools.convert.megatron.layout import model_of_args
+from tools.convert.megatron.args import model_of_args
 from tools.importing.grammar import Arguments, read_words
 from tools.importing.megatron_model import completed
 from tools.importing.run import import_run

@@ -13,8 +13,8 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.arguments.forms import option
 from tools.arguments.megatron import DEFAULTS, READ
+from tools.convert.megatron.args import model_of_args
 from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
-from tools.convert.megatron.layout import model_of_args
 from tools.importing.draft import Draft
 from tools.importing.grammar import Arguments
 

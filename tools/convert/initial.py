@@ -107,11 +107,11 @@ def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]
     `Slices.not_finite`."""
     by_key = Counter[str]()
     for description, count in counts.items():
-        key = description.partition(" ")[0]
-        by_key[key] += count
+        tensor_key = description.partition(" ")[0]
+        by_key[tensor_key] += count
     damage = NotFinite()
-    for key, count in sorted(by_key.items()):
-        damage.counts[key] = count, prod(source.shapes[key])
+    for tensor_key, count in sorted(by_key.items()):
+        damage.counts[tensor_key] = count, prod(source.shapes[tensor_key])
     return damage.lines(())
 
 
@@ -128,8 +128,8 @@ class Slices:
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
-        key = f"{kind}/{part.name}"
-        shape = self.source.shapes.get(key)
+        tensor_key = f"{kind}/{part.name}"
+        shape = self.source.shapes.get(tensor_key)
         if shape != part.shape:
             problem = f"does not hold {part.name}"
             if shape:
@@ -145,11 +145,11 @@ class Slices:
         top = first // row_elements
         bottom = -(-last // row_elements)
         first_row = part.start if part.dim == 0 else 0
-        rows = self.source.rows(key, first_row + top, first_row + bottom)
+        rows = self.source.rows(tensor_key, first_row + top, first_row + bottom)
         if part.dim:
             rows = rows.narrow(part.dim, part.start, part.local[part.dim])
         skipped = top * row_elements
         values = rows.reshape(-1)[first - skipped : last - skipped]
         if count := not_finite(values):
-            self.not_finite[f"{key} {part.dim} {part.start} {first}"] = count
+            self.not_finite[f"{tensor_key} {part.dim} {part.start} {first}"] = count
         return values

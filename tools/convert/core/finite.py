@@ -20,7 +20,7 @@ class NotFinite:
         # Of a tensor's numbers: how many are not finite, and how many there are.
         self.counts: dict[str, tuple[int, int]] = {}
 
-    def seen(self, key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    def seen(self, tensor_key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pass the pieces of a tensor through, and count in them."""
         bad_count = 0
         total = 0
@@ -29,16 +29,18 @@ class NotFinite:
             total += piece.numel()
             yield piece
         if bad_count:
-            self.counts[key] = bad_count, total
+            self.counts[tensor_key] = bad_count, total
 
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
         """Return a line for each of the first tensors with such numbers. casts: key, dtype before
         and dtype after."""
-        changed = {key: (before, after) for key, before, after in casts if before != after}
+        changed = {
+            tensor_key: (before, after) for tensor_key, before, after in casts if before != after
+        }
         lines = [
-            f"{key} has {bad_count:,} of {total:,} numbers that are NaN or "
-            f"infinite{_describe_cast(changed.get(key))}"
-            for key, (bad_count, total) in self.counts.items()
+            f"{tensor_key} has {bad_count:,} of {total:,} numbers that are NaN or "
+            f"infinite{_describe_cast(changed.get(tensor_key))}"
+            for tensor_key, (bad_count, total) in self.counts.items()
         ]
         unnamed = len(lines) - MOST_NAMED
         if unnamed > 0:

@@ -53,42 +53,42 @@ class Transform:
     split: Callable[[Tensor, Heads], Parts]
 
 
-def _join_same(parts: Parts, heads: Heads) -> Tensor:
+def _join_same(parts: Parts, head_sizes: Heads) -> Tensor:
     return parts[0]
 
 
-def _split_same(joined: Tensor, heads: Heads) -> Parts:
+def _split_same(joined: Tensor, head_sizes: Heads) -> Parts:
     return [joined]
 
 
-def _join_transposed(parts: Parts, heads: Heads) -> Tensor:
+def _join_transposed(parts: Parts, head_sizes: Heads) -> Tensor:
     return parts[0].t()
 
 
-def _split_transposed(joined: Tensor, heads: Heads) -> Parts:
+def _split_transposed(joined: Tensor, head_sizes: Heads) -> Parts:
     return [joined.t()]
 
 
-def _join_stacked(parts: Parts, heads: Heads) -> Tensor:
+def _join_stacked(parts: Parts, head_sizes: Heads) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _split_stacked(joined: Tensor, heads: Heads) -> Parts:
+def _split_stacked(joined: Tensor, head_sizes: Heads) -> Parts:
     return joined.chunk(2)
 
 
-def _split_packed(joined: Tensor, heads: Heads) -> Parts:
-    query_rows = heads.query * heads.dim
-    kv_rows = heads.kv * heads.dim
+def _split_packed(joined: Tensor, head_sizes: Heads) -> Parts:
+    query_rows = head_sizes.query * head_sizes.dim
+    kv_rows = head_sizes.kv * head_sizes.dim
     return joined.split([query_rows, kv_rows, kv_rows])
 
 
-def _join_packed_transposed(parts: Parts, heads: Heads) -> Tensor:
-    return _join_stacked(parts, heads).t()
+def _join_packed_transposed(parts: Parts, head_sizes: Heads) -> Tensor:
+    return _join_stacked(parts, head_sizes).t()
 
 
-def _split_packed_transposed(joined: Tensor, heads: Heads) -> Parts:
-    return _split_packed(joined.t(), heads)
+def _split_packed_transposed(joined: Tensor, head_sizes: Heads) -> Parts:
+    return _split_packed(joined.t(), head_sizes)
 
 
 def _join_per_head(parts: Parts, count: int) -> Tensor:
@@ -103,45 +103,45 @@ def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Parts:
     return [part.flatten(0, 1) for part in per_head]
 
 
-def _join_grouped(parts: Parts, heads: Heads) -> Tensor:
-    return _join_per_head(parts, heads.kv)
+def _join_grouped(parts: Parts, head_sizes: Heads) -> Tensor:
+    return _join_per_head(parts, head_sizes.kv)
 
 
-def _split_grouped(joined: Tensor, heads: Heads) -> Parts:
-    query_rows = heads.query // heads.kv * heads.dim
-    return _split_per_head(joined, heads.kv, [query_rows, heads.dim, heads.dim])
+def _split_grouped(joined: Tensor, head_sizes: Heads) -> Parts:
+    query_rows = head_sizes.query // head_sizes.kv * head_sizes.dim
+    return _split_per_head(joined, head_sizes.kv, [query_rows, head_sizes.dim, head_sizes.dim])
 
 
-def _interleave(x: Tensor, heads: Heads) -> Tensor:
+def _interleave(x: Tensor, head_sizes: Heads) -> Tensor:
     """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
-    x = x.unflatten(0, (-1, heads.dim))
+    x = x.unflatten(0, (-1, head_sizes.dim))
     # The first halves of all pairs, then the second halves: [heads, 2, r/2, ...].
-    halves = x[:, : heads.rotary].unflatten(1, (2, -1))
+    halves = x[:, : head_sizes.rotary].unflatten(1, (2, -1))
     rotary = halves.transpose(1, 2).flatten(1, 2)
-    unrotated = x[:, heads.rotary :]
+    unrotated = x[:, head_sizes.rotary :]
     return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
-def _deinterleave(x: Tensor, heads: Heads) -> Tensor:
+def _deinterleave(x: Tensor, head_sizes: Heads) -> Tensor:
     """Invert `_interleave`."""
-    x = x.unflatten(0, (-1, heads.dim))
-    pairs = x[:, : heads.rotary].unflatten(1, (-1, 2))  # [heads, r/2, 2, ...]
+    x = x.unflatten(0, (-1, head_sizes.dim))
+    pairs = x[:, : head_sizes.rotary].unflatten(1, (-1, 2))  # [heads, r/2, 2, ...]
     rotary = pairs.transpose(1, 2).flatten(1, 2)
-    unrotated = x[:, heads.rotary :]
+    unrotated = x[:, head_sizes.rotary :]
     return torch.cat((rotary, unrotated), 1).flatten(0, 1)
 
 
-def _join_grouped_interleaved(parts: Parts, heads: Heads) -> Tensor:
+def _join_grouped_interleaved(parts: Parts, head_sizes: Heads) -> Tensor:
     query, key, value = parts  # values have no positions
-    query = _interleave(query, heads)
-    key = _interleave(key, heads)
-    return _join_grouped([query, key, value], heads)
+    query = _interleave(query, head_sizes)
+    key = _interleave(key, head_sizes)
+    return _join_grouped([query, key, value], head_sizes)
 
 
-def _split_grouped_interleaved(joined: Tensor, heads: Heads) -> Parts:
-    query, key, value = _split_grouped(joined, heads)
-    query = _deinterleave(query, heads)
-    key = _deinterleave(key, heads)
+def _split_grouped_interleaved(joined: Tensor, head_sizes: Heads) -> Parts:
+    query, key, value = _split_grouped(joined, head_sizes)
+    query = _deinterleave(query, head_sizes)
+    key = _deinterleave(key, head_sizes)
     return [query, key, value]
 
 
@@ -152,23 +152,23 @@ def _latent_query(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours there.
     """
 
-    def join(parts: Parts, heads: Heads) -> Tensor:
+    def join(parts: Parts, head_sizes: Heads) -> Tensor:
         (query,) = parts
         if interleaved:
-            query = _interleave(query, heads)
-        query = query.unflatten(0, (-1, heads.dim))
-        rotary = query[:, : heads.rotary]
-        unrotated = query[:, heads.rotary :]
+            query = _interleave(query, head_sizes)
+        query = query.unflatten(0, (-1, head_sizes.dim))
+        rotary = query[:, : head_sizes.rotary]
+        unrotated = query[:, head_sizes.rotary :]
         return torch.cat((unrotated, rotary), 1).flatten(0, 1)
 
-    def split(joined: Tensor, heads: Heads) -> Parts:
-        query = joined.unflatten(0, (-1, heads.dim))
-        unrotated_dim = heads.dim - heads.rotary
+    def split(joined: Tensor, head_sizes: Heads) -> Parts:
+        query = joined.unflatten(0, (-1, head_sizes.dim))
+        unrotated_dim = head_sizes.dim - head_sizes.rotary
         rotary = query[:, unrotated_dim:]
         unrotated = query[:, :unrotated_dim]
         query = torch.cat((rotary, unrotated), 1).flatten(0, 1)
         if interleaved:
-            query = _deinterleave(query, heads)
+            query = _deinterleave(query, head_sizes)
         return [query]
 
     return Transform(join, split)
@@ -180,41 +180,41 @@ def _latent_down(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours in the other system.
     """
 
-    def join(parts: Parts, heads: Heads) -> Tensor:
+    def join(parts: Parts, head_sizes: Heads) -> Tensor:
         latent, key_rope = parts
         if interleaved:  # as a head that has nothing but rotary features
-            rope_heads = replace(heads, dim=heads.rotary)
+            rope_heads = replace(head_sizes, dim=head_sizes.rotary)
             key_rope = _interleave(key_rope, rope_heads)
         return torch.cat((latent, key_rope))
 
-    def split(joined: Tensor, heads: Heads) -> Parts:
-        latent, key_rope = joined.split([len(joined) - heads.rotary, heads.rotary])
+    def split(joined: Tensor, head_sizes: Heads) -> Parts:
+        latent, key_rope = joined.split([len(joined) - head_sizes.rotary, head_sizes.rotary])
         if interleaved:
-            rope_heads = replace(heads, dim=heads.rotary)
+            rope_heads = replace(head_sizes, dim=head_sizes.rotary)
             key_rope = _deinterleave(key_rope, rope_heads)
         return [latent, key_rope]
 
     return Transform(join, split)
 
 
-def _join_latent_up(parts: Parts, heads: Heads) -> Tensor:
-    return _join_per_head(parts, heads.query)
+def _join_latent_up(parts: Parts, head_sizes: Heads) -> Tensor:
+    return _join_per_head(parts, head_sizes.query)
 
 
-def _split_latent_up(joined: Tensor, heads: Heads) -> Parts:
-    nope_dim = heads.dim - heads.rotary  # features of a key without positions
-    return _split_per_head(joined, heads.query, [nope_dim, heads.value])
+def _split_latent_up(joined: Tensor, head_sizes: Heads) -> Parts:
+    nope_dim = head_sizes.dim - head_sizes.rotary  # features of a key without positions
+    return _split_per_head(joined, head_sizes.query, [nope_dim, head_sizes.value])
 
 
-def _join_experts_transposed(parts: Parts, heads: Heads) -> Tensor:
+def _join_experts_transposed(parts: Parts, head_sizes: Heads) -> Tensor:
     return torch.stack([part.t() for part in parts])
 
 
-def _split_experts_transposed(joined: Tensor, heads: Heads) -> Parts:
+def _split_experts_transposed(joined: Tensor, head_sizes: Heads) -> Parts:
     return [expert.t() for expert in joined]
 
 
-def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
+def _join_experts_interleaved(parts: Parts, head_sizes: Heads) -> Tensor:
     """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
     experts = []
@@ -224,7 +224,7 @@ def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
     return torch.stack(experts)
 
 
-def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Parts:
+def _split_experts_interleaved(joined: Tensor, head_sizes: Heads) -> Parts:
     """Invert `_join_experts_interleaved`."""
     parts: list[Tensor] = []
     for expert in joined:

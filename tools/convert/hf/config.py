@@ -84,9 +84,9 @@ def model_type(model: ModelConfig) -> str:
             "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
         )
     unlike_its_family = [
-        f"{name} = {getattr(computed, name)}"
-        for name in _FIELDS
-        if getattr(computed, name) != _default(computed, name)
+        f"{field} = {getattr(computed, field)}"
+        for field in _FIELDS
+        if getattr(computed, field) != _default(computed, field)
     ]
     raise UserError.of(
         "convert.hf_no_family", settings=", ".join(unlike_its_family), own_kind=own_kind
@@ -126,7 +126,7 @@ def _differing(model: ModelConfig, other: ModelConfig) -> list[str]:
     ours = as_computed(model)
     theirs = as_computed(other)
     fields = type(model).model_fields
-    return [name for name in fields if getattr(ours, name) != getattr(theirs, name)]
+    return [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
 
 
 def _without_effect(model: ModelConfig) -> Sequence[str]:
@@ -141,15 +141,15 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     would compute otherwise.
     """
     differing = _differing(model, from_hugging_face(config_of(model, "float32")))
-    lost = [name for name in differing if name not in _without_effect(model)]
+    lost = [field for field in differing if field not in _without_effect(model)]
     if lost:
         raise UserError(
             *(
-                Problem.of("convert.hf_field_lost", name=name, value=getattr(model, name))
-                for name in lost
+                Problem.of("convert.hf_field_lost", name=field, value=getattr(model, field))
+                for field in lost
             )
         )
-    return [f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING]
+    return [f"{field} = {getattr(model, field)}" for field in differing if field in TRAINING]
 
 
 def notes_on_older_transformers(model: ModelConfig) -> list[str]:
@@ -166,28 +166,28 @@ def _remedies(kind: str, model: ModelConfig) -> list[str]:
     """Return, for each field whose change alone makes a model that a family says, its value and one
     that would do."""
     remedies = []
-    for name in _FIELDS:
-        value = getattr(model, name)
-        candidates = [_default(model, name)]
-        if name == "shared_experts" and model.ffn:
+    for field in _FIELDS:
+        value = getattr(model, field)
+        candidates = [_default(model, field)]
+        if field == "shared_experts" and model.ffn:
             # Hugging Face counts shared experts of the width of the others.
             candidates.append(model.ffn * max(1, round(model.shared_experts / model.ffn)))
         if isinstance(value, bool):
             candidates.append(not value)
         for candidate in candidates:
-            changed = model.model_copy(update={name: candidate})
+            changed = model.model_copy(update={field: candidate})
             if candidate != value and _can_say(kind, changed):
-                remedies.append(f"{name} = {value}: {candidate} would do")
+                remedies.append(f"{field} = {value}: {candidate} would do")
                 break
     return remedies
 
 
-def _default(model: ModelConfig, name: str) -> Any:
+def _default(model: ModelConfig, field: str) -> Any:
     """Return the value that a field has if neither it nor `bias`, from which some follow, is
     given."""
-    given_names = model.model_fields_set - {name, "bias"}
+    given_names = model.model_fields_set - {field, "bias"}
     given = {key: value for key, value in model.model_dump().items() if key in given_names}
     try:
-        return getattr(ModelConfig.model_validate(given), name)
+        return getattr(ModelConfig.model_validate(given), field)
     except ValueError:  # what is given fits this value alone
-        return getattr(model, name)
+        return getattr(model, field)

@@ -17,25 +17,25 @@ def experts_of_qwen(shared: bool) -> Entry:
     """Return the entry of Qwen's experts, which some layers may lack. shared: there is a shared one
     with a gate."""
 
-    def read(keys: Keys) -> Fields:
+    def read(config: Keys) -> Fields:
         routed: Fields = {
-            "experts": keys["num_experts"],
-            "experts_per_token": keys["num_experts_per_tok"],
-            "router_aux_loss": keys["router_aux_loss_coef"],
-            "norm_topk": keys["norm_topk_prob"],
+            "experts": config["num_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "router_aux_loss": config["router_aux_loss_coef"],
+            "norm_topk": config["norm_topk_prob"],
         }
         if shared:
-            width = keys["shared_expert_intermediate_size"]
+            width = config["shared_expert_intermediate_size"]
             routed |= {"shared_experts": width, "shared_gate": True}
-        dense = _dense_layers_of_qwen(keys)
-        if len(dense) == keys["num_hidden_layers"]:
-            return _feed_forwards(keys, dense)
+        dense = _dense_layers_of_qwen(config)
+        if len(dense) == config["num_hidden_layers"]:
+            return _feed_forwards(config, dense)
         if shared and not routed["shared_experts"]:
             raise UserError.of("convert.hf_shared_expert_zero")
-        return {**routed, **_feed_forwards(keys, dense)}
+        return {**routed, **_feed_forwards(config, dense)}
 
     def write(model: ModelConfig) -> Json:
-        keys: Fields = {
+        config: Fields = {
             "num_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
             "router_aux_loss_coef": model.router_aux_loss,
@@ -46,32 +46,32 @@ def experts_of_qwen(shared: bool) -> Entry:
             "intermediate_size": model.dense_ffn,
         }
         if shared:
-            keys["shared_expert_intermediate_size"] = model.shared_experts
-        return keys
+            config["shared_expert_intermediate_size"] = model.shared_experts
+        return config
 
     return Entry(read, write)
 
 
-def _dense_layers_of_qwen(keys: Keys) -> list[int]:
+def _dense_layers_of_qwen(config: Keys) -> list[int]:
     """Return the numbers of the layers without experts."""
-    dense_only = keys["mlp_only_layers"] or ()
-    step = keys["decoder_sparse_step"]
+    dense_only = config["mlp_only_layers"] or ()
+    step = config["decoder_sparse_step"]
     return [
         layer
-        for layer in range(keys["num_hidden_layers"])
-        if layer in dense_only or (layer + 1) % step or not keys["num_experts"]
+        for layer in range(config["num_hidden_layers"])
+        if layer in dense_only or (layer + 1) % step or not config["num_experts"]
     ]
 
 
-def _feed_forwards(keys: Keys, dense: list[int]) -> Fields:
+def _feed_forwards(config: Keys, dense: list[int]) -> Fields:
     """Return the widths of feed-forwards. dense: numbers of the layers without experts; if all,
     there are no experts.
 
     The width of a feed-forward without experts is read and ignored if every layer has them.
     """
-    expert_width = keys["moe_intermediate_size"]
-    dense_width = keys["intermediate_size"]
-    if len(dense) == keys["num_hidden_layers"]:
+    expert_width = config["moe_intermediate_size"]
+    dense_width = config["intermediate_size"]
+    if len(dense) == config["num_hidden_layers"]:
         return {"ffn": dense_width, "experts": 0}
     fields = {"ffn": expert_width}
     if dense:
@@ -79,102 +79,102 @@ def _feed_forwards(keys: Keys, dense: list[int]) -> Fields:
     return fields
 
 
-def _read_glm4_moe(keys: Keys) -> Fields:
-    first = keys["first_k_dense_replace"]
-    layers = keys["num_hidden_layers"]
+def _read_glm4_moe(config: Keys) -> Fields:
+    first = config["first_k_dense_replace"]
+    layers = config["num_hidden_layers"]
     # Several shared experts compute what one of their widths together does.
-    shared = keys["n_shared_experts"] * keys["moe_intermediate_size"]
+    shared = config["n_shared_experts"] * config["moe_intermediate_size"]
     if first >= layers:
         raise UserError.of("convert.hf_glm4_dense_layers", first=first, layers=layers)
     if not shared > 0:
-        raise UserError.of("convert.hf_shared_experts", n_shared_experts=keys["n_shared_experts"])
+        raise UserError.of("convert.hf_shared_experts", n_shared_experts=config["n_shared_experts"])
     return {
-        "experts": keys["n_routed_experts"],
-        "experts_per_token": keys["num_experts_per_tok"],
-        "norm_topk": keys["norm_topk_prob"],
+        "experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "norm_topk": config["norm_topk_prob"],
         "shared_experts": shared,
         "router_aux_loss": 0.0,
-        **_feed_forwards(keys, list(range(first))),
-        "router": _corrected_router(keys),
+        **_feed_forwards(config, list(range(first))),
+        "router": _corrected_router(config),
     }
 
 
-def _corrected_router(keys: Keys) -> Fields:
-    scale = float(keys["routed_scaling_factor"])
-    return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(keys, best=2)}
+def _corrected_router(config: Keys) -> Fields:
+    scale = float(config["routed_scaling_factor"])
+    return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(config, best=2)}
 
 
-def _read_deepseek_v2(keys: Keys) -> Fields:
+def _read_deepseek_v2(config: Keys) -> Fields:
     """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
     normalizes."""
-    keys.mark_read("topk_method", "norm_topk_prob", "n_group", "topk_group")
-    fields = _deepseek_experts(keys)
+    config.mark_read("topk_method", "norm_topk_prob", "n_group", "topk_group")
+    fields = _deepseek_experts(config)
     if not fields["experts"]:
         return fields
-    require(keys["norm_topk_prob"], "norm_topk_prob", (False, None))
-    router: Fields = {"score": "softmax", "scale": float(keys["routed_scaling_factor"])}
+    require(config["norm_topk_prob"], "norm_topk_prob", (False, None))
+    router: Fields = {"score": "softmax", "scale": float(config["routed_scaling_factor"])}
     methods = ("greedy", "group_limited_greedy")
-    if require(keys["topk_method"], "topk_method", methods) == "group_limited_greedy":
-        _require_groups(keys)
-        router |= _groups(keys, best=1)
+    if require(config["topk_method"], "topk_method", methods) == "group_limited_greedy":
+        _require_groups(config)
+        router |= _groups(config, best=1)
     return {**fields, "router": router}
 
 
-def _read_deepseek_v3(keys: Keys) -> Fields:
-    keys.mark_read("norm_topk_prob", "n_group", "topk_group")
-    fields = _deepseek_experts(keys)
+def _read_deepseek_v3(config: Keys) -> Fields:
+    config.mark_read("norm_topk_prob", "n_group", "topk_group")
+    fields = _deepseek_experts(config)
     if not fields["experts"]:
         return fields
     # The class of V3 always chooses among groups.
-    _require_groups(keys)
-    router = _corrected_router(keys)
-    return {**fields, "norm_topk": bool(keys["norm_topk_prob"]), "router": router}
+    _require_groups(config)
+    router = _corrected_router(config)
+    return {**fields, "norm_topk": bool(config["norm_topk_prob"]), "router": router}
 
 
-def _deepseek_experts(keys: Keys) -> Fields:
+def _deepseek_experts(config: Keys) -> Fields:
     """Return the fields of experts and feed-forwards; of a model none of whose layers has experts,
     experts = 0."""
-    shared = keys["n_shared_experts"]
-    scale = keys["routed_scaling_factor"]
+    shared = config["n_shared_experts"]
+    scale = config["routed_scaling_factor"]
     routed = {
-        "experts": keys["n_routed_experts"],
-        "experts_per_token": keys["num_experts_per_tok"],
-        "router_aux_loss": keys["aux_loss_alpha"],
+        "experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "router_aux_loss": config["aux_loss_alpha"],
         "norm_topk": False,
     }
-    dense = min(keys["first_k_dense_replace"], keys["num_hidden_layers"])
-    fields = _feed_forwards(keys, list(range(dense)))
+    dense = min(config["first_k_dense_replace"], config["num_hidden_layers"])
+    fields = _feed_forwards(config, list(range(dense)))
     if "experts" in fields:
         return fields
     if not shared or not scale:
         raise UserError.of("convert.hf_deepseek_experts", shared=shared, scale=scale)
-    return {**routed, **fields, "shared_experts": shared * keys["moe_intermediate_size"]}
+    return {**routed, **fields, "shared_experts": shared * config["moe_intermediate_size"]}
 
 
-def _require_groups(keys: Keys) -> None:
-    groups = keys["n_group"]
-    chosen = keys["topk_group"]
+def _require_groups(config: Keys) -> None:
+    groups = config["n_group"]
+    chosen = config["topk_group"]
     if type(groups) is not int or type(chosen) is not int:
         raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen)
 
 
-def _groups(keys: Keys, best: int) -> Fields:
+def _groups(config: Keys, best: int) -> Fields:
     """Return the settings of a router's groups of experts. best: experts of a group by whose sum it
     is compared."""
-    groups = keys["n_group"]
-    chosen = keys["topk_group"]
-    experts = keys["n_routed_experts"]
+    groups = config["n_group"]
+    chosen = config["topk_group"]
+    experts = config["n_routed_experts"]
     if not 1 <= chosen <= groups or experts % groups:
         raise UserError.of(
             "convert.hf_groups_uneven", groups=groups, chosen=chosen, experts=experts
         )
-    if chosen * (experts // groups) < keys["num_experts_per_tok"]:
+    if chosen * (experts // groups) < config["num_experts_per_tok"]:
         raise UserError.of(
             "convert.hf_groups_too_few",
             groups=groups,
             chosen=chosen,
             experts=experts,
-            num_experts_per_tok=keys["num_experts_per_tok"],
+            num_experts_per_tok=config["num_experts_per_tok"],
         )
     fields = {"groups": groups, "groups_per_token": chosen}
     # What a group is compared by decides nothing where all are chosen.

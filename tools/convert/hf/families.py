@@ -63,20 +63,20 @@ def keys_of(config: Json) -> Keys:
 def _gelu(key: str) -> Entry:
     """Return the entry of an activation function that is one of the two GELUs."""
 
-    def read(keys: Keys) -> Fields:
-        name = require(keys[key], key, TANH_GELU + EXACT_GELU)
+    def read(config: Keys) -> Fields:
+        name = require(config[key], key, TANH_GELU + EXACT_GELU)
         return {"mlp": "gelu_exact" if name in EXACT_GELU else "gelu"}
 
     return Entry(read, lambda model: {key: "gelu" if model.mlp == "gelu_exact" else "gelu_new"})
 
 
-def _read_heads(keys: Keys) -> Fields:
-    heads = keys["num_attention_heads"]
-    kv_heads = keys["num_key_value_heads"]
-    head_dim = keys["head_dim"]
+def _read_heads(config: Keys) -> Fields:
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    head_dim = config["head_dim"]
     return {
         "kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": keys["hidden_size"] // heads if head_dim is None else head_dim,
+        "head_dim": config["hidden_size"] // heads if head_dim is None else head_dim,
     }
 
 
@@ -84,24 +84,24 @@ def _write_heads(model: ModelConfig) -> Json:
     return {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
 
 
-def _require_default_width(keys: Keys, hidden: int, heads: int) -> Fields:
+def _require_default_width(config: Keys, hidden: int, heads: int) -> Fields:
     """Return no fields. Raises UserError for a head_dim in a family whose class does not read it,
     unless it changes nothing."""
-    keys.mark_read("head_dim")
-    require(keys.stated.get("head_dim"), "head_dim", (hidden // heads, None))
+    config.mark_read("head_dim")
+    require(config.stated.get("head_dim"), "head_dim", (hidden // heads, None))
     return {}
 
 
-def _read_gpt2_ffn(keys: Keys) -> Fields:
-    inner = keys["n_inner"]
-    return {"ffn": 4 * keys["n_embd"] if inner is None else inner}
+def _read_gpt2_ffn(config: Keys) -> Fields:
+    inner = config["n_inner"]
+    return {"ffn": 4 * config["n_embd"] if inner is None else inner}
 
 
-def _read_latent_attention(keys: Keys) -> Fields:
+def _read_latent_attention(config: Keys) -> Fields:
     """Return the widths of latents. Raises UserError for those with which there is no latent
     attention."""
-    rope_dim = keys["qk_rope_head_dim"]
-    nope_dim = keys["qk_nope_head_dim"]
+    rope_dim = config["qk_rope_head_dim"]
+    nope_dim = config["qk_nope_head_dim"]
     for key in (
         "q_lora_rank",
         "kv_lora_rank",
@@ -110,21 +110,21 @@ def _read_latent_attention(keys: Keys) -> Fields:
         "v_head_dim",
     ):
         # Queries may have no latent.
-        if keys[key] == 0 or (keys[key] is None and key != "q_lora_rank"):
-            raise UserError.of("convert.hf_no_latent", key=key, keys=keys[key])
+        if config[key] == 0 or (config[key] is None and key != "q_lora_rank"):
+            raise UserError.of("convert.hf_no_latent", key=key, keys=config[key])
     if rope_dim % 2:
         raise UserError.of("convert.hf_rotary_odd", qk_rope_head_dim=rope_dim)
-    heads = keys["num_attention_heads"]
-    require(keys["num_key_value_heads"], "num_key_value_heads", (heads, None))
+    heads = config["num_attention_heads"]
+    require(config["num_key_value_heads"], "num_key_value_heads", (heads, None))
     # their classes put the width that turns there
-    require(keys["head_dim"], "head_dim", (rope_dim, None))
-    require(keys["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
+    require(config["head_dim"], "head_dim", (rope_dim, None))
+    require(config["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
     latent = {
-        "kv_rank": keys["kv_lora_rank"],
-        "query_rank": keys["q_lora_rank"] or 0,
+        "kv_rank": config["kv_lora_rank"],
+        "query_rank": config["q_lora_rank"] or 0,
         "rope_dim": rope_dim,
         "nope_dim": nope_dim,
-        "value_dim": keys["v_head_dim"],
+        "value_dim": config["v_head_dim"],
     }
     return {"latent": latent}
 
@@ -140,16 +140,16 @@ def _write_latent_attention(model: ModelConfig) -> Json:
     }
 
 
-def _read_no_mtp_layers(keys: Keys) -> Fields:
-    keys.mark_read("num_mtp_layers")  # `notes` says that DeepSeek-V2 has none
+def _read_no_mtp_layers(config: Keys) -> Fields:
+    config.mark_read("num_mtp_layers")  # `notes` says that DeepSeek-V2 has none
     return {}
 
 
 def _softcap(key: str, field: str) -> Entry:
     """Return the entry of a soft cap; null there is 0 here."""
 
-    def read(keys: Keys) -> Fields:
-        cap = keys[key]
+    def read(config: Keys) -> Fields:
+        cap = config[key]
         if cap is not None and not cap > 0:
             raise UserError.of("convert.hf_softcap_zero", key=key, cap=cap)
         return {field: float(cap or 0)}
@@ -157,10 +157,10 @@ def _softcap(key: str, field: str) -> Entry:
     return Entry(read, lambda model: {key: getattr(model, field) or None})
 
 
-def _read_repeated_experts_per_token(keys: Keys) -> Fields:
+def _read_repeated_experts_per_token(config: Keys) -> Fields:
     # Published files of gpt-oss have it, and transformers ignores it.
-    per_token = keys["num_experts_per_tok"]
-    require(keys["experts_per_token"], "experts_per_token", (per_token, None))
+    per_token = config["num_experts_per_tok"]
+    require(config["experts_per_token"], "experts_per_token", (per_token, None))
     return {}
 
 
@@ -197,7 +197,7 @@ _COMMON = (
     same("tie_word_embeddings", "tied"),
     same("initializer_range", "init_std"),
     # `special_ids` has them.
-    Entry(lambda keys: keys.mark_read(*IDS) or {}),
+    Entry(lambda config: config.mark_read(*IDS) or {}),
 )
 _ROTARY = (
     *_COMMON,
@@ -209,7 +209,7 @@ _ROTARY = (
     same("attention_dropout", "attention_dropout"),
 )
 _MTP_LAYERS = Entry(
-    lambda keys: {"mtp_layers": keys["num_mtp_layers"] or 0},
+    lambda config: {"mtp_layers": config["num_mtp_layers"] or 0},
     # as published files call it; transformers 5 takes both names
     lambda model: {"num_nextn_predict_layers": model.mtp_layers},
 )
@@ -224,7 +224,7 @@ _GEMMA = (
     _TANH_GELU,
     _ATTENTION_BIAS,
     Entry(
-        lambda keys: {"attention_scalar": float(keys["query_pre_attn_scalar"])},
+        lambda config: {"attention_scalar": float(config["query_pre_attn_scalar"])},
         lambda model: {"query_pre_attn_scalar": int(model.attention_scalar)},
     ),
 )
@@ -341,8 +341,10 @@ FAMILIES: dict[str, Family] = {
             same("resid_pdrop", "dropout"),
             same("embd_pdrop", "embedding_dropout"),
             same("attn_pdrop", "attention_dropout"),
-            Entry(lambda keys: _require_default_width(keys, keys["n_embd"], keys["n_head"])),
-            Entry(lambda keys: require_layers_alike(keys, 0, keys["n_layer"])),
+            Entry(
+                lambda config: _require_default_width(config, config["n_embd"], config["n_head"])
+            ),
+            Entry(lambda config: require_layers_alike(config, 0, config["n_layer"])),
         ),
         aliases={
             "hidden_size": "n_embd",
@@ -383,8 +385,8 @@ FAMILIES: dict[str, Family] = {
             same("use_parallel_residual", "parallel_residual"),
             same("hidden_dropout", "dropout"),
             Entry(
-                lambda keys: _require_default_width(
-                    keys, keys["hidden_size"], keys["num_attention_heads"]
+                lambda config: _require_default_width(
+                    config, config["hidden_size"], config["num_attention_heads"]
                 )
             ),
             NO_WINDOW,

@@ -215,21 +215,21 @@ class Family:
 def same(key: str, *fields: str) -> Entry:
     """Return the entry of a key whose value is that of each of these fields, as it stands."""
     return Entry(
-        lambda keys: dict.fromkeys(fields, keys[key]),
+        lambda config: dict.fromkeys(fields, config[key]),
         lambda model: {key: getattr(model, fields[-1])},
     )
 
 
 def always(**fields: Any) -> Entry:
     """Return the entry of fields that all models of a family have, and that no key says."""
-    return Entry(lambda keys: fields)
+    return Entry(lambda config: fields)
 
 
 def only(key: str, *values: Any) -> Entry:
     """Return the entry of a key that may have these values alone, of which the first is written."""
 
-    def read(keys: Keys) -> Fields:
-        require(keys[key], key, values)
+    def read(config: Keys) -> Fields:
+        require(config[key], key, values)
         return {}
 
     return Entry(read, lambda model: {key: values[0]})

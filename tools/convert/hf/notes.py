@@ -138,7 +138,7 @@ def _key_with_untruncated(config: Json) -> str:
 def further_layers(config: Json) -> int:
     """Return the number of layers after the model's own, for multi-token prediction. They may be in
     its files."""
-    keys = keys_of(config)
-    if "num_mtp_layers" in keys.family.defaults:
-        return int(keys["num_mtp_layers"] or 0)
+    config_keys = keys_of(config)
+    if "num_mtp_layers" in config_keys.family.defaults:
+        return int(config_keys["num_mtp_layers"] or 0)
     return 0

@@ -53,19 +53,21 @@ def require_readable(keys: Keys) -> None:
 
 
 def with_quantized(
-    stored: Mapping[str, Stored], config: Mapping[str, Any], path: Path
+    stored: Mapping[str, Stored], config: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """Return the tensors of a folder, with the parts of each quantized one as one tensor. Raises
     UserError."""
     quantization = config.get(KEY)
     if quantization is None:
-        for name in FILES:
-            if (path / name).is_file():
-                raise UserError.of("convert.quantized_by_config", path=path / name, remedy=_FROM)
+        for tensor_name in FILES:
+            if (folder / tensor_name).is_file():
+                raise UserError.of(
+                    "convert.quantized_by_config", path=folder / tensor_name, remedy=_FROM
+                )
     if config["model_type"] == "gpt_oss":
-        plain = fp8_blocks.with_blocks(stored, None, path)
-        return mxfp4.with_quantized(plain, quantization, path)
-    return fp8_blocks.with_blocks(stored, quantization, path)
+        plain = fp8_blocks.with_blocks(stored, None, folder)
+        return mxfp4.with_quantized(plain, quantization, folder)
+    return fp8_blocks.with_blocks(stored, quantization, folder)
 
 
 def quantized_notes(config: Mapping[str, Any]) -> list[str]:

@@ -35,51 +35,51 @@ GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
 }
 
 
-def _read_all_features(keys: Keys) -> Fields:
+def _read_all_features(config: Keys) -> Fields:
     """Return the fields of rotary positions. Raises UserError unless all features turn."""
-    rotary = _fields(_parameters(keys), keys, keys["rope_theta"])
+    rotary = _fields(_parameters(config), config, config["rope_theta"])
     require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
-    require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
     return rotary
 
 
-def _read_some_features(keys: Keys) -> Fields:
+def _read_some_features(config: Keys) -> Fields:
     """Return the fields of rotary positions where partial_rotary_factor may have any value."""
-    fraction = keys["partial_rotary_factor"]
+    fraction = config["partial_rotary_factor"]
     fraction = 1.0 if fraction is None else fraction
-    return _fields(_parameters(keys), keys, keys["rope_theta"], fraction)
+    return _fields(_parameters(config), config, config["rope_theta"], fraction)
 
 
-def _read_gpt_neox(keys: Keys) -> Fields:
+def _read_gpt_neox(config: Keys) -> Fields:
     """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
     rotary_pct."""
-    base = keys["rotary_emb_base"]
-    rotary = _fields(_parameters(keys), keys, base, keys["rotary_pct"], "rotary_emb_base")
-    require(keys["rope_theta"], "rope_theta", (rotary["rope_base"], None))
+    base = config["rotary_emb_base"]
+    rotary = _fields(_parameters(config), config, base, config["rotary_pct"], "rotary_emb_base")
+    require(config["rope_theta"], "rope_theta", (rotary["rope_base"], None))
     rotary_fraction = rotary["rotary_fraction"]
-    require(keys["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
+    require(config["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
     return rotary
 
 
-def _read_gpt_oss(keys: Keys) -> Fields:
+def _read_gpt_oss(config: Keys) -> Fields:
     """Return the fields of gpt-oss, whose class has YaRN where the file says nothing."""
-    if not keys.has("rope_scaling") and keys.stated.get("rope_parameters") is None:
-        keys.stated["rope_parameters"] = dict(GPT_OSS_PARAMETERS)
-    rotary = _read_all_features(keys)
+    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
+        config.stated["rope_parameters"] = dict(GPT_OSS_PARAMETERS)
+    rotary = _read_all_features(config)
     # transformers ignores it
     original_length = rotary["rope_scaling"].get(ORIGINAL)
-    require(keys["initial_context_length"], "initial_context_length", (original_length, None))
+    require(config["initial_context_length"], "initial_context_length", (original_length, None))
     return rotary
 
 
 def _write(model: ModelConfig) -> Json:
     """Return the keys of positions that transformers 4 reads."""
-    keys = {"rope_theta": model.rope_base, "rope_scaling": _scaling_keys(model)}
+    config = {"rope_theta": model.rope_base, "rope_scaling": _scaling_keys(model)}
     if model.rope_scaling.kind == "dynamic":
         # transformers takes this key for the original length
         original = getattr(model.rope_scaling, ORIGINAL)
-        return keys | {"max_position_embeddings": original}
-    return keys
+        return config | {"max_position_embeddings": original}
+    return config
 
 
 def _scaling_keys(model: ModelConfig) -> Fields | None:
@@ -110,11 +110,11 @@ def _write_gpt_neox(model: ModelConfig) -> Json:
 
 
 def _write_olmo2(model: ModelConfig) -> Json:
-    keys = _write(model)
+    config = _write(model)
     scaling = model.rope_scaling
     if scaling.kind in TWO_FIELDS:
-        return {**keys, "rope_scaling": {"type": scaling.kind, "factor": scaling.factor}}
-    return keys
+        return {**config, "rope_scaling": {"type": scaling.kind, "factor": scaling.factor}}
+    return config
 
 
 ROPE = Entry(_read_all_features, _write)
@@ -138,15 +138,15 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
     window_base_key: the key of the base of these layers; "": it is the default of the family.
     """
 
-    def read(keys: Keys) -> Fields:
-        fields = windows.read(keys)
+    def read(config: Keys) -> Fields:
+        fields = windows.read(config)
         if window_base_key:
-            window_base = keys[window_base_key]
+            window_base = config[window_base_key]
         else:
             # transformers takes rope_theta for the layers without the window only
-            window_base = keys.family.defaults["rope_theta"]
-        rotary = _read_by_layer(keys, window_base, has_window=fields["window"] > 0)
-        require(keys["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+            window_base = config.family.defaults["rope_theta"]
+        rotary = _read_by_layer(config, window_base, has_window=fields["window"] > 0)
+        require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
         return fields | rotary
 
     def write(model: ModelConfig) -> Json:
@@ -161,23 +161,23 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
     return Entry(read, write)
 
 
-def _read_by_layer(keys: Keys, window_base: float, has_window: bool) -> Fields:
+def _read_by_layer(config: Keys, window_base: float, has_window: bool) -> Fields:
     """Return the fields of rotary positions, of layers with the window too.
 
     rope_parameters has a table for each type of layer; rope_scaling and rope_theta in older files
     are those of the layers without the window.
     """
-    full, windowed = _tables_by_layer(keys)
-    older = _table(keys, "rope_scaling")
-    if older and "rope_type" not in keys["rope_scaling"]:
-        raise UserError.of("convert.rope_scaling_type", kind=keys.kind)
+    full, windowed = _tables_by_layer(config)
+    older = _table(config, "rope_scaling")
+    if older and "rope_type" not in config["rope_scaling"]:
+        raise UserError.of("convert.rope_scaling_type", kind=config.kind)
     for table in (full, windowed, older):
         # transformers 5 does not look for it by layer, which `notes` says
         table.pop("truncate", None)
-    _require_same(older, full, keys)
-    fields = _fields(full or older or dict(DEFAULT), keys, keys["rope_theta"])
+    _require_same(older, full, config)
+    fields = _fields(full or older or dict(DEFAULT), config, config["rope_theta"])
     window_fields = _fields(
-        windowed or dict(DEFAULT), keys, window_base, base_key="rope_local_base_freq"
+        windowed or dict(DEFAULT), config, window_base, base_key="rope_local_base_freq"
     )
     for each in (fields, window_fields):
         require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
@@ -191,9 +191,9 @@ def _read_by_layer(keys: Keys, window_base: float, has_window: bool) -> Fields:
 
 def olmo2_beyond_transformers_4(model: ModelConfig) -> Iterator[str]:
     """Yield what transformers 4 cannot do with the positions of an OLMo 2."""
-    kind = model.rope_scaling.kind
-    if kind not in ("none", *TWO_FIELDS):
-        yield f"scale the rotary positions of an olmo2 model by rope_type {kind!r}"
+    rope_type = model.rope_scaling.kind
+    if rope_type not in ("none", *TWO_FIELDS):
+        yield f"scale the rotary positions of an olmo2 model by rope_type {rope_type!r}"
 
 
 def by_layer_beyond_transformers_4(kind: str) -> Callable[[ModelConfig], Iterator[str]]:
@@ -214,10 +214,10 @@ def by_layer_beyond_transformers_4(kind: str) -> Callable[[ModelConfig], Iterato
     return yield_lines
 
 
-def _tables_by_layer(keys: Keys) -> tuple[Fields, Fields]:
+def _tables_by_layer(config: Keys) -> tuple[Fields, Fields]:
     """Return the rope parameters of layers without the window, and of those with it; empty where
     the file does not say them."""
-    tables = keys["rope_parameters"] or {}
+    tables = config["rope_parameters"] or {}
     if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
         raise UserError.of(
             "convert.rope_by_layer", tables=tables, layer_types=" and ".join(LAYER_TYPES)
@@ -231,7 +231,7 @@ def _tables_by_layer(keys: Keys) -> tuple[Fields, Fields]:
 
 def _fields(
     parameters: dict[str, Any],
-    keys: Keys,
+    config: Keys,
     base: float,
     fraction: float = 1.0,
     base_key: str = "rope_theta",
@@ -242,43 +242,43 @@ def _fields(
     base_key: the name of the key of `base`.
     """
     stated_base = parameters.pop("rope_theta", None)
-    if stated_base is not None and keys.has(base_key) and stated_base != base:
+    if stated_base is not None and config.has(base_key) and stated_base != base:
         raise UserError.of(
             "convert.rope_theta_differs", base_key=base_key, base=base, stated_base=stated_base
         )
     stated_fraction = parameters.pop("partial_rotary_factor", None)
-    if stated_fraction is not None and keys.has("rotary_pct") and stated_fraction != fraction:
+    if stated_fraction is not None and config.has("rotary_pct") and stated_fraction != fraction:
         raise UserError.of(
             "convert.rotary_pct_differs", fraction=fraction, stated_fraction=stated_fraction
         )
     return {
         "rope_base": float(base if stated_base is None else stated_base),
         "rotary_fraction": float(fraction if stated_fraction is None else stated_fraction),
-        "rope_scaling": _scaling(parameters, keys),
+        "rope_scaling": _scaling(parameters, config),
     }
 
 
-def _parameters(keys: Keys) -> dict[str, Any]:
+def _parameters(config: Keys) -> dict[str, Any]:
     """Return the rope parameters, their kind as rope_type."""
-    older = _table(keys, "rope_scaling")
-    newer = _table(keys, "rope_parameters")
-    _require_same(older, newer, keys)
+    older = _table(config, "rope_scaling")
+    newer = _table(config, "rope_parameters")
+    _require_same(older, newer, config)
     return newer or older or dict(DEFAULT)
 
 
-def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], keys: Keys) -> None:
+def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: Keys) -> None:
     """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may
     stand beside it."""
     stated = dict(older)
-    if keys.has("rope_theta") and "rope_theta" in newer:
-        stated.setdefault("rope_theta", keys.stated["rope_theta"])
+    if config.has("rope_theta") and "rope_theta" in newer:
+        stated.setdefault("rope_theta", config.stated["rope_theta"])
     if older and newer and stated != newer:
         raise UserError.of("convert.rope_tables_differ")
 
 
-def _table(keys: Keys, key: str) -> dict[str, Any]:
+def _table(config: Keys, key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
-    table = keys[key] or {}
+    table = config[key] or {}
     if not isinstance(table, Mapping):
         raise UserError.of("convert.rope_not_object", key=key, table=table)
     return _with_rope_type(table, key)
@@ -300,27 +300,27 @@ def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"rope_type": kinds.pop() if kinds else "default", **parameters}
 
 
-def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
+def _scaling(parameters: dict[str, Any], config: Keys) -> dict[str, Any]:
     """Return our rope_scaling. Where an original length is not given, theirs is that of the
     model."""
-    kind = parameters.pop("rope_type")
+    rope_type = parameters.pop("rope_type")
     stated = {key: value for key, value in parameters.items() if value is not None}
-    original = keys[ORIGINAL]
-    longest = keys["max_position_embeddings"]
-    if original is not None and kind not in STRETCHED:
-        raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=kind)
-    if kind == "default":
+    original = config[ORIGINAL]
+    longest = config["max_position_embeddings"]
+    if original is not None and rope_type not in STRETCHED:
+        raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=rope_type)
+    if rope_type == "default":
         _require_nothing_else(stated)
         return {}
-    if kind not in KINDS:
-        raise UserError.of("convert.rope_type_unknown", kind=kind, kinds=", ".join(KINDS))
+    if rope_type not in KINDS:
+        raise UserError.of("convert.rope_type_unknown", kind=rope_type, kinds=", ".join(KINDS))
     # Where nothing says the length, the model was trained for its own.
-    if ORIGINAL in PARAMETERS[kind]:
-        stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
-    if kind == "yarn":
+    if ORIGINAL in PARAMETERS[rope_type]:
+        stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, rope_type)
+    if rope_type == "yarn":
         stated |= _yarn_defaults(parameters, stated, longest)
-    _require_complete(kind, stated)
-    return {"kind": kind, **stated}
+    _require_complete(rope_type, stated)
+    return {"kind": rope_type, **stated}
 
 
 def _yarn_defaults(
@@ -340,11 +340,11 @@ def _yarn_defaults(
     return defaults
 
 
-def _require_complete(kind: str, stated: dict[str, Any]) -> None:
+def _require_complete(rope_type: str, stated: dict[str, Any]) -> None:
     """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
-    for key in ("factor", *REQUIRED.get(kind, ())):
+    for key in ("factor", *REQUIRED.get(rope_type, ())):
         if key not in stated:
-            raise UserError.of("convert.rope_key_missing", key=key, kind=kind)
+            raise UserError.of("convert.rope_key_missing", key=key, kind=rope_type)
     if stated.get("attention_factor") == 0:
         raise UserError.of("convert.rope_factor_zero")
 
@@ -355,7 +355,7 @@ def _require_nothing_else(parameters: dict[str, Any]) -> None:
         raise UserError.of("convert.rope_key_without_type", key=key, value=value)
 
 
-def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
+def _original_length(inside: Any, outside: Any, longest: int, rope_type: str) -> Any:
     """Return the length that a model was trained for before its positions were stretched.
 
     inside, outside: what the rope parameters say, and the config.json beside them.
@@ -369,7 +369,7 @@ def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
         original = inside
     elif outside is not None:
         original = outside
-    if kind == "dynamic" and original != longest:
+    if rope_type == "dynamic" and original != longest:
         raise UserError.of(
             "convert.rope_original_dynamic", key=ORIGINAL, value=original, longest=longest
         )

@@ -56,29 +56,31 @@ def text_config(config: Json) -> Json:
     Raises UserError for models with several kinds of input that are not read, and for keys that are
     not known.
     """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in TEXT:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TEXT:
         parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
         if parts:
-            raise UserError(_refusal(kind, parts, config[parts[0]]))
+            raise UserError(_refusal(model_type, parts, config[parts[0]]))
         return config
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
-        raise UserError.of("convert.hf_text_config_missing", kind=kind, text=TEXT[kind])
-    inner_kind = inner.get("model_type", TEXT[kind])
-    if inner_kind != TEXT[kind]:
-        raise UserError.of("convert.hf_text_config_type", short=short(inner_kind), text=TEXT[kind])
-    _check_outer_keys(config, inner, kind)
+        raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=TEXT[model_type])
+    inner_kind = inner.get("model_type", TEXT[model_type])
+    if inner_kind != TEXT[model_type]:
+        raise UserError.of(
+            "convert.hf_text_config_type", short=short(inner_kind), text=TEXT[model_type]
+        )
+    _check_outer_keys(config, inner, model_type)
     outer = {key: config[key] for key in OF_ALL if key in config}
-    return {**inner, **outer, "model_type": TEXT[kind]}
+    return {**inner, **outer, "model_type": TEXT[model_type]}
 
 
-def _check_outer_keys(config: Json, inner: Json, kind: str) -> None:
+def _check_outer_keys(config: Json, inner: Json, model_type: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
     for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
         if config[key] is not None:
             raise UserError.of(
-                "convert.hf_key_unknown", key=key, short=short(config[key]), kind=kind
+                "convert.hf_key_unknown", key=key, short=short(config[key]), kind=model_type
             )
     for key in OF_BOTH:
         if key in config and key in inner and inner[key] != config[key]:
@@ -103,13 +105,13 @@ def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     """Return the note on tensors of images that are left out."""
-    kind = config.get("model_type")
-    if kind not in TEXT:
+    model_type = config.get("model_type")
+    if model_type not in TEXT:
         return []
     left_out = sum(name.startswith(_IMAGE_TENSORS) for name in stored)
     return [
-        f"config.json has model_type = {kind!r}: its text model is read, of model_type "
-        f"{TEXT[kind]!r}; {left_out} tensors "
+        f"config.json has model_type = {model_type!r}: its text model is read, of model_type "
+        f"{TEXT[model_type]!r}; {left_out} tensors "
         "for images are left out, and a folder that is written has none"
     ]
 
@@ -122,14 +124,14 @@ def _inner_name(name: str) -> str:
     return name
 
 
-def _refusal(kind: Any, parts: list[str], inner: Json) -> str:
+def _refusal(model_type: Any, parts: list[str], inner: Json) -> str:
     """Return why a model of several kinds of input is not read. inner: the first of its parts."""
     text_kind = None
     if "vision" not in parts[0] and "audio" not in parts[0]:
         text_kind = inner.get("model_type")
     text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
     return (
-        f"config.json has model_type = {kind!r} with {', '.join(parts)}: of models with "
+        f"config.json has model_type = {model_type!r} with {', '.join(parts)}: of models with "
         "several kinds of input only "
         f"gemma3 is read; save {text} in a folder of its own, with a config.json of its own"
     )

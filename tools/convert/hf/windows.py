@@ -18,17 +18,17 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
         gpt-oss and Gemma 2 take numbers alone.
     """
 
-    def read(keys: Keys) -> Fields:
-        period = keys[pattern] if isinstance(pattern, str) else pattern
-        layers = keys["num_hidden_layers"]
-        types = keys["layer_types"]
+    def read(config: Keys) -> Fields:
+        period = config[pattern] if isinstance(pattern, str) else pattern
+        layers = config["num_hidden_layers"]
+        types = config["layer_types"]
         if types is not None:
             has_window = _layers_with_window(types, layers)
         elif isinstance(period, int) and period > 0:
             has_window = [bool((number + 1) % period) for number in range(layers)]
         else:
             raise UserError.of("convert.hf_window_pattern", pattern=period)
-        return _fields(has_window, _window(keys), required=True)
+        return _fields(has_window, _window(config), required=True)
 
     def write(model: ModelConfig) -> Json:
         return {
@@ -39,43 +39,43 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
     return Entry(read, write)
 
 
-def _read_of_all(keys: Keys) -> Fields:
-    window = _window(keys)
+def _read_of_all(config: Keys) -> Fields:
+    window = _window(config)
     # transformers does not read it in these families
-    if keys.has("use_sliding_window"):
-        require(keys.stated["use_sliding_window"], "use_sliding_window", (window > 0,))
-        keys.mark_read("use_sliding_window")
-    require_layers_alike(keys, window, keys["num_hidden_layers"])
+    if config.has("use_sliding_window"):
+        require(config.stated["use_sliding_window"], "use_sliding_window", (window > 0,))
+        config.mark_read("use_sliding_window")
+    require_layers_alike(config, window, config["num_hidden_layers"])
     return {"window": window}
 
 
-def _read_qwen(keys: Keys) -> Fields:
+def _read_qwen(config: Keys) -> Fields:
     """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one
     on."""
-    window = _window(keys) if keys["use_sliding_window"] else 0
-    keys.mark_read("sliding_window")
-    layers = keys["num_hidden_layers"]
-    first = keys["max_window_layers"]
-    types = keys["layer_types"]
+    window = _window(config) if config["use_sliding_window"] else 0
+    config.mark_read("sliding_window")
+    layers = config["num_hidden_layers"]
+    first = config["max_window_layers"]
+    types = config["layer_types"]
     if types is None:
         return _fields([number >= first for number in range(layers)], window)
     return _fields(_layers_with_window(types, layers), window, required=True)
 
 
-def _read_qwen2_moe(keys: Keys) -> Fields:
+def _read_qwen2_moe(config: Keys) -> Fields:
     # versions of transformers differ in what that means
-    if keys["use_sliding_window"] and keys["layer_types"] is None:
+    if config["use_sliding_window"] and config["layer_types"] is None:
         raise UserError.of("convert.hf_qwen2_moe_window")
-    return _read_qwen(keys)
+    return _read_qwen(config)
 
 
-def _read_qwen3_moe(keys: Keys) -> Fields:
-    window = _window(keys) if keys["use_sliding_window"] else 0
-    keys.mark_read("sliding_window", "max_window_layers")
-    require_layers_alike(keys, window, keys["num_hidden_layers"])
+def _read_qwen3_moe(config: Keys) -> Fields:
+    window = _window(config) if config["use_sliding_window"] else 0
+    config.mark_read("sliding_window", "max_window_layers")
+    require_layers_alike(config, window, config["num_hidden_layers"])
     if window:
         # transformers gives the window to all layers
-        require(keys["max_window_layers"], "max_window_layers", (0, None))
+        require(config["max_window_layers"], "max_window_layers", (0, None))
     return {"window": window}
 
 
@@ -85,19 +85,19 @@ def _write_optional(model: ModelConfig) -> Json:
 
 def _write_qwen(model: ModelConfig) -> Json:
     first = min(model.window_layers, default=0)
-    keys = {**_write_optional(model), "max_window_layers": first}
+    config = {**_write_optional(model), "max_window_layers": first}
     if model.window_layers:
-        return {**keys, "layer_types": _layer_types(model)}
-    return keys
+        return {**config, "layer_types": _layer_types(model)}
+    return config
 
 
 def _write_qwen2_moe(model: ModelConfig) -> Json:
-    keys = _write_optional(model)
-    return {**keys, "layer_types": _layer_types(model)} if model.window else keys
+    config = _write_optional(model)
+    return {**config, "layer_types": _layer_types(model)} if model.window else config
 
 
 WINDOW_OF_ALL_LAYERS = Entry(_read_of_all, lambda model: {"sliding_window": model.window or None})
-NO_WINDOW = Entry(lambda keys: require_layers_alike(keys, 0, keys["num_hidden_layers"]))
+NO_WINDOW = Entry(lambda config: require_layers_alike(config, 0, config["num_hidden_layers"]))
 WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
 WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
 WINDOW_OF_QWEN3_MOE = Entry(
@@ -105,9 +105,9 @@ WINDOW_OF_QWEN3_MOE = Entry(
 )
 
 
-def _window(keys: Keys) -> Any:
+def _window(config: Keys) -> Any:
     """Return sliding_window; null there is 0 here."""
-    window = keys["sliding_window"]
+    window = config["sliding_window"]
     if window == 0:
         raise UserError.of("convert.hf_window_zero")
     return window or 0
@@ -143,11 +143,11 @@ def _layer_types(model: ModelConfig) -> list[str]:
     return types
 
 
-def require_layers_alike(keys: Keys, window: int, layers: int) -> Fields:
+def require_layers_alike(config: Keys, window: int, layers: int) -> Fields:
     """Return no fields. Raises UserError if layer_types tells layers apart in a family whose layers
     transformers treats alike."""
-    types = keys["layer_types"]
+    types = config["layer_types"]
     if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
         expected = "sliding_attention" if window else "full_attention"
-        raise UserError.of("convert.hf_layers_alike", kind=keys.kind, expected=expected)
+        raise UserError.of("convert.hf_layers_alike", kind=config.kind, expected=expected)
     return {}

@@ -35,14 +35,14 @@ from tools.convert.megatron.rotary import (
 SCALE_TOLERANCE = 1e-6
 
 
-def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
+def model_of_args(arguments: Mapping[str, Any], vocab: int | None) -> ModelConfig:
     """Return the model that Megatron's args describe. vocab: tokens without padding; None: what the
     args say, or all rows.
 
     UserError for an argument by which it would be none of ours (`keys`).
     """
     try:
-        canonical = canonical_names(args)
+        canonical = canonical_names(arguments)
         require_kinds(canonical)
         refuse_others(canonical)
         return make_model(_fields_of(canonical, vocab), "Megatron's args")
@@ -52,99 +52,101 @@ def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
         raise UserError.of("convert.megatron_args_missing", error=error) from error
 
 
-def _fields_of(args: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
-    """Return the fields of the model. args: by their canonical names."""
-    learned = is_learned(args)
-    bias = bool(argument_or(args, "add_bias_linear", True))
-    experts = args.get("num_experts") or 0
-    latent = bool(args.get("multi_latent_attention"))
-    _refuse_combinations(args)
+def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
+    """Return the fields of the model. arguments: by their canonical names."""
+    learned = is_learned(arguments)
+    bias = bool(argument_or(arguments, "add_bias_linear", True))
+    experts = arguments.get("num_experts") or 0
+    latent = bool(arguments.get("multi_latent_attention"))
+    _refuse_combinations(arguments)
     return {
-        "family": _family(args, learned, experts),
-        "layers": args["num_layers"],
-        "hidden": args["hidden_size"],
-        "ffn": _feed_forward_width(args, experts),
-        "vocab": vocab or args.get("vocab_size") or args["padded_vocab_size"],
-        "max_positions": args["max_position_embeddings"],
-        "norm": "rms" if args.get("normalization") == "RMSNorm" else "layer",
-        "norm_eps": argument_or(args, "norm_epsilon", 1e-5),
+        "family": _family(arguments, learned, experts),
+        "layers": arguments["num_layers"],
+        "hidden": arguments["hidden_size"],
+        "ffn": _feed_forward_width(arguments, experts),
+        "vocab": vocab or arguments.get("vocab_size") or arguments["padded_vocab_size"],
+        "max_positions": arguments["max_position_embeddings"],
+        "norm": "rms" if arguments.get("normalization") == "RMSNorm" else "layer",
+        "norm_eps": argument_or(arguments, "norm_epsilon", 1e-5),
         "positions": "learned" if learned else "rope",
         "bias": bias,
         "output_bias": bias,
         "mlp_bias": bias and not experts,
-        "attention_sinks": args.get("softmax_type") == "learnable",
-        "tied": _is_tied(args),
-        "dropout": argument_or(args, "hidden_dropout", 0.1),
-        "attention_dropout": argument_or(args, "attention_dropout", 0.1),
-        "init_std": argument_or(args, "init_method_std", 0.02),
-        **activation_of(args, bias, experts),
-        "heads": args["num_attention_heads"],
-        **(latent_of(args) if latent else _attention(args, learned, bias)),
-        **_window(args),
-        **_modules(args),
-        **(experts_of(args, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
+        "attention_sinks": arguments.get("softmax_type") == "learnable",
+        "tied": _is_tied(arguments),
+        "dropout": argument_or(arguments, "hidden_dropout", 0.1),
+        "attention_dropout": argument_or(arguments, "attention_dropout", 0.1),
+        "init_std": argument_or(arguments, "init_method_std", 0.02),
+        **activation_of(arguments, bias, experts),
+        "heads": arguments["num_attention_heads"],
+        **(latent_of(arguments) if latent else _attention(arguments, learned, bias)),
+        **_window(arguments),
+        **_modules(arguments),
+        **(experts_of(arguments, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
     }
 
 
-def _feed_forward_width(args: Mapping[str, Any], experts: int) -> int:
+def _feed_forward_width(arguments: Mapping[str, Any], experts: int) -> int:
     """Return the width of an expert, or of the feed-forward; Megatron's default is 4 times the
     model's."""
-    width = args.get("moe_ffn_hidden_size") if experts else None
-    return width or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+    width = arguments.get("moe_ffn_hidden_size") if experts else None
+    return width or arguments.get("ffn_hidden_size") or 4 * arguments["hidden_size"]
 
 
-def _is_tied(args: Mapping[str, Any]) -> bool:
-    share = args.get("share_embeddings_and_output_weights")
+def _is_tied(arguments: Mapping[str, Any]) -> bool:
+    share = arguments.get("share_embeddings_and_output_weights")
     if share is not None:
         return bool(share)
-    return not args.get("untie_embeddings_and_output_weights", False)
+    return not arguments.get("untie_embeddings_and_output_weights", False)
 
 
-def _attention(args: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
+def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
     """Return the fields of attention without latents."""
-    heads = args["num_attention_heads"]
-    scale = args.get("softmax_scale")
-    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
-    head_dim = argument_or(args, "kv_channels", args["hidden_size"] // heads)
+    heads = arguments["num_attention_heads"]
+    scale = arguments.get("softmax_scale")
+    groups = (
+        arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
+    )
+    head_dim = argument_or(arguments, "kv_channels", arguments["hidden_size"] // heads)
     if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
         raise UserError.of("convert.megatron_softmax_scale", scale=scale)
     return {
         "kv_heads": groups or heads,
         "head_dim": head_dim,
-        "qk_norm": bool(args.get("qk_layernorm")),
-        "qkv_bias": bias or bool(args.get("add_qkv_bias")),
-        **rotary_of(args, learned),
+        "qk_norm": bool(arguments.get("qk_layernorm")),
+        "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
+        **rotary_of(arguments, learned),
     }
 
 
-def _family(args: Mapping[str, Any], learned: bool, experts: int) -> str:
+def _family(arguments: Mapping[str, Any], learned: bool, experts: int) -> str:
     """Return the family whose name is nearest; it decides nothing, for all that depends on it is
     given."""
-    sigmoid = experts and args.get("moe_router_score_function") == "sigmoid"
-    if args.get("multi_latent_attention"):
+    sigmoid = experts and arguments.get("moe_router_score_function") == "sigmoid"
+    if arguments.get("multi_latent_attention"):
         return "deepseek_v3" if sigmoid else "deepseek_v2"
-    if args.get("softmax_type") == "learnable":
+    if arguments.get("softmax_type") == "learnable":
         return "gpt_oss"
     if experts:
         return "glm4_moe" if sigmoid else "mixtral"
     return "gpt2" if learned else "llama"
 
 
-def _window(args: Mapping[str, Any]) -> dict[str, Any]:
+def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the sliding window, and of the layers that have it.
 
     window_size is (tokens before, tokens after); window_attn_skip_freq is a list with a value for
     each layer, or n: then every nth layer has none.
     """
-    window = args.get("window_size")
-    numbers = range(1, args["num_layers"] + 1)
+    window = arguments.get("window_size")
+    numbers = range(1, arguments["num_layers"] + 1)
     if not window:
         return {}
     # Megatron counts the tokens before the current one; ours counts that one too.
     before, after = window
     if after or before < 0:
         raise UserError.of("convert.megatron_window", window=window)
-    skip = args.get("window_attn_skip_freq")
+    skip = arguments.get("window_attn_skip_freq")
     if isinstance(skip, list | tuple):
         if len(skip) != len(numbers):
             raise UserError.of("convert.megatron_window_freq", skip=skip, num_numbers=len(numbers))
@@ -158,35 +160,35 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
 
 
-def _modules(args: Mapping[str, Any]) -> dict[str, Any]:
+def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of modules of multi-token prediction. Megatron numbers their layers after
     the model's own."""
-    if not (modules := args.get("mtp_num_layers")):
+    if not (modules := arguments.get("mtp_num_layers")):
         return {}
-    if is_learned(args):
+    if is_learned(arguments):
         raise UserError.of("convert.megatron_mtp_positions", modules=modules)
-    if args.get("window_size") and args.get("window_attn_skip_freq"):
+    if arguments.get("window_size") and arguments.get("window_attn_skip_freq"):
         raise UserError.of(
             "convert.megatron_mtp_windows",
             modules=modules,
-            window_attn_skip_freq=args["window_attn_skip_freq"],
+            window_attn_skip_freq=arguments["window_attn_skip_freq"],
         )
     return {
         "mtp_layers": modules,
-        "mtp_loss_weight": argument_or(args, "mtp_loss_scaling_factor", 0.1),
+        "mtp_loss_weight": argument_or(arguments, "mtp_loss_scaling_factor", 0.1),
     }
 
 
-def _refuse_combinations(args: Mapping[str, Any]) -> None:
+def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
     """Raise UserError for what depends on several args."""
-    vocab = args.get("vocab_size")
-    padded = args.get("padded_vocab_size")
+    vocab = arguments.get("vocab_size")
+    padded = arguments.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
         raise UserError.of("convert.megatron_vocab", padded=padded, vocab=vocab)
-    no_rope = args.get("no_rope_freq")
+    no_rope = arguments.get("no_rope_freq")
     if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
         raise UserError.of("convert.megatron_no_rope", no_rope=no_rope)
-    if args.get("qk_layernorm") and args.get("normalization") != "RMSNorm":
+    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
         raise UserError.of("convert.megatron_qk_norm")
 
 
@@ -214,18 +216,18 @@ def _lacking(model: ModelConfig) -> Iterator[str]:
     yield from without_feed_forward(model)
 
 
-def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
-    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
+def omitted_fields(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what `arguments` of `model` omit, as key = value. Raises UserError if the model would
     compute otherwise."""
     ours = as_computed(model)
-    theirs = as_computed(model_of_args(args, None))
+    theirs = as_computed(model_of_args(arguments, None))
     keys = type(model).model_fields
     differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
     lost = [key for key in differing if key not in (*TRAINING, *NAMES)]
     if lost:
         raise UserError(
             *(
-                f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}"
+                Problem.of("convert.megatron_field_lost", key=key, value=getattr(model, key))
                 for key in lost
             )
         )

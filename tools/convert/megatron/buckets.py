@@ -121,7 +121,7 @@ def sharding_of(common: Mapping[str, Any]) -> str | None:
 
 
 def bucketed_state(
-    saved: Saved, flats: Mapping[str, Chunked]
+    flat_layout: Saved, flats: Mapping[str, Chunked]
 ) -> dict[str, Mapping[str, TensorSource]]:
     """Return kind -> name of a match -> master, exp_avg or exp_avg_sq of the whole tensor. flats:
     the optimizer's tensors.
@@ -129,41 +129,45 @@ def bucketed_state(
     UserError if they have not the layout that the args and the model lead to.
     """
     # Each rank takes its buffers out; one that is left over belongs to none.
-    unclaimed = _group_by_buffer(saved, flats)
+    unclaimed = _group_by_buffer(flat_layout, flats)
     parts: Parts = {kind: {} for kind in FLAT}
-    for rank in _ranks(saved):
-        _claim(saved, rank, unclaimed, parts)
+    for rank in _ranks(flat_layout):
+        _claim(flat_layout, rank, unclaimed, parts)
     if unclaimed:
-        raise _unknown_layout(saved)
+        raise _unknown_layout(flat_layout)
     state = {}
     for kind, parts_of_kind in parts.items():
         parts_by_name = {}
-        for name, by_rank in parts_of_kind.items():
-            parts_by_name[name] = [by_rank[part] for part in sorted(by_rank)]
-        merged = merge_parts(saved.path, list(saved.expected), parts_by_name, saved.model.vocab)
-        check_tensors(saved.path, saved.expected, merged)
+        for tensor_name, by_rank in parts_of_kind.items():
+            parts_by_name[tensor_name] = [by_rank[part] for part in sorted(by_rank)]
+        merged = merge_parts(
+            flat_layout.path, list(flat_layout.expected), parts_by_name, flat_layout.model.vocab
+        )
+        check_tensors(flat_layout.path, flat_layout.expected, merged)
         state[kind] = merged
     return state
 
 
-def _unknown_layout(saved: Saved) -> UserError:
-    return UserError.of("convert.megatron_flat_state", path=saved.path)
+def _unknown_layout(flat_layout: Saved) -> UserError:
+    return UserError.of("convert.megatron_flat_state", path=flat_layout.path)
 
 
-def _group_by_buffer(saved: Saved, flats: Mapping[str, Chunked]) -> dict[_BufferKey, Buckets]:
+def _group_by_buffer(flat_layout: Saved, flats: Mapping[str, Chunked]) -> dict[_BufferKey, Buckets]:
     """Return the flat tensors of each bucket of every buffer, by kind."""
     by_buffer: dict[_BufferKey, dict[int, dict[str, _Flat]]] = {}
-    for name, tensor in flats.items():
-        match = _KEY.fullmatch(name)
+    for tensor_name, tensor in flats.items():
+        match = _KEY.fullmatch(tensor_name)
         if not match or len(tensor.shape) != 1 or not tensor.chunks:
-            raise _unknown_layout(saved)
+            raise _unknown_layout(flat_layout)
         optimizer, number, buffer, dtype, bucket, kind = match.groups()
         chunks = sorted(tensor.chunks, key=_first_element)
         starts = [offset[0] for offset, _ in chunks]
         pieces = [stored for _, stored in chunks]
         key = _BufferKey(int(optimizer or 0), int(number), int(buffer), dtype)
         buckets = by_buffer.setdefault(key, {})
-        buckets.setdefault(int(bucket), {})[kind] = _Flat(name, tensor.shape[0], starts, pieces)
+        buckets.setdefault(int(bucket), {})[kind] = _Flat(
+            tensor_name, tensor.shape[0], starts, pieces
+        )
     return {
         key: [buckets[number] for number in sorted(buckets)] for key, buckets in by_buffer.items()
     }
@@ -174,11 +178,11 @@ def _first_element(chunk: tuple[Sequence[int], Stored]) -> int:
     return offset[0]
 
 
-def _ranks(saved: Saved) -> Iterator[_OptimizerRank]:
+def _ranks(flat_layout: Saved) -> Iterator[_OptimizerRank]:
     """Yield all ranks that have state. Experts have an optimizer of their own where they are spread
     over ranks."""
-    sizes = sizes_of(saved.args)
-    stages = stages_of(saved.expected, saved.args, saved.model)
+    sizes = sizes_of(flat_layout.args)
+    stages = stages_of(flat_layout.expected, flat_layout.args, flat_layout.model)
     separate_experts = sizes.ep > 1
     for pp, tp in product(range(sizes.pp), range(sizes.tp)):
         local = stages[pp :: sizes.pp]
@@ -187,7 +191,7 @@ def _ranks(saved: Saved) -> Iterator[_OptimizerRank]:
         yield _OptimizerRank(0, pp * sizes.tp + tp, local, tp, tp % sizes.expert_tp)
     if not separate_experts:
         return
-    count = saved.model.experts // sizes.ep
+    count = flat_layout.model.experts // sizes.ep
     for pp, ep, tp in product(range(sizes.pp), range(sizes.ep), range(sizes.expert_tp)):
         local_experts = range(ep * count, (ep + 1) * count)
         local = [_select_experts(stage, local_experts) for stage in stages[pp :: sizes.pp]]
@@ -200,58 +204,63 @@ def _select_experts(stage: Sequence[Match], experts: Container[int | None]) -> l
 
 
 def _claim(
-    saved: Saved, rank: _OptimizerRank, unclaimed: dict[_BufferKey, Buckets], parts: Parts
+    flat_layout: Saved, rank: _OptimizerRank, unclaimed: dict[_BufferKey, Buckets], parts: Parts
 ) -> None:
     """Move a rank's flat tensors from `unclaimed` into `parts`."""
-    for number, (registered, buffer) in enumerate(_buffers(saved, rank)):
+    for number, (registered, buffer) in enumerate(_buffers(flat_layout, rank)):
         key = _BufferKey(rank.optimizer, rank.number, number, str(buffer[0].dtype))
         flats_of_buckets = unclaimed.pop(key, [])
-        buckets = _buckets(saved, buffer, flats_of_buckets)
+        buckets = _buckets(flat_layout, buffer, flats_of_buckets)
         for bucket, flats in zip(buckets, flats_of_buckets, strict=True):
-            for name, start in bucket.starts.items():
+            for tensor_name, start in bucket.starts.items():
                 for kind, flat_name in FLAT.items():
                     flat = flats[flat_name]
-                    _note_parts(saved, rank, registered[name], flat, start, parts[kind])
+                    _note_parts(
+                        flat_layout, rank, registered[tensor_name], flat, start, parts[kind]
+                    )
 
 
 def _buffers(
-    saved: Saved, rank: _OptimizerRank
+    flat_layout: Saved, rank: _OptimizerRank
 ) -> list[tuple[dict[str, Registered], list[Parameter]]]:
     """Return (parameters of the virtual stage by name, parameters of the buffer) of a rank's
     buffers, over all virtual stages."""
     buffers = []
     for stage in rank.stages:
         registered: dict[str, Registered] = {}
-        for parameter in parameters_of(stage, saved.args):
+        for parameter in parameters_of(stage, flat_layout.args):
             registered[parameter.matches[0].foreign] = parameter
-        laid_out = [_lay_out(saved, name, parameter) for name, parameter in registered.items()]
+        laid_out = [
+            _lay_out(flat_layout, tensor_name, parameter)
+            for tensor_name, parameter in registered.items()
+        ]
         buffers += [(registered, buffer) for buffer in buffers_of(laid_out)]
     return buffers
 
 
-def _lay_out(saved: Saved, name: str, parameter: Registered) -> Parameter:
-    elements = sum(prod(_local_shape(saved, match)) for match in parameter.matches)
-    alone = name in shared_weights(saved.model, sizes_of(saved.args).pp)
+def _lay_out(flat_layout: Saved, tensor_name: str, parameter: Registered) -> Parameter:
+    elements = sum(prod(_local_shape(flat_layout, match)) for match in parameter.matches)
+    alone = tensor_name in shared_weights(flat_layout.model, sizes_of(flat_layout.args).pp)
     # A tied head is a copy of the embedding, and has no weight of its own.
-    dtype = saved.dtypes[EMBEDDING if name == HEAD else name]
-    return Parameter(name, elements, dtype, alone)
+    dtype = flat_layout.dtypes[EMBEDDING if tensor_name == HEAD else tensor_name]
+    return Parameter(tensor_name, elements, dtype, alone)
 
 
-def _local_shape(saved: Saved, match: Match) -> tuple[int, ...]:
+def _local_shape(flat_layout: Saved, match: Match) -> tuple[int, ...]:
     """Return the shape of a rank's part."""
-    sizes = sizes_of(saved.args)
+    sizes = sizes_of(flat_layout.args)
     tp = sizes.tp if expert_of(match.foreign) is None else sizes.expert_tp
-    return part_shape(match.shape, match.cut, tp, saved.padded)
+    return part_shape(match.shape, match.cut, tp, flat_layout.padded)
 
 
 def _buckets(
-    saved: Saved, buffer: Sequence[Parameter], flats_of_buckets: Sequence[Mapping[str, _Flat]]
+    flat_layout: Saved, buffer: Sequence[Parameter], flats_of_buckets: Sequence[Mapping[str, _Flat]]
 ) -> list[Bucket]:
     """Return the buckets of a buffer, which end where what was saved of them ends: any size of
     theirs will do."""
     kinds = set(FLAT.values())
     if any(flats.keys() != kinds for flats in flats_of_buckets):
-        raise _unknown_layout(saved)
+        raise _unknown_layout(flat_layout)
     saved_lengths = [flats["param"].length for flats in flats_of_buckets]
 
     def is_full(number: int, elements: int) -> bool:
@@ -261,12 +270,12 @@ def _buckets(
     lengths = [bucket.length for bucket in buckets]
     for kind in kinds:
         if [flats[kind].length for flats in flats_of_buckets] != lengths:
-            raise _unknown_layout(saved)
+            raise _unknown_layout(flat_layout)
     return buckets
 
 
 def _note_parts(
-    saved: Saved,
+    flat_layout: Saved,
     rank: _OptimizerRank,
     parameter: Registered,
     flat: _Flat,
@@ -280,16 +289,18 @@ def _note_parts(
     """
     dtype = flat.pieces[0].dtype
     for number, match in enumerate(parameter.matches):
-        if match.foreign not in saved.dtypes:  # the copy of a tied embedding
+        if match.foreign not in flat_layout.dtypes:  # the copy of a tied embedding
             continue
-        shape = _local_shape(saved, match)
+        shape = _local_shape(flat_layout, match)
         first = start + number * prod(shape)
-        read = partial(_read, saved.path, flat, first, shape, parameter.packed)
+        read = partial(_read, flat_layout.path, flat, first, shape, parameter.packed)
         part = rank.part if expert_of(match.foreign) is None else rank.expert_part
         parts.setdefault(match.foreign, {})[part] = MergedTensor(shape, dtype, read)
 
 
-def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], transposed: bool) -> Tensor:
+def _read(
+    checkpoint: Path, flat: _Flat, start: int, shape: Sequence[int], transposed: bool
+) -> Tensor:
     """Return a tensor from `start` on, out of the pieces. transposed: it lies there so."""
     end = start + prod(shape)
     values = torch.empty(end - start, dtype=flat.pieces[0].dtype)
@@ -308,5 +319,5 @@ def _read(path: Path, flat: _Flat, start: int, shape: Sequence[int], transposed:
             )
             filled += bottom - top
     if filled != len(values):
-        raise UserError.of("convert.megatron_part_missing", path=path, name=flat.name)
+        raise UserError.of("convert.megatron_part_missing", path=checkpoint, name=flat.name)
     return values.view(shape[::-1]).t() if transposed else values.view(shape)

@@ -90,7 +90,7 @@ def buckets_of(
 
 
 def flat_state(
-    rank: RankFile, state: Any, args: Mapping[str, Any], stage: int, shared: Collection[str]
+    rank: RankFile, state: Any, arguments: Mapping[str, Any], stage: int, shared: Collection[str]
 ) -> list[dict[str, dict[str, Stored]]]:
     """Return kind -> name -> tensor of each of the rank's chunks.
 
@@ -110,7 +110,7 @@ def flat_state(
         if len(buffers) != len(flats):
             raise _unknown_layout(rank)
         for (chunk, parameters), flat in zip(buffers, flats, strict=True):
-            bucket_size = 0 if chunk else _bucket_size(rank, args, stage)
+            bucket_size = 0 if chunk else _bucket_size(rank, arguments, stage)
             named = _name_parts(rank, rank.chunks[chunk], parameters, bucket_size, flat)
             for kind, tensors in named.items():
                 chunks[chunk][kind] |= tensors
@@ -131,8 +131,8 @@ def _name_parts(
     named: dict[str, dict[str, Stored]] = {}
     for kind, flat_name in FLAT.items():
         named[kind] = {}
-        for name, start in starts.items():
-            named[kind][name] = _part(flat[flat_name], start, weights[name].shape)
+        for tensor_name, start in starts.items():
+            named[kind][tensor_name] = _part(flat[flat_name], start, weights[tensor_name].shape)
     return named
 
 
@@ -158,27 +158,31 @@ def _buffers(
     experts', 0 for the other."""
     for number, chunk in enumerate(rank.chunks):
         parameters = []
-        for name, stored in chunk.items():
-            in_optimizer = optimizer is None or is_expert(name) == bool(optimizer)
-            if is_trained(name) and in_optimizer:
+        for tensor_name, stored in chunk.items():
+            in_optimizer = optimizer is None or is_expert(tensor_name) == bool(optimizer)
+            if is_trained(tensor_name) and in_optimizer:
                 elements = prod(stored.shape)
-                parameters.append(Parameter(name, elements, stored.dtype, name in shared))
+                parameters.append(
+                    Parameter(tensor_name, elements, stored.dtype, tensor_name in shared)
+                )
         for buffer in buffers_of(parameters):
             yield number, buffer
 
 
-def _bucket_size(rank: RankFile, args: Mapping[str, Any], stage: int) -> int:
+def _bucket_size(rank: RankFile, arguments: Mapping[str, Any], stage: int) -> int:
     """Return the elements after which Megatron begins a new bucket of a rank's first chunk; 0:
     never, as in later stages."""
-    if not args.get("overlap_grad_reduce") or stage:
+    if not arguments.get("overlap_grad_reduce") or stage:
         return 0
-    if buckets := args.get("ddp_num_buckets"):
+    if buckets := arguments.get("ddp_num_buckets"):
         elements = 0
         for chunk in rank.chunks:
             elements += sum(prod(stored.shape) for stored in chunk.values())
         return elements // buckets
-    ranks = (args.get("data_parallel_size") or 1) * (args.get("context_parallel_size") or 1)
-    return args.get("ddp_bucket_size") or max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
+    ranks = (arguments.get("data_parallel_size") or 1) * (
+        arguments.get("context_parallel_size") or 1
+    )
+    return arguments.get("ddp_bucket_size") or max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
 
 
 def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str, int], int]:
@@ -192,7 +196,9 @@ def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str
     starts: dict[str, int] = {}
     elements_before = 0  # of the buckets before this one
     for bucket in buckets_of(parameters, is_full):
-        starts |= {name: elements_before + start for name, start in bucket.starts.items()}
+        starts |= {
+            tensor_name: elements_before + start for tensor_name, start in bucket.starts.items()
+        }
         elements_before += bucket.length
     return starts, elements_before
 

@@ -105,15 +105,15 @@ _GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 _PACKED = re.compile(r"(.*\.experts\.)weight([12])")
 
 
-def is_expert(name: str) -> bool:
+def is_expert(tensor_name: str) -> bool:
     """Return True if the tensor belongs to an expert."""
-    return ".mlp.experts." in name
+    return ".mlp.experts." in tensor_name
 
 
-def is_trained(name: str) -> bool:
+def is_trained(tensor_name: str) -> bool:
     """Return False for a router's correction: a buffer of the model, in FP32, of which the
     optimizer has no state."""
-    return not name.endswith(".router.expert_bias")
+    return not tensor_name.endswith(".router.expert_bias")
 
 
 def with_global_experts(
@@ -126,33 +126,33 @@ def with_global_experts(
     first: the number of its first expert.
     """
     renamed: dict[str, Stored] = {}
-    for name, stored in tensors.items():
-        if match := _LOCAL.fullmatch(name):
+    for tensor_name, stored in tensors.items():
+        if match := _LOCAL.fullmatch(tensor_name):
             prefix, number, suffix = match.groups()
             renamed[f"{prefix}{int(number) + first}{suffix}"] = stored
-        elif match := _GROUPED.fullmatch(name):
+        elif match := _GROUPED.fullmatch(tensor_name):
             prefix, layer, number = match.groups()
             renamed[f"{prefix}local_experts.{int(number) + first}.{layer}"] = stored
-        elif match := _PACKED.fullmatch(name):
+        elif match := _PACKED.fullmatch(tensor_name):
             prefix, layer = match.groups()
             matrices = _unpack(stored, hidden, count, features_in_first=layer == "1")
             # All experts of the rank are in this one tensor.
             for expert, matrix in enumerate(matrices, first):
                 renamed[f"{prefix}local_experts.{expert}.linear_fc{layer}.weight"] = matrix
         else:
-            renamed[name] = stored
+            renamed[tensor_name] = stored
     return renamed
 
 
-def local_name(name: str, count: int, grouped: bool) -> str:
+def local_name(tensor_name: str, count: int, grouped: bool) -> str:
     """Return the name that a tensor has on its rank, where experts are numbered from zero.
 
     count: experts of a rank.
     grouped: experts have the names of Transformer Engine.
     """
-    match = _LOCAL.fullmatch(name)
+    match = _LOCAL.fullmatch(tensor_name)
     if not match:
-        return name
+        return tensor_name
     prefix, number, suffix = match.groups()
     # Each rank has as many experts, in order.
     local_number = int(number) % count
@@ -161,9 +161,9 @@ def local_name(name: str, count: int, grouped: bool) -> str:
     return f"{prefix}{local_number}{suffix}"
 
 
-def expert_of(name: str) -> int | None:
+def expert_of(tensor_name: str) -> int | None:
     """Return the number of the expert that a tensor belongs to, by its name of one by one."""
-    match = _LOCAL.fullmatch(name)
+    match = _LOCAL.fullmatch(tensor_name)
     return int(match[2]) if match else None
 
 

@@ -35,9 +35,9 @@ Content = Mapping[str, Any]  # of a file, or of an optimizer in it
 RankState = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> name -> tensor
 
 
-def decayed(name: str, shape: Sequence[int]) -> bool:
+def decayed(tensor_name: str, shape: Sequence[int]) -> bool:
     """Return True if Megatron applies weight decay to the parameter."""
-    return not name.endswith(".bias") and len(shape) > 1
+    return not tensor_name.endswith(".bias") and len(shape) > 1
 
 
 def optimizer_state(
@@ -58,7 +58,11 @@ def optimizer_state(
     for kind in sorted(first_chunk):
         parts_by_name = parts_over_all(ranks, partial(_tensors_of_kind, states, kind))
         # What is not among the names is the last stage's copy of the embedding, as a head.
-        parts_by_name = {name: parts for name, parts in parts_by_name.items() if name in names}
+        parts_by_name = {
+            tensor_name: parts
+            for tensor_name, parts in parts_by_name.items()
+            if tensor_name in names
+        }
         merged = merge_parts(ranks.path, trained, parts_by_name, model.vocab)
         check_tensors(ranks.path, trained, merged)
         merged_by_kind[kind] = merged
@@ -132,12 +136,12 @@ def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
             parameters = list(_parameters_of_group(rank, group))
             if len(parameters) != len(group["params"]):
                 raise UserError.of("convert.megatron_groups", folder=rank.folder)
-            for (chunk, name), index in zip(parameters, group["params"], strict=True):
+            for (chunk, tensor_name), index in zip(parameters, group["params"], strict=True):
                 for kind in MOMENTS:
-                    chunks[chunk][kind][name] = inner["state"][index][kind]
+                    chunks[chunk][kind][tensor_name] = inner["state"][index][kind]
             if masters:
-                for (chunk, name), master in zip(parameters, masters[number], strict=True):
-                    chunks[chunk].setdefault("master", {})[name] = master
+                for (chunk, tensor_name), master in zip(parameters, masters[number], strict=True):
+                    chunks[chunk].setdefault("master", {})[tensor_name] = master
     _require_all_parameters(rank, chunks)
     return chunks
 
@@ -156,12 +160,12 @@ def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, 
     group_has_experts = bool(group.get("is_expert_parallel"))
     separate_experts = len(_optimizers(rank.content)) > 1  # they have an optimizer of their own
     for number, chunk in enumerate(rank.chunks):
-        for name, stored in chunk.items():
-            same_decay = decayed(name, stored.shape) == group_decays
+        for tensor_name, stored in chunk.items():
+            same_decay = decayed(tensor_name, stored.shape) == group_decays
             # With one optimizer for all, experts are in the groups of other parameters.
-            same_experts = (is_expert(name) and separate_experts) == group_has_experts
-            if same_decay and same_experts and is_trained(name):
-                yield number, name
+            same_experts = (is_expert(tensor_name) and separate_experts) == group_has_experts
+            if same_decay and same_experts and is_trained(tensor_name):
+                yield number, tensor_name
 
 
 def steps_of(content: Content) -> int:

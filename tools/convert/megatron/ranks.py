@@ -98,14 +98,14 @@ class RankFiles:
             size = self.args.get("expert_tensor_parallel_size")
         return size or self.sizes.tp
 
-    def tensor_ranks(self, name: str) -> int:
+    def tensor_ranks(self, tensor_name: str) -> int:
         """Return over how many ranks a tensor is cut."""
-        return self.expert_tp if is_expert(name) else self.sizes.tp
+        return self.expert_tp if is_expert(tensor_name) else self.sizes.tp
 
 
-def read_ranks(path: Path) -> RankFiles:
+def read_ranks(checkpoint: Path) -> RankFiles:
     """Return the contents of the ranks' files. Raises UserError if one is missing."""
-    matches = _find_files(path)
+    matches = _find_files(checkpoint)
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = contents(list(matches))
     for file, content in zip(matches, loaded, strict=True):
@@ -113,7 +113,7 @@ def read_ranks(path: Path) -> RankFiles:
             raise UserError.of("convert.megatron_not_dict", file=file)
     args = loaded[0].get("args")
     if not isinstance(args, dict):
-        raise UserError.of("convert.megatron_files_no_args", path=path)
+        raise UserError.of("convert.megatron_files_no_args", path=checkpoint)
     # Before any number of theirs is used.
     require_kinds(args)
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
@@ -133,19 +133,19 @@ def read_ranks(path: Path) -> RankFiles:
         1 + max(rank.pp for rank in files),
         1 + max(rank.ep for rank in files),
     )
-    ranks = RankFiles(path, args, dict(sorted(files.items())), sizes)
+    ranks = RankFiles(checkpoint, args, dict(sorted(files.items())), sizes)
     _check_complete(ranks)
     _check_same_model(ranks)
     return ranks
 
 
-def _find_files(path: Path) -> dict[Path, re.Match[str]]:
+def _find_files(checkpoint: Path) -> dict[Path, re.Match[str]]:
     """Return the files of ranks by name, each with the match of its folder's name."""
     matches: dict[Path, re.Match[str]] = {}
-    for folder in sorted(path.iterdir()):
+    for folder in sorted(checkpoint.iterdir()):
         if match := RANK.fullmatch(folder.name):
             matches[folder / FILE] = match
-    for folder in path.glob("mp_rank_*"):
+    for folder in checkpoint.glob("mp_rank_*"):
         if folder.is_dir() and not RANK.fullmatch(folder.name):
             raise UserError.of("convert.megatron_folder_name", folder=folder)
     for file in matches:
@@ -238,7 +238,7 @@ def notes_on_contradictions(ranks: RankFiles) -> Iterator[str]:
 
 
 def notes_on_copies(
-    path: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
+    checkpoint: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
 ) -> Iterator[str]:
     """Yield a note for each rank whose file holds what that of another does, by their checksums.
 
@@ -249,8 +249,8 @@ def notes_on_copies(
     for chunks in tensors.values():
         identities = []
         for number, chunk in enumerate(chunks):
-            for name, stored in chunk.items():
-                identities.append((number, name, stored.shape, stored.dtype, stored.crc))
+            for tensor_name, stored in chunk.items():
+                identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
         # Without a checksum of every tensor nothing can be said.
         if not identities or any(crc is None for *_, crc in identities):
             continue
@@ -258,8 +258,8 @@ def notes_on_copies(
         first_file = first_files.setdefault(frozenset(identities), file)
         if first_file != file:
             yield (
-                f"{path}: {file} and {first_file} hold the same numbers throughout: one may be a "
-                "copy of the other"
+                f"{checkpoint}: {file} and {first_file} hold the same numbers throughout: "
+                "one may be a copy of the other"
             )
 
 
@@ -294,9 +294,9 @@ def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a state dict but for extra states, which hold no parameters."""
     return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Stored) and not str(name).endswith("_extra_state")
+        tensor_name: value
+        for tensor_name, value in state.items()
+        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state")
     }
 
 
@@ -329,7 +329,7 @@ def _names_at_ends(
     norm_stage = last
     if has_modules:
         for number, stage in enumerate(stages):
-            if any(LAYER.match(name) for name in stage):
+            if any(LAYER.match(tensor_name) for tensor_name in stage):
                 norm_stage = number
     return {"embedding.": 0, "decoder.final_layernorm.": norm_stage, "output_layer.": last}
 
@@ -347,64 +347,69 @@ def _parts_of_stage(
         if rank.pp != stage:
             continue
         tensors = tensors_of(file)[chunk]
-        for name, stored in with_global_experts(
+        for tensor_name, stored in with_global_experts(
             tensors, hidden, experts, rank.ep * experts
         ).items():
             # Experts that are cut over fewer ranks repeat their parts along tp.
-            part = rank.tp % ranks.tensor_ranks(name)
-            copies.setdefault(name, {}).setdefault(part, []).append((rank.ep, stored))
-    for name, parts in copies.items():
-        if is_expert(name):
-            _check_one_owner(ranks.path, name, parts)
-        if sorted(parts) != [*range(ranks.tensor_ranks(name))]:
-            raise UserError.of("convert.megatron_names_differ", path=ranks.path, name=name)
+            part = rank.tp % ranks.tensor_ranks(tensor_name)
+            copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank.ep, stored))
+    for tensor_name, parts in copies.items():
+        if is_expert(tensor_name):
+            _check_one_owner(ranks.path, tensor_name, parts)
+        if sorted(parts) != [*range(ranks.tensor_ranks(tensor_name))]:
+            raise UserError.of("convert.megatron_names_differ", path=ranks.path, name=tensor_name)
     checked: dict[str, list[TensorSource]] = {}
-    for name, parts in copies.items():
-        checked[name] = []
+    for tensor_name, parts in copies.items():
+        checked[tensor_name] = []
         for part in sorted(parts):
             same_part = [stored for _, stored in parts[part]]
-            checked[name].append(checked_copy(ranks.path, name, same_part))
+            checked[tensor_name].append(checked_copy(ranks.path, tensor_name, same_part))
     return checked
 
 
 def _check_one_owner(
-    path: Path, name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
+    checkpoint: Path, tensor_name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
 ) -> None:
     """Raise UserError if an expert is on two ep ranks."""
     for copies in parts.values():
         if len({ep for ep, _ in copies}) > 1:
-            raise UserError.of("convert.megatron_name_on_ranks", path=path, name=name)
+            raise UserError.of("convert.megatron_name_on_ranks", path=checkpoint, name=tensor_name)
 
 
-def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> TensorSource:
+def checked_copy(
+    checkpoint: Path, tensor_name: str, copies: Sequence[TensorSource]
+) -> TensorSource:
     """Return the first of several copies; reading it raises UserError if another differs."""
     first, *others = copies
     if not others:
         return first
-    require_one_dtype(path, name, copies)
+    require_one_dtype(checkpoint, tensor_name, copies)
 
     def read() -> Tensor:
         values = first.read()
         if not all(same_values(values, copy.read()) for copy in others):
-            raise UserError.of("convert.megatron_ranks_disagree", path=path, name=name)
+            raise UserError.of("convert.megatron_ranks_disagree", path=checkpoint, name=tensor_name)
         return values
 
     return MergedTensor(first.shape, first.dtype, read)
 
 
-def require_one_dtype(path: Path, name: str, parts: Sequence[TensorSource]) -> None:
+def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[TensorSource]) -> None:
     """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
     rounded."""
     # Sorted, so that the same files always give the same message.
     dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
     if len(dtypes) > 1:
         raise UserError.of(
-            "convert.megatron_dtypes", path=path, name=name, dtypes=" and ".join(dtypes)
+            "convert.megatron_dtypes",
+            path=checkpoint,
+            name=tensor_name,
+            dtypes=" and ".join(dtypes),
         )
 
 
 def number_over_stages(
-    path: Path,
+    checkpoint: Path,
     stages: Sequence[Mapping[str, list[TensorSource]]],
     layer: re.Pattern[str],
     ends: Mapping[str, int],
@@ -417,46 +422,48 @@ def number_over_stages(
         then files have each other's names.
     repeated: names that several stages may have, which must then be the same.
     """
-    _check_ends(path, stages, ends, repeated)
+    _check_ends(checkpoint, stages, ends, repeated)
     merged: dict[str, list[TensorSource]] = {}
     layers_before = 0
     for stage in stages:
         local_numbers = set()
-        for name, parts in stage.items():
-            global_name = name
-            if match := layer.match(name):
+        for tensor_name, parts in stage.items():
+            global_name = tensor_name
+            if match := layer.match(tensor_name):
                 prefix, number, suffix = match.groups()
                 local_numbers.add(number)
                 global_name = f"{prefix}{int(number) + layers_before}{suffix}"
             if global_name in merged and global_name not in repeated:
                 raise UserError.of(
-                    "convert.megatron_layer_twice", path=path, global_name=global_name
+                    "convert.megatron_layer_twice", path=checkpoint, global_name=global_name
                 )
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
                 pairs = zip(merged[global_name], parts, strict=True)
-                parts = [checked_copy(path, name, pair) for pair in pairs]
+                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
             merged[global_name] = parts
         layers_before += len(local_numbers)
     return merged
 
 
 def _check_ends(
-    path: Path,
+    checkpoint: Path,
     stages: Sequence[Mapping[str, list[TensorSource]]],
     ends: Mapping[str, int],
     repeated: Sequence[str],
 ) -> None:
     """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
     for number, stage in enumerate(stages):
-        for name in stage:
-            owner = next((end for begin, end in ends.items() if name.startswith(begin)), number)
-            if owner != number and name not in repeated:
+        for tensor_name in stage:
+            owner = next(
+                (end for begin, end in ends.items() if tensor_name.startswith(begin)), number
+            )
+            if owner != number and tensor_name not in repeated:
                 raise UserError.of(
                     "convert.megatron_layer_of_stage",
-                    path=path,
-                    name=name,
+                    path=checkpoint,
+                    name=tensor_name,
                     owner=owner,
                     num_stages=len(stages),
                     number=number,
@@ -464,7 +471,7 @@ def _check_ends(
 
 
 def merge_parts(
-    path: Path,
+    checkpoint: Path,
     expected: list[Match],
     parts_by_name: Mapping[str, list[TensorSource]],
     vocab: int,
@@ -476,17 +483,17 @@ def merge_parts(
     """
     matches = {match.foreign: match for match in expected}
     merged: dict[str, TensorSource] = {}
-    for name, parts in parts_by_name.items():
-        require_one_dtype(path, name, parts)
-        match = matches.get(name)
+    for tensor_name, parts in parts_by_name.items():
+        require_one_dtype(checkpoint, tensor_name, parts)
+        match = matches.get(tensor_name)
         # `check_tensors` names it.
         if match is None:
-            merged[name] = parts[0]
+            merged[tensor_name] = parts[0]
         elif _fits(match, parts, vocab):
-            merged[name] = _merge(path, match, parts)
+            merged[tensor_name] = _merge(checkpoint, match, parts)
         else:
-            _require_fit(path, match, parts)
-            merged[name] = parts[0]
+            _require_fit(checkpoint, match, parts)
+            merged[tensor_name] = parts[0]
     return merged
 
 
@@ -501,19 +508,19 @@ def _fits(match: Match, parts: Sequence[TensorSource], vocab: int) -> bool:
     return match.cut != "vocabulary" or padded >= vocab
 
 
-def _require_fit(path: Path, match: Match, parts: Sequence[TensorSource]) -> None:
+def _require_fit(checkpoint: Path, match: Match, parts: Sequence[TensorSource]) -> None:
     """Raise UserError for parts of several shapes, or with the whole tensor among them."""
     if any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise UserError.of(
-            "convert.megatron_shapes", path=path, foreign=match.foreign, shapes=shapes
+            "convert.megatron_shapes", path=checkpoint, foreign=match.foreign, shapes=shapes
         )
 
 
-def _merge(path: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
+def _merge(checkpoint: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
     """Return the tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
-        return checked_copy(path, match.foreign, parts)
+        return checked_copy(checkpoint, match.foreign, parts)
 
     def read() -> Tensor:
         return join_parts((part.read() for part in parts), match.cut, match.shape, len(parts))

@@ -32,36 +32,36 @@ UNUSED = (
 )
 
 
-def is_learned(args: Args) -> bool:
+def is_learned(arguments: Args) -> bool:
     """Return True if positions are learned. They are unless one of two args says that they turn."""
-    is_default = args.get("position_embedding_type", LEARNED) == LEARNED
-    learned = is_default and not args.get("use_rotary_position_embeddings")
-    if learned and args.get("add_position_embedding") is False:
+    is_default = arguments.get("position_embedding_type", LEARNED) == LEARNED
+    learned = is_default and not arguments.get("use_rotary_position_embeddings")
+    if learned and arguments.get("add_position_embedding") is False:
         raise UserError.of("convert.megatron_no_positions")
     return learned
 
 
-def rotary_of(args: Args, learned: bool) -> dict[str, Any]:
+def rotary_of(arguments: Args, learned: bool) -> dict[str, Any]:
     """Return the fields of rotary positions in ordinary attention."""
-    fraction = 1.0 if learned else float(argument_or(args, "rotary_percent", 1.0))
-    base = float(argument_or(args, "rotary_base", 10000))
+    fraction = 1.0 if learned else float(argument_or(arguments, "rotary_percent", 1.0))
+    base = float(argument_or(arguments, "rotary_base", 10000))
     if learned:
         scaling = {}
-    elif _is_yarn(args):
-        scaling = _plain_yarn(args, fraction)
+    elif _is_yarn(arguments):
+        scaling = _plain_yarn(arguments, fraction)
     else:
-        scaling = _scaling(args)
+        scaling = _scaling(arguments)
     return {"rope_base": base, "rotary_fraction": fraction, "rope_scaling": scaling}
 
 
-def _is_yarn(args: Args) -> bool:
-    return args.get("position_embedding_type") == YARN
+def _is_yarn(arguments: Args) -> bool:
+    return arguments.get("position_embedding_type") == YARN
 
 
-def _scaling(args: Args) -> dict[str, Any]:
+def _scaling(arguments: Args) -> dict[str, Any]:
     """Return the scaling of rotary positions: Llama 3.1's, or linear."""
-    factor = args.get("rotary_seq_len_interpolation_factor")
-    scaled = bool(args.get("use_rope_scaling"))
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    scaled = bool(arguments.get("use_rope_scaling"))
     if factor is not None and scaled:
         raise UserError.of("convert.megatron_two_scalings")
     if factor is not None:
@@ -69,29 +69,35 @@ def _scaling(args: Args) -> dict[str, Any]:
             raise UserError.of("convert.megatron_scaling_below_one", factor=factor)
         return {"kind": "linear", "factor": float(factor)}
     if scaled:
-        return {"kind": "llama3", "factor": argument_or(args, "rope_scaling_factor", 8.0), **LLAMA3}
+        return {
+            "kind": "llama3",
+            "factor": argument_or(arguments, "rope_scaling_factor", 8.0),
+            **LLAMA3,
+        }
     return {}
 
 
-def _plain_yarn(args: Args, fraction: float) -> dict[str, Any]:
+def _plain_yarn(arguments: Args, fraction: float) -> dict[str, Any]:
     """Return YaRN's scaling in ordinary attention, where all features of a head turn."""
     for key in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
-        if args.get(key):
-            raise UserError.of("convert.megatron_yarn_key", key=key, args=args[key])
+        if arguments.get(key):
+            raise UserError.of("convert.megatron_yarn_key", key=key, args=arguments[key])
     if fraction != 1:
         raise UserError.of("convert.megatron_yarn_percent", fraction=fraction)
-    original = argument_or(args, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
-    fast = argument_or(args, "yarn_beta_fast", LATENT_YARN["beta_fast"])
-    slow = argument_or(args, "yarn_beta_slow", LATENT_YARN["beta_slow"])
-    truncate = bool(argument_or(args, "yarn_correction_range_round_to_int", True))
-    return _yarn(args, original, fast, slow, truncate)
+    original = argument_or(arguments, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
+    fast = argument_or(arguments, "yarn_beta_fast", LATENT_YARN["beta_fast"])
+    slow = argument_or(arguments, "yarn_beta_slow", LATENT_YARN["beta_slow"])
+    truncate = bool(argument_or(arguments, "yarn_correction_range_round_to_int", True))
+    return _yarn(arguments, original, fast, slow, truncate)
 
 
-def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -> dict[str, Any]:
+def _yarn(
+    arguments: Args, original: int, fast: float, slow: float, truncate: bool
+) -> dict[str, Any]:
     """Return YaRN's scaling. With other mscales than ours has words for, the factor of features is
     given itself."""
-    factor = _yarn_factor(args)
-    mscale, mscale_all_dim = _mscales(args)
+    factor = _yarn_factor(arguments)
+    mscale, mscale_all_dim = _mscales(arguments)
     scaling: dict[str, Any] = {
         "kind": YARN,
         "factor": factor,
@@ -110,20 +116,20 @@ def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -
     return scaling
 
 
-def _yarn_factor(args: Args) -> float:
-    if args.get("rotary_scaling_factor") is None:
-        key = "rope_type" if args.get("multi_latent_attention") else "position_embedding_type"
-        raise UserError.of("convert.megatron_factor_missing", key=key, get=args.get(key))
-    factor = float(args["rotary_scaling_factor"])
+def _yarn_factor(arguments: Args) -> float:
+    if arguments.get("rotary_scaling_factor") is None:
+        key = "rope_type" if arguments.get("multi_latent_attention") else "position_embedding_type"
+        raise UserError.of("convert.megatron_factor_missing", key=key, get=arguments.get(key))
+    factor = float(arguments["rotary_scaling_factor"])
     if factor < 1:
         raise UserError.of("convert.megatron_factor_below_one", factor=factor)
     return factor
 
 
-def _mscales(args: Args) -> tuple[float, float]:
+def _mscales(arguments: Args) -> tuple[float, float]:
     """Return (mscale, mscale_all_dim)."""
-    mscale = float(argument_or(args, "mscale", 1.0))
-    return mscale, float(argument_or(args, "mscale_all_dim", 0.0))
+    mscale = float(argument_or(arguments, "mscale", 1.0))
+    return mscale, float(argument_or(arguments, "mscale_all_dim", 0.0))
 
 
 def _scale(factor: float, mscale: float) -> float:
@@ -131,46 +137,48 @@ def _scale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def latent_of(args: Args) -> dict[str, Any]:
+def latent_of(arguments: Args) -> dict[str, Any]:
     """Return the fields of multi-latent attention, its positions among them. UserError for what
     ours has not."""
-    _require_latent(args)
-    heads = args["num_attention_heads"]
-    norm_eps = argument_or(args, "norm_epsilon", 1e-5)
-    rope_dim = args["qk_pos_emb_head_dim"]
-    nope_dim = args["qk_head_dim"]
+    _require_latent(arguments)
+    heads = arguments["num_attention_heads"]
+    norm_eps = argument_or(arguments, "norm_epsilon", 1e-5)
+    rope_dim = arguments["qk_pos_emb_head_dim"]
+    nope_dim = arguments["qk_head_dim"]
     fields = {
         "latent": {
-            "kv_rank": args["kv_lora_rank"],
-            "query_rank": args["q_lora_rank"] or 0,
+            "kv_rank": arguments["kv_lora_rank"],
+            "query_rank": arguments["q_lora_rank"] or 0,
             "rope_dim": rope_dim,
             "nope_dim": nope_dim,
-            "value_dim": args["v_head_dim"],
+            "value_dim": arguments["v_head_dim"],
             "norm_eps": norm_eps,
         },
         "kv_heads": heads,
         "head_dim": rope_dim + nope_dim,
         "qk_norm": False,
         "qkv_bias": False,
-        "rope_base": float(argument_or(args, "rotary_base", 10000)),
+        "rope_base": float(argument_or(arguments, "rotary_base", 10000)),
         "rotary_fraction": 1.0,
     }
-    if argument_or(args, "rope_type", YARN) == YARN:
+    if argument_or(arguments, "rope_type", YARN) == YARN:
         original, fast, slow = (
-            argument_or(args, key, default) for key, default in LATENT_YARN.items()
+            argument_or(arguments, key, default) for key, default in LATENT_YARN.items()
         )
-        return {**fields, "rope_scaling": _yarn(args, original, fast, slow, truncate=True)}
+        return {**fields, "rope_scaling": _yarn(arguments, original, fast, slow, truncate=True)}
     # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
     attention_scalar = float(rope_dim + nope_dim)
-    _, mscale_all_dim = _mscales(args)
+    _, mscale_all_dim = _mscales(arguments)
     if mscale_all_dim:
-        attention_scalar = (rope_dim + nope_dim) / _scale(_yarn_factor(args), mscale_all_dim) ** 4
+        attention_scalar = (rope_dim + nope_dim) / _scale(
+            _yarn_factor(arguments), mscale_all_dim
+        ) ** 4
     return {**fields, "rope_scaling": {}, "attention_scalar": attention_scalar}
 
 
-def _require_latent(args: Args) -> None:
+def _require_latent(arguments: Args) -> None:
     """Raise UserError for args that multi-latent attention ignores, or that ours has not."""
-    rotary = args.get("use_rotary_position_embeddings")
+    rotary = arguments.get("use_rotary_position_embeddings")
     allowed: dict[str, tuple[Any, ...]] = {
         "qk_layernorm": (True,),
         "normalization": ("RMSNorm",),
@@ -180,12 +188,14 @@ def _require_latent(args: Args) -> None:
         **dict.fromkeys(UNUSED, (False, None)),
     }
     for key, values in allowed.items():
-        if args.get(key) not in values:
+        if arguments.get(key) not in values:
             raise UserError.of(
-                "convert.megatron_latent_key", key=key, get=args.get(key), values=values[0]
+                "convert.megatron_latent_key", key=key, get=arguments.get(key), values=values[0]
             )
-    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
-    if groups not in (None, args["num_attention_heads"]):
+    groups = (
+        arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
+    )
+    if groups not in (None, arguments["num_attention_heads"]):
         raise UserError.of("convert.megatron_latent_groups", groups=groups)
 
 
@@ -262,15 +272,15 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     if scaling.kind != YARN:
         return {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    args: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "rotary_scaling_factor": scaling.factor,
         "mscale": scaling.mscale or 1.0,
         "mscale_all_dim": scaling.mscale_all_dim,
     }
     if not model.latent:
-        args |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
-        args["yarn_correction_range_round_to_int"] = scaling.truncate
-    return args
+        arguments |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
+        arguments["yarn_correction_range_round_to_int"] = scaling.truncate
+    return arguments
 
 
 def latent_args(model: ModelConfig) -> dict[str, Any]:

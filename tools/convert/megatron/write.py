@@ -212,22 +212,22 @@ class _Writer:
         if self.source.model.mtp_layers and is_another_last:
             yield self._local(EMBEDDING, embedding)
         for match in in_registered_order(self.matches, self.layout.grouped):
-            name = _name_in_stage(match.foreign, stage, layers, pp)
-            if name is not None:
-                yield self._local(name, match)
+            tensor_name = _name_in_stage(match.foreign, stage, layers, pp)
+            if tensor_name is not None:
+                yield self._local(tensor_name, match)
         if self.source.model.tied and is_another_last:
             yield self._local(HEAD, embedding)
 
-    def _local(self, name: str, match: Match) -> _LocalTensor:
+    def _local(self, tensor_name: str, match: Match) -> _LocalTensor:
         try:
             shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
         except UserError as error:
             raise UserError.of(
-                "convert.target_tensor_ranks", tp=self.layout.tp, name=name, error=error
+                "convert.target_tensor_ranks", tp=self.layout.tp, name=tensor_name, error=error
             ) from error
         experts = self.source.model.experts // self.layout.ep
-        name = local_name(name, experts, self.layout.grouped)
-        return _LocalTensor(name, match, shape, expert_of(match.foreign))
+        tensor_name = local_name(tensor_name, experts, self.layout.grouped)
+        return _LocalTensor(tensor_name, match, shape, expert_of(match.foreign))
 
     def _dtype(self, match: Match, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor among weights; a router's correction keeps its own."""
@@ -362,7 +362,10 @@ class _Writer:
         scaler = self.source.facts.scaler
         if not scaler:
             return {}
-        trackers = {name: int(scaler[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        trackers = {
+            tensor_name: int(scaler[tensor_name])
+            for tensor_name in ("growth_tracker", "hysteresis_tracker")
+        }
         return {"grad_scaler": {"scale": slots.add_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
@@ -376,10 +379,10 @@ class _Writer:
 def _has_all_moments(source: Source) -> bool:
     """Return True if the source has Adam's moments of all tensors that are trained."""
     for key in source.keys("weight"):
-        name = key.removeprefix("weight/")
+        tensor_name = key.removeprefix("weight/")
         if is_correction(key):
             continue
-        if any(f"{kind}/{name}" not in source.shapes for kind in MOMENTS):
+        if any(f"{kind}/{tensor_name}" not in source.shapes for kind in MOMENTS):
             return False
     return True
 
@@ -399,15 +402,15 @@ def _param_group(
     }
 
 
-def _name_in_stage(name: str, stage: int, layers: int, pp: int) -> str | None:
+def _name_in_stage(tensor_name: str, stage: int, layers: int, pp: int) -> str | None:
     """Return the name of a tensor in a stage, where layers count from 0; None if the stage does not
     have it. layers: of each stage."""
-    if name.startswith("decoder.layers."):
-        number, suffix = name.removeprefix("decoder.layers.").split(".", 1)
+    if tensor_name.startswith("decoder.layers."):
+        number, suffix = tensor_name.removeprefix("decoder.layers.").split(".", 1)
         local_number = int(number) - stage * layers
         return f"decoder.layers.{local_number}.{suffix}" if 0 <= local_number < layers else None
-    owner = 0 if name.startswith("embedding.") else pp - 1
-    return name if stage == owner else None
+    owner = 0 if tensor_name.startswith("embedding.") else pp - 1
+    return tensor_name if stage == owner else None
 
 
 def _storage_starts(file: Path) -> list[int]:

@@ -17,14 +17,14 @@ the biases are recognized by the tensors.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
@@ -81,93 +81,97 @@ def find_internevo(path: Path) -> Path | None:
     return path if any(_is_rank_file(file.name) for file in path.iterdir()) else None
 
 
-def _is_rank_file(name: str) -> bool:
-    return any(kind.fullmatch(name) for kind in (FILE, SHARDED, EXPERT))
+def _is_rank_file(file_name: str) -> bool:
+    return any(kind.fullmatch(file_name) for kind in (FILE, SHARDED, EXPERT))
 
 
-def open_internevo(path: Path) -> Source:
+def open_internevo(checkpoint: Path) -> Source:
     """Open the folder of a step. UserError for what is missing, surplus or not known."""
-    _refuse_unread_kinds(path)
-    ranks = _read_ranks(path)
-    config = _read_config(path / CONFIG)
+    _refuse_unread_kinds(checkpoint)
+    ranks = _read_ranks(checkpoint)
+    config = _read_config(checkpoint / CONFIG)
     shards_by_name = _shards_over_all(ranks)
-    mlp, ffn = _feed_forward(path, shards_by_name)
+    mlp, ffn = _feed_forward(checkpoint, shards_by_name)
     biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
     # What the dict does not say, the tensors do: gates, widths and biases.
-    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
+    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(checkpoint / CONFIG))
     chunks = len(next(iter(ranks.chunks.values())))
     if config.get("num_chunks", chunks) != chunks:
         raise UserError.of(
             "convert.internevo_chunks",
-            path=path / CONFIG,
+            path=checkpoint / CONFIG,
             num_chunks=config["num_chunks"],
             chunks=chunks,
         )
     split_hidden = _split_hidden(shards_by_name, model.hidden)
     expected = matches(internevo(mlp, split_hidden, ranks.weight_parallel), model)
-    weights = merge_shards(path, expected, shards_by_name)
-    check_tensors(path, expected, weights)
+    weights = merge_shards(checkpoint, expected, shards_by_name)
+    check_tensors(checkpoint, expected, weights)
     layout = {"tensor": ranks.sizes.tp, "pipeline": ranks.sizes.pp}
     if ranks.weight_parallel:
         layout["weight"] = ranks.sizes.wp
     notes = [note] if note else []
-    notes += notes_on_copies(path, _distinct_ranks(ranks))
-    facts = Facts(layout=layout, unread=_unread(path), notes=tuple(notes))
+    notes += notes_on_copies(checkpoint, _distinct_ranks(ranks))
+    facts = Facts(layout=layout, unread=_unread(checkpoint), notes=tuple(notes))
     origins = origins_of(expected, weights, model)
-    return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
+    return Source(checkpoint, "internevo", model, origins, facts, hf_tokenizer(checkpoint))
 
 
-def _refuse_unread_kinds(path: Path) -> None:
+def _refuse_unread_kinds(checkpoint: Path) -> None:
     """Raise UserError for files of ranks that hold something else than whole layers."""
     for kind, content in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
-        for file in sorted(path.iterdir()):
+        for file in sorted(checkpoint.iterdir()):
             if kind.fullmatch(file.name):
                 raise UserError.of(
-                    "convert.internevo_kinds", path=path / file.name, content=content
+                    "convert.internevo_kinds", path=checkpoint / file.name, content=content
                 )
 
 
-def _read_ranks(path: Path) -> RankFiles:
+def _read_ranks(checkpoint: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
-    names = sorted(file.name for file in path.iterdir())
-    matches_by_name = {name: match for name in names if (match := FILE.fullmatch(name))}
+    names = sorted(file.name for file in checkpoint.iterdir())
+    matches_by_name = {
+        file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
+    }
     forms = {
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }
     if len(forms) > 1:
         raise UserError.of(
-            "convert.internevo_two_forms", path=path, matches_by_name=", ".join(matches_by_name)
+            "convert.internevo_two_forms",
+            path=checkpoint,
+            matches_by_name=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
-    files = _file_of_each_rank(path, matches_by_name)
+    files = _file_of_each_rank(checkpoint, matches_by_name)
     sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
-        _require_all_ranks(path, files, sizes, names_tp, names_wp)
+        _require_all_ranks(checkpoint, files, sizes, names_tp, names_wp)
     chunks = {}
     for (rank, file), state in zip(files.items(), contents([*files.values()]), strict=True):
         chunks[rank] = _chunks(file, state)
-    return RankFiles(path, chunks, sizes, names_wp)
+    return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
 def _file_of_each_rank(
-    path: Path, matches_by_name: Mapping[str, re.Match[str]]
+    checkpoint: Path, matches_by_name: Mapping[str, re.Match[str]]
 ) -> dict[RankAxes, Path]:
     """Return the file of each rank. UserError if two are of one rank."""
     names_by_rank: dict[RankAxes, list[str]] = {}
-    for name, match in matches_by_name.items():
-        names_by_rank.setdefault(_rank_of(match), []).append(name)
+    for file_name, match in matches_by_name.items():
+        names_by_rank.setdefault(_rank_of(match), []).append(file_name)
     for names in names_by_rank.values():
         if len(names) > 1:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=path / names[0], names=names[-1]
+                "convert.internevo_rank_twice", path=checkpoint / names[0], names=names[-1]
             )
-    return {rank: path / names[0] for rank, names in names_by_rank.items()}
+    return {rank: checkpoint / names[0] for rank, names in names_by_rank.items()}
 
 
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
-    ranks = [_rank_of(match) for name in names if (match := RANK.fullmatch(name))]
+    ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
     return RankAxes(
         1 + max(rank.tp for rank in ranks),
         1 + max(rank.wp for rank in ranks),
@@ -176,7 +180,7 @@ def _count_ranks(names: Sequence[str]) -> RankAxes:
 
 
 def _require_all_ranks(
-    path: Path,
+    checkpoint: Path,
     files: Mapping[RankAxes, Path],
     sizes: RankAxes,
     names_tp: bool,
@@ -188,8 +192,8 @@ def _require_all_ranks(
         if rank not in files:
             tensor = f"tp{rank.tp}_" if names_tp else ""
             weight = f"wp{rank.wp}_" if names_wp else ""
-            name = f"model_{tensor}{weight}pp{rank.pp}.pt"
-            raise UserError.of("convert.megatron_folder_missing", file=path / name)
+            file_name = f"model_{tensor}{weight}pp{rank.pp}.pt"
+            raise UserError.of("convert.megatron_folder_missing", file=checkpoint / file_name)
 
 
 def _rank_of(match: re.Match[str]) -> RankAxes:
@@ -199,16 +203,16 @@ def _rank_of(match: re.Match[str]) -> RankAxes:
 def _chunks(file: Path, state: Any) -> Chunks:
     """Return a file's tensors, of each of its chunks: names as the chunk alone would have them."""
     chunks: dict[int, dict[str, Stored]] = {}
-    for name, stored in state_in(file, state).items():
-        if name.endswith(BUFFERS):
+    for tensor_name, stored in state_in(file, state).items():
+        if tensor_name.endswith(BUFFERS):
             continue
         number = 0
-        own_name = name.removeprefix("model.")
-        if match := CHUNK.fullmatch(name):
+        chunk_name = tensor_name.removeprefix("model.")
+        if match := CHUNK.fullmatch(tensor_name):
             number = int(match[1])
-            own_name = match[2]
-        own_name = own_name.replace("embedding.word_embeddings.", "embedding.")
-        chunks.setdefault(number, {})[own_name] = stored
+            chunk_name = match[2]
+        chunk_name = chunk_name.replace("embedding.word_embeddings.", "embedding.")
+        chunks.setdefault(number, {})[chunk_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
         raise UserError.of("convert.internevo_chunk_missing", file=file)
     return [chunks[number] for number in sorted(chunks)]
@@ -244,7 +248,9 @@ def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, Chunks]:
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
     for rank, chunks in ranks.chunks.items():
-        has_layers_alone = all(LAYER.match(name) for chunk in chunks for name in chunk)
+        has_layers_alone = all(
+            LAYER.match(tensor_name) for chunk in chunks for tensor_name in chunk
+        )
         if ranks.weight_parallel and has_layers_alone:
             rank = rank._replace(tp=0)
         distinct.setdefault(rank, chunks)
@@ -261,17 +267,17 @@ def _shards_of_stage(ranks: RankFiles, stage: int, chunk: int) -> dict[str, list
     return collect_shards(ranks.path, of_stage, LONE)
 
 
-def _part_of(ranks: RankFiles, rank: RankAxes, name: str) -> Part:
+def _part_of(ranks: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
     """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
     ends of the model over tp where files name both."""
-    is_in_layer = LAYER.match(name) is not None
+    is_in_layer = LAYER.match(tensor_name) is not None
     if ranks.weight_parallel and (is_in_layer or ranks.sizes.tp == 1):
         return Part(rank.wp, ranks.sizes.wp)
     return Part(rank.tp, ranks.sizes.tp)
 
 
 def _feed_forward(
-    path: Path, shards_by_name: Mapping[str, Sequence[TensorSource]]
+    checkpoint: Path, shards_by_name: Mapping[str, Sequence[TensorSource]]
 ) -> tuple[dict[str, str], int]:
     """Return InternEvo's names of the feed-forward's layers -> ours, and its width.
 
@@ -279,16 +285,19 @@ def _feed_forward(
     shapes tell.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name in ("w1", "w2", "w3", "fc1", "fc2"):
-        shards = shards_by_name.get(f"blocks.0.mlp.{name}.weight", ())
-        shapes[name] = [shard.shape for shard in shards]
+    for tensor_name in ("w1", "w2", "w3", "fc1", "fc2"):
+        shards = shards_by_name.get(f"blocks.0.mlp.{tensor_name}.weight", ())
+        shapes[tensor_name] = [shard.shape for shard in shards]
     if shapes["fc1"] and shapes["fc2"]:
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
-        raise UserError.of("convert.internevo_not_internlm", path=path, export=EXPORT)
+        raise UserError.of("convert.internevo_not_internlm", path=checkpoint, export=EXPORT)
     if shapes["w2"] == shapes["w3"]:
         raise UserError.of(
-            "convert.internevo_feed_forward", path=path, w2=list(shapes["w2"][0]), export=EXPORT
+            "convert.internevo_feed_forward",
+            path=checkpoint,
+            w2=list(shapes["w2"][0]),
+            export=EXPORT,
         )
     width = sum(shape[0] for shape in shapes["w1"])
     if shapes["w3"] == shapes["w1"]:
@@ -302,13 +311,17 @@ def _split_hidden(shards_by_name: Mapping[str, Sequence[TensorSource]], hidden: 
     return len(shards) > 1 and shards[0].shape[-1] != hidden
 
 
-def _unread(path: Path) -> str:
+def _unread(checkpoint: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
-    names = sorted(file.name for file in path.iterdir())
+    names = sorted(file.name for file in checkpoint.iterdir())
     unread = []
-    if any(name.startswith("optimizer_") for name in names):
+    if any(file_name.startswith("optimizer_") for file_name in names):
         unread.append("the optimizer's state (optimizer_*.pt)")
-    unread += [name for name in names if name.startswith("sampler") or name in UNREAD_FILES]
+    unread += [
+        file_name
+        for file_name in names
+        if file_name.startswith("sampler") or file_name in UNREAD_FILES
+    ]
     return ", ".join(unread)
 
 
@@ -424,37 +437,40 @@ def _as_real(value: Any) -> Any:
 def _refuse(config: Mapping[str, Any], origin: str) -> None:
     """Raise UserError for keys that are missing or not known, and for values that are not read."""
     problems = [
-        f"{origin} lacks {key}, which says what the model is"
+        Problem.of("convert.model_key_missing", origin=origin, key=key)
         for key in REQUIRED
         if key not in config
     ]
     for key, allowed in ONLY.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(
-                f"{origin}: {key} = {config[key]!r} cannot be converted: only "
-                f"{' or '.join(map(repr, allowed))} can"
+                Problem.of(
+                    "convert.model_key_only",
+                    origin=origin,
+                    key=key,
+                    value=config[key],
+                    allowed=" or ".join(map(repr, allowed)),
+                )
             )
     known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
-    problems += [
-        f"{origin}: the key {key!r} is not known, so it is not known what the model is"
-        for key in config
-        if key not in known_keys
-    ]
+    for key in config:
+        if key not in known_keys:
+            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=key))
     problems += _problems_of_numbers(config, origin)
     if problems:
         raise UserError(*problems)
 
 
-def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> list[str]:
-    """Return a line for each value that is not the number that it has to be."""
-    problems = []
+def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    """Yield a line for each value that is not the number that it has to be."""
     for key in WHOLE_NUMBERS:
         if key in config and not (is_number(config[key], whole=True) and config[key] > 0):
-            problems.append(f"{origin}: {key} = {config[key]!r} must be a whole number above 0")
+            yield Problem.of(
+                "convert.internevo_whole_number", origin=origin, key=key, value=config[key]
+            )
     for key in NUMBERS:
         if key in config and not is_number(config[key]):
-            problems.append(f"{origin}: {key} = {config[key]!r} must be a number")
-    return problems
+            yield Problem.of("convert.internevo_number", origin=origin, key=key, value=config[key])
 
 
 def _check_against_tensors(

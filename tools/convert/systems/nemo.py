@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_text
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
@@ -72,14 +72,14 @@ def refuse_older(path: Path, holds_others: bool = False) -> None:
         raise UserError.of("convert.nemo1", older=older[0])
 
 
-def open_nemo(path: Path, vocab: int | None = None) -> Source:
+def open_nemo(checkpoint: Path, vocab: int | None = None) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known.
 
     vocab: tokens without padding; None: what model.yaml says.
     """
-    file = path / CONTEXT / MODEL
-    folder = path / WEIGHTS if (path / WEIGHTS).is_dir() else path
-    _check_complete(path, folder)
+    file = checkpoint / CONTEXT / MODEL
+    folder = checkpoint / WEIGHTS if (checkpoint / WEIGHTS).is_dir() else checkpoint
+    _check_complete(checkpoint, folder)
     if not (folder / ".metadata").is_file():
         raise UserError.of(
             "convert.nemo_not_distributed", folder=folder / ".metadata", export=EXPORT
@@ -100,19 +100,19 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
             layout[axis] = ranks
     notes = tuple(_notes_on_padding(config, model.vocab, tensors))
     facts = Facts(layout=layout, unread=_unread(folder, contents), notes=notes)
-    tokenizer = hf_tokenizer(path / CONTEXT / TOKENIZER) or hf_tokenizer(path / CONTEXT)
+    tokenizer = hf_tokenizer(checkpoint / CONTEXT / TOKENIZER) or hf_tokenizer(checkpoint / CONTEXT)
     origins = origins_of(expected, weights, model)
-    return Source(path, "nemo", model, origins, facts, tokenizer)
+    return Source(checkpoint, "nemo", model, origins, facts, tokenizer)
 
 
-def _check_complete(path: Path, folder: Path) -> None:
+def _check_complete(checkpoint: Path, folder: Path) -> None:
     """Raise UserError if the checkpoint was not saved or fetched whole, or holds an adapter
     alone."""
-    mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
+    mark = checkpoint.absolute().with_name(f"{checkpoint.absolute().name}{UNFINISHED}")
     if mark.exists():
-        raise UserError.of("convert.nemo_not_whole", path=path, mark=mark)
+        raise UserError.of("convert.nemo_not_whole", path=checkpoint, mark=mark)
     # A pointer of Git LFS in place of a file would be taken for a damaged one.
-    for part in (folder, path / CONTEXT):
+    for part in (folder, checkpoint / CONTEXT):
         require_fetched(part)
     if (folder / ADAPTER).is_file():
         raise UserError.of("convert.nemo_adapter", folder=folder / ADAPTER)
@@ -160,12 +160,12 @@ def read_yaml(file: Path) -> dict[str, Any]:
 def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]:
     """Return the weights by Megatron-core's names."""
     tensors: dict[str, Chunked] = {}
-    for name, tensor in contents.by_kind["weight"].items():
-        if not name.startswith(PREFIX):
+    for tensor_name, tensor in contents.by_kind["weight"].items():
+        if not tensor_name.startswith(PREFIX):
             raise UserError.of(
-                "convert.nemo_name", folder=folder, name=name, prefix=PREFIX, export=EXPORT
+                "convert.nemo_name", folder=folder, name=tensor_name, prefix=PREFIX, export=EXPORT
             )
-        megatron_name = name.removeprefix(PREFIX)
+        megatron_name = tensor_name.removeprefix(PREFIX)
         tensors[megatron_name] = replace(tensor, name=megatron_name)
     return tensors
 
@@ -204,7 +204,7 @@ def _notes_on_padding(
 
 def _expected(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:
     """Return the tensors that the model has, by the names that these have."""
-    fused = any(".linear_qkv.layer_norm_" in name for name in names)
+    fused = any(".linear_qkv.layer_norm_" in tensor_name for tensor_name in names)
     return matches(megatron(fused, interleaved, model), model)
 
 
@@ -410,45 +410,48 @@ def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
         raise UserError.of(
             "convert.nemo_class", origin=origin, target=target, modules=", ".join(MODULES)
         )
-    problems = [
-        f"{origin} lacks {key}, which says what the model is"
-        for key in REQUIRED
-        if key not in config
-    ]
-    problems += [
-        f"{origin}: {key} = {config[key]!r} cannot be converted: only {known_keys!r} can"
-        for key, known_keys in ONLY.items()
-        if config.get(key, known_keys) != known_keys
-    ]
-    known_keys = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
-    problems += [
-        f"{origin}: the key {key!r} is not known, so it is not known what the model is"
-        for key in config
-        if key not in known_keys and not str(key).startswith(UNIMPORTANT_STARTS)
-    ]
-    problems += _problems_of_kinds(config, origin)
-    if config.get("position_embedding_type") not in ("learned_absolute", "rope"):
-        problems.append(
-            f"{origin}: position_embedding_type = {config.get('position_embedding_type')!r} is "
-            "not known"
-        )
+    problems = [*_problems_of_keys(config, origin), *_problems_of_kinds(config, origin)]
+    positions = config.get("position_embedding_type")
+    if positions not in ("learned_absolute", "rope"):
+        problems.append(Problem.of("convert.nemo_positions", origin=origin, positions=positions))
     problems += _problems_of_layers(config.get(SPEC), origin)
     if problems:
         raise UserError(*problems)
 
 
-def _problems_of_kinds(config: Mapping[str, Any], origin: str) -> list[str]:
-    """Return a problem for each value of another kind: Python takes the text "False" for true."""
-    problems = []
+def _problems_of_keys(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    """Yield a line for each key that is missing, not known, or has another value than the one that
+    is supported."""
+    for key in REQUIRED:
+        if key not in config:
+            yield Problem.of("convert.model_key_missing", origin=origin, key=key)
+    for key, supported in ONLY.items():
+        if config.get(key, supported) != supported:
+            yield Problem.of(
+                "convert.model_key_only",
+                origin=origin,
+                key=key,
+                value=config[key],
+                allowed=repr(supported),
+            )
+    known_keys = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
+    for key in config:
+        if key not in known_keys and not str(key).startswith(UNIMPORTANT_STARTS):
+            yield Problem.of("convert.model_key_unknown", origin=origin, key=key)
+
+
+def _problems_of_kinds(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    """Yield a line for each value of another kind: Python takes the text "False" for true."""
     for key, kind in (KINDS | _KINDS).items():
+        # Only these are read; the others have to have one value, or any.
         if key not in config or key not in (*REQUIRED, *SCALING):
             continue
         value = config[key]
-        if value is None and key in MAY_BE_NULL:
-            continue
-        if not is_of(kind, value):
-            problems.append(f"{origin}: {key} = {value!r} is not {kind}")
-    return problems
+        may_be_missing = value is None and key in MAY_BE_NULL
+        if not may_be_missing and not is_of(kind, value):
+            yield Problem.of(
+                "convert.nemo_value_kind", origin=origin, key=key, value=value, kind=kind
+            )
 
 
 def _function_name(function: Any) -> Any:
@@ -461,14 +464,18 @@ def _function_name(function: Any) -> Any:
     return function
 
 
-def _problems_of_layers(spec: Any, origin: str) -> list[str]:
-    """Return a problem if layers are made by a function that NeMo does not have: nothing says what
-    it makes."""
-    name = _function_name(spec)
-    allowed = (None, *(f"{MODULE}base.{layer}" for layer in LAYERS))
-    if name in allowed:
-        return []
-    return [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
+def _problems_of_layers(spec: Any, origin: str) -> Iterator[Problem]:
+    """Yield a line if layers are made by a function that NeMo does not have: nothing says what it
+    makes."""
+    function_name = _function_name(spec)
+    if function_name not in (None, *(f"{MODULE}base.{layer}" for layer in LAYERS)):
+        yield Problem.of(
+            "convert.nemo_layer_spec",
+            origin=origin,
+            key=SPEC,
+            value=function_name,
+            layers=", ".join(LAYERS),
+        )
 
 
 def _norm(config: Mapping[str, Any], origin: str) -> str:
@@ -486,14 +493,14 @@ def _norm(config: Mapping[str, Any], origin: str) -> str:
 def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
     """Return the kind of feed-forward. Megatron-core's fused GELU is the tanh approximation, the
     other is not (fusions/)."""
-    name = _function_name(config["activation_func"])
-    kind = ACTIVATIONS.get(name) if isinstance(name, str) else None
+    tensor_name = _function_name(config["activation_func"])
+    kind = ACTIVATIONS.get(tensor_name) if isinstance(tensor_name, str) else None
     if (kind, gated) == ("silu", True):
         return "swiglu"
     if (kind, gated) == ("gelu", False):
         return "gelu" if config["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
-    raise UserError.of("convert.nemo_activation", origin=origin, name=name, gate=gate)
+    raise UserError.of("convert.nemo_activation", origin=origin, name=tensor_name, gate=gate)
 
 
 def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -113,52 +113,54 @@ def _has_ranks(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = [file.name for file in folder.iterdir()]
-    return any(kind.fullmatch(name) for kind, name in product((FILE, OLD, EXPERTS), names))
+    return any(
+        kind.fullmatch(file_name) for kind, file_name in product((FILE, OLD, EXPERTS), names)
+    )
 
 
-def open_nxd(path: Path) -> Source:
+def open_nxd(checkpoint: Path) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
-    if (path / "checkpoint").is_file() and not (path / "done").is_file():
-        raise UserError.of("convert.nxd_not_whole", path=path, last_file=path / "done")
-    file, config = _read_config(path)
+    if (checkpoint / "checkpoint").is_file() and not (checkpoint / "done").is_file():
+        raise UserError.of("convert.nxd_not_whole", path=checkpoint, last_file=checkpoint / "done")
+    file, config = _read_config(checkpoint)
     model, kind = _model_of(file, config)
-    files = _find_files(path)
+    files = _find_files(checkpoint)
     tensors, unread_keys = _read_tensors(files)
     tp = 1 + max(rank.tp for rank in tensors)
     pp = 1 + max(rank.pp for rank in tensors)
     ranks = [(partial(_part_of, rank, tp), of_rank) for rank, of_rank in tensors.items()]
-    weights = hugging_face(path, collect_shards(path, ranks), model)
+    weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
-    check_tied(path, model, weights, expected)
-    check_tensors(path, expected, weights)
+    check_tied(checkpoint, model, weights, expected)
+    check_tensors(checkpoint, expected, weights)
     chunks = {rank: [of_rank] for rank, of_rank in tensors.items()}
     facts = Facts(
         layout={"tensor": tp, "pipeline": pp},
-        unread=_unread(path, unread_keys),
+        unread=_unread(checkpoint, unread_keys),
         special=special_ids(config),
         generation=read_generation(file.parent),
         notes=(
             *(f"{file}: {note}" for note in notes(config, FAMILIES[kind].architecture, False)),
-            *notes_on_copies(path, chunks),
+            *notes_on_copies(checkpoint, chunks),
         ),
     )
     origins = origins_of(expected, weights, model)
-    tokenizer = hf_tokenizer(path) or hf_tokenizer(file.parent)
-    return Source(path, "nxd", model, origins, facts, tokenizer)
+    tokenizer = hf_tokenizer(checkpoint) or hf_tokenizer(file.parent)
+    return Source(checkpoint, "nxd", model, origins, facts, tokenizer)
 
 
-def _part_of(rank: ModelRank, tp: int, name: str) -> Part:
+def _part_of(rank: ModelRank, tp: int, tensor_name: str) -> Part:
     """Return which part of any tensor a rank has. tp: tensor-parallel ranks."""
     return Part(rank.tp, tp)
 
 
-def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return the config.json of the model, and what it says but for NxD's own keys."""
-    for file in (path / CONFIG, path.parent / CONFIG):
+    for file in (checkpoint / CONFIG, checkpoint.parent / CONFIG):
         if file.is_file():
             config = read_json(file)
             return file, {key: value for key, value in config.items() if key not in OWN_KEYS}
-    raise UserError.of("convert.nxd_config_missing", path=path / CONFIG)
+    raise UserError.of("convert.nxd_config_missing", path=checkpoint / CONFIG)
 
 
 def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
@@ -171,13 +173,13 @@ def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
         raise UserError(*(problem.within(f"{file}: ") for problem in error.problems)) from error
 
 
-def _find_files(path: Path) -> dict[ModelRank, Path]:
+def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
     """Return the file of each rank. UserError if one is missing."""
-    folder = path / "model" if _has_ranks(path / "model") else path
-    if folder == path and not _has_ranks(path):
-        return {ModelRank(0, 0): path / MERGED}
-    if (path / MERGED).is_file():
-        raise UserError.of("convert.nxd_two_kinds", path=path, merged=MERGED)
+    folder = checkpoint / "model" if _has_ranks(checkpoint / "model") else checkpoint
+    if folder == checkpoint and not _has_ranks(checkpoint):
+        return {ModelRank(0, 0): checkpoint / MERGED}
+    if (checkpoint / MERGED).is_file():
+        raise UserError.of("convert.nxd_two_kinds", path=checkpoint, merged=MERGED)
     names = sorted(file.name for file in folder.iterdir())
     _refuse_experts(folder, names)
     new = _new_files(folder, names)
@@ -185,7 +187,7 @@ def _find_files(path: Path) -> dict[ModelRank, Path]:
     if new and old:
         raise UserError.of("convert.nxd_versions", folder=folder)
     files = new or old
-    _require_all_ranks(folder, files, _ranks_of_optimizer(path), bool(old))
+    _require_all_ranks(folder, files, _ranks_of_optimizer(checkpoint), bool(old))
     return files
 
 
@@ -201,8 +203,8 @@ def _require_all_ranks(
     tp_size = 1 + max(rank.tp for rank in ranks)
     pp_size = 1 + max(rank.pp for rank in ranks)
     for tp, pp in product(range(tp_size), range(pp_size)):
-        name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
-        usual = folder / (name if old else f"dp_rank_00_{name}.pt")
+        file_name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        usual = folder / (file_name if old else f"dp_rank_00_{file_name}.pt")
         file = files.get(ModelRank(tp, pp), usual)
         if not file.is_file():
             raise UserError.of("convert.megatron_folder_missing", file=file)
@@ -210,27 +212,27 @@ def _require_all_ranks(
 
 def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError for a file with the experts of a rank."""
-    for name in names:
-        if EXPERTS.fullmatch(name):
-            raise UserError.of("convert.nxd_experts", folder=folder / name, export=EXPORT)
+    for file_name in names:
+        if EXPERTS.fullmatch(file_name):
+            raise UserError.of("convert.nxd_experts", folder=folder / file_name, export=EXPORT)
 
 
 def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of the first data-parallel rank, which have the others' values."""
     numbers = {}
-    for name in names:
-        match = FILE.fullmatch(name)
+    for file_name in names:
+        match = FILE.fullmatch(file_name)
         if match and int(match[1]) == 0:
-            numbers[name] = match[2], match[3]
+            numbers[file_name] = match[2], match[3]
     return _by_rank(folder, numbers)
 
 
 def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of ranks as older versions save them, mostly each in a folder of its own."""
     numbers = {}
-    for name in names:
-        if match := OLD.fullmatch(name):
-            numbers[name] = match[1], match[2]
+    for file_name in names:
+        if match := OLD.fullmatch(file_name):
+            numbers[file_name] = match[1], match[2]
     files = {}
     for rank, file in _by_rank(folder, numbers).items():
         files[rank] = file / MERGED if file.is_dir() else file
@@ -241,19 +243,19 @@ def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[Model
     """Return the file of each rank. numbers: of a file's name, those of tp and pp. UserError if two
     are of one rank."""
     files: dict[ModelRank, Path] = {}
-    for name, (tensor, pipeline) in numbers.items():
+    for file_name, (tensor, pipeline) in numbers.items():
         rank = ModelRank(int(tensor), int(pipeline))
         if rank in files:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=folder / name, names=files[rank].name
+                "convert.internevo_rank_twice", path=folder / file_name, names=files[rank].name
             )
-        files[rank] = folder / name
+        files[rank] = folder / file_name
     return files
 
 
-def _ranks_of_optimizer(path: Path) -> list[ModelRank]:
+def _ranks_of_optimizer(checkpoint: Path) -> list[ModelRank]:
     """Return the ranks of the files beside the model's, which tell how many ranks there were."""
-    folder = path / "optim"
+    folder = checkpoint / "optim"
     if not folder.is_dir():
         return []
     matches = [FILE.fullmatch(file.name) for file in folder.iterdir()]
@@ -275,9 +277,9 @@ def _read_tensors(
             state = content["model"]
             unread_keys |= {str(key) for key in content if key != "model"}
         tensors[rank] = {
-            name: value
-            for name, value in _resolve(file, state).items()
-            if not name.endswith(BUFFERS)
+            tensor_name: value
+            for tensor_name, value in _resolve(file, state).items()
+            if not tensor_name.endswith(BUFFERS)
         }
     return tensors, sorted(unread_keys)
 
@@ -287,8 +289,8 @@ def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     state = state_in(file, state, with_references=True)
     folder = file.with_name(f"{file.name}.tensors")
     files = {
-        name: folder / f"tensor_{value.number}.pt"
-        for name, value in state.items()
+        tensor_name: folder / f"tensor_{value.number}.pt"
+        for tensor_name, value in state.items()
         if isinstance(value, Reference)
     }
     for tensor_file in files.values():
@@ -300,10 +302,14 @@ def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     return state_in(file, resolved)
 
 
-def _unread(path: Path, unread_keys: Sequence[str]) -> str:
+def _unread(checkpoint: Path, unread_keys: Sequence[str]) -> str:
     """Return the files that are ignored: those beside the weights."""
-    unread = ["the optimizer's state (optim/)"] if (path / "optim").is_dir() else []
-    unread += [name for name in ("scheduler.pt", "user_content.pt") if (path / name).is_file()]
+    unread = ["the optimizer's state (optim/)"] if (checkpoint / "optim").is_dir() else []
+    unread += [
+        file_name
+        for file_name in ("scheduler.pt", "user_content.pt")
+        if (checkpoint / file_name).is_file()
+    ]
     return ", ".join([*unread, *unread_keys])
 
 
@@ -349,40 +355,50 @@ class HeadCopies:
 
 
 def hugging_face(
-    path: Path, shards_by_name: Mapping[str, Sequence[TensorSource]], model: ModelConfig
+    checkpoint: Path, shards_by_name: Mapping[str, Sequence[TensorSource]], model: ModelConfig
 ) -> dict[str, TensorSource]:
     """Return Hugging Face's names -> the whole tensors. shards_by_name: NxD's names -> the parts of
     the tensor-parallel ranks."""
     unfused: dict[str, Sequence[TensorSource]] = {}
-    for name, shards in shards_by_name.items():
-        for own_name, own_shards in _unfuse(path, name, shards, model).items():
-            if own_name in unfused:
-                raise UserError.of("convert.nxd_mixed", path=path, own_name=own_name, name=name)
-            unfused[own_name] = own_shards
-    merged = {name: _merge(path, name, shards, model) for name, shards in unfused.items()}
-    copies = _find_copies(path, merged, model)
+    for tensor_name, shards in shards_by_name.items():
+        for unfused_name, own_shards in _unfuse(checkpoint, tensor_name, shards, model).items():
+            if unfused_name in unfused:
+                raise UserError.of(
+                    "convert.nxd_mixed", path=checkpoint, own_name=unfused_name, name=tensor_name
+                )
+            unfused[unfused_name] = own_shards
+    merged = {
+        tensor_name: _merge(checkpoint, tensor_name, shards, model)
+        for tensor_name, shards in unfused.items()
+    }
+    copies = _find_copies(checkpoint, merged, model)
     if copies is None:
         return merged
-    return {name: _without_copies(path, name, tensor, copies) for name, tensor in merged.items()}
+    return {
+        tensor_name: _without_copies(checkpoint, tensor_name, tensor, copies)
+        for tensor_name, tensor in merged.items()
+    }
 
 
 def _unfuse(
-    path: Path, name: str, shards: Sequence[TensorSource], model: ModelConfig
+    checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
 ) -> dict[str, Sequence[TensorSource]]:
     """Return the tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
     shapes."""
-    gate_up = GATE_UP.fullmatch(name)
-    qkv = QKV.fullmatch(name)
+    gate_up = GATE_UP.fullmatch(tensor_name)
+    qkv = QKV.fullmatch(tensor_name)
     if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
         shapes = ", ".join(str(list(shard.shape)) for shard in shards)
-        raise UserError.of("convert.megatron_shapes", path=path, foreign=name, shapes=shapes)
+        raise UserError.of(
+            "convert.megatron_shapes", path=checkpoint, foreign=tensor_name, shapes=shapes
+        )
     rows = shards[0].shape[0]
     if gate_up:
         prefix, kind = gate_up.groups()
-        _require_halves(path, name, rows)
+        _require_halves(checkpoint, tensor_name, rows)
         return _split_rows(shards, prefix, kind, {"gate": rows // 2, "up": rows // 2})
     if not qkv:
-        return {name: shards}
+        return {tensor_name: shards}
     prefix, kind, part = qkv.groups()
     if part in ("q", "k", "v"):
         return {f"{prefix}{part}_proj.{kind}": shards}
@@ -391,9 +407,9 @@ def _unfuse(
     kv_rows = (rows - query_rows) // 2
     if kv_rows < 1:
         raise UserError.of(
-            "convert.nxd_rows", path=path, name=name, rows=rows, query_rows=query_rows
+            "convert.nxd_rows", path=checkpoint, name=tensor_name, rows=rows, query_rows=query_rows
         )
-    _require_halves(path, name, rows - query_rows)
+    _require_halves(checkpoint, tensor_name, rows - query_rows)
     return _split_rows(shards, prefix, kind, {"q": query_rows, "k": kv_rows, "v": kv_rows})
 
 
@@ -416,11 +432,11 @@ def _split_rows(
     return projections
 
 
-def _require_halves(path: Path, name: str, rows: int) -> None:
+def _require_halves(checkpoint: Path, tensor_name: str, rows: int) -> None:
     """Raise UserError unless rows are those of two parts of one size: half of one row would belong
     to none."""
     if rows % 2:
-        raise UserError.of("convert.nxd_halves", path=path, name=name, rows=rows)
+        raise UserError.of("convert.nxd_halves", path=checkpoint, name=tensor_name, rows=rows)
 
 
 def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
@@ -435,20 +451,20 @@ def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
 
 
 def _merge(
-    path: Path, name: str, shards: Sequence[TensorSource], model: ModelConfig
+    checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
 ) -> TensorSource:
     """Return the ranks' parts put together."""
-    if len(shards) == 1 or not (ROWS.fullmatch(name) or COLUMNS.fullmatch(name)):
-        return checked_copy(path, name, shards)
+    if len(shards) == 1 or not (ROWS.fullmatch(tensor_name) or COLUMNS.fullmatch(tensor_name)):
+        return checked_copy(checkpoint, tensor_name, shards)
     # shard_across_embedding
-    cuts_features = "embed_tokens" in name and shards[0].shape[-1] != model.hidden
-    dim = 1 if cuts_features or COLUMNS.fullmatch(name) else 0
+    cuts_features = "embed_tokens" in tensor_name and shards[0].shape[-1] != model.hidden
+    dim = 1 if cuts_features or COLUMNS.fullmatch(tensor_name) else 0
     other_sizes = {
         (len(shard.shape), *shard.shape[:dim], *shard.shape[dim + 1 :], shard.dtype)
         for shard in shards
     }
     if len(other_sizes) > 1 or len(shards[0].shape) <= dim:
-        raise UserError.of("convert.nxd_parts", path=path, name=name)
+        raise UserError.of("convert.nxd_parts", path=checkpoint, name=tensor_name)
     shape = list(shards[0].shape)
     shape[dim] = sum(shard.shape[dim] for shard in shards)
 
@@ -459,7 +475,7 @@ def _merge(
 
 
 def _find_copies(
-    path: Path, tensors: Mapping[str, TensorSource], model: ModelConfig
+    checkpoint: Path, tensors: Mapping[str, TensorSource], model: ModelConfig
 ) -> HeadCopies | None:
     """Return how the key/value heads are repeated; None if each occurs once. Raises UserError if
     that cannot be recognized.
@@ -478,14 +494,14 @@ def _find_copies(
     orders = [HeadCopies(count, model.kv_heads, grouped) for grouped in (False, True)]
     fitting = [order for order in orders if order.drop_copies(values) is not None]
     if not fitting:
-        raise UserError.of("convert.nxd_copies_differ", path=path, count=count)
+        raise UserError.of("convert.nxd_copies_differ", path=checkpoint, count=count)
     if len(fitting) > 1 and model.kv_heads > 1:
-        raise UserError.of("convert.nxd_copies_order", path=path)
+        raise UserError.of("convert.nxd_copies_order", path=checkpoint)
     return fitting[0]
 
 
 def _without_copies(
-    path: Path, name: str, tensor: TensorSource, copies: HeadCopies
+    checkpoint: Path, tensor_name: str, tensor: TensorSource, copies: HeadCopies
 ) -> TensorSource:
     """Return the tensor with each key/value head once, and the heads of the others in their
     order."""
@@ -493,7 +509,7 @@ def _without_copies(
     def read_once() -> Tensor:
         values = copies.drop_copies(tensor.read())
         if values is None:
-            raise UserError.of("convert.nxd_head_copies", path=path, name=name)
+            raise UserError.of("convert.nxd_head_copies", path=checkpoint, name=tensor_name)
         return values
 
     def read_query() -> Tensor:
@@ -503,10 +519,10 @@ def _without_copies(
         return copies.in_order(tensor.read().t()).t()
 
     shape = tensor.shape
-    if KEY_VALUE.fullmatch(name):
+    if KEY_VALUE.fullmatch(tensor_name):
         return MergedTensor((shape[0] // copies.count, *shape[1:]), tensor.dtype, read_once)
-    if QUERY.fullmatch(name):
+    if QUERY.fullmatch(tensor_name):
         return MergedTensor(shape, tensor.dtype, read_query)
-    if OUTPUT.fullmatch(name):
+    if OUTPUT.fullmatch(tensor_name):
         return MergedTensor(shape, tensor.dtype, read_output)
     return tensor

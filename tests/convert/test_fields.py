@@ -292,7 +292,9 @@ def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
     probe."""
     large = {**CONFIGS[kind], "pad_token_id": 5}
     small = reduced(large)
-    assert small.keys() >= {key for key in large if key not in FAMILIES[large["model_type"]].aliases}
+    assert small.keys() >= {
+        key for key in large if key not in FAMILIES[large["model_type"]].aliases
+    }
     model = from_hugging_face(small)
     assert not model.window or model.window < model.max_positions
     assert "computes what" in check_config(large, "it")

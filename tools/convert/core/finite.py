@@ -34,18 +34,20 @@ class NotFinite:
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
         """Return a line for each of the first tensors with such numbers. casts: key, dtype before
         and dtype after."""
-        changed = {
-            tensor_key: (before, after) for tensor_key, before, after in casts if before != after
-        }
-        lines = [
-            f"{tensor_key} has {bad_count:,} of {total:,} numbers that are NaN or "
-            f"infinite{_describe_cast(changed.get(tensor_key))}"
-            for tensor_key, (bad_count, total) in self.counts.items()
-        ]
+        lines: dict[str, str] = {}
+        for tensor_key, (bad_count, total) in self.counts.items():
+            lines[tensor_key] = (
+                f"{tensor_key} has {bad_count:,} of {total:,} numbers that are NaN or infinite"
+            )
+        for tensor_key, before, after in casts:
+            # The cast itself may have made infinities: FP16 ends at 65,504.
+            if tensor_key in lines and before != after:
+                lines[tensor_key] += f", as {_dtype_name(after)}; it was {_dtype_name(before)}"
         unnamed = len(lines) - MOST_NAMED
         if unnamed > 0:
-            return [*lines[:MOST_NAMED], f"... and {unnamed} more tensors with such numbers"]
-        return lines
+            named = list(lines.values())[:MOST_NAMED]
+            return [*named, f"... and {unnamed} more tensors with such numbers"]
+        return list(lines.values())
 
 
 def same_values(first: Tensor, second: Tensor) -> bool:
@@ -56,8 +58,10 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if torch.equal(first, second):
         return True
     # Integers have no NaN, and of FP8 torch compares only whole tensors.
-    may_have_nan = first.is_floating_point() and first.dtype.itemsize > 1
-    return may_have_nan and bool(((first == second) | (first.isnan() & second.isnan())).all())
+    if not first.is_floating_point() or first.dtype.itemsize == 1:
+        return False
+    both_nan = first.isnan() & second.isnan()
+    return bool(((first == second) | both_nan).all())
 
 
 def not_finite(values: Tensor) -> int:
@@ -71,8 +75,5 @@ def not_finite(values: Tensor) -> int:
     return int((~values.isfinite()).sum())
 
 
-def _describe_cast(dtypes: tuple[torch.dtype, torch.dtype] | None) -> str:
-    if dtypes is None:
-        return ""
-    before, after = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f", as {after}; it was {before}"
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from models.config import ModelConfig
-from tools.convert.core.transforms import SAME, Heads, Transform
+from tools.convert.core.transforms import SAME, HeadSizes, Transform
 
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 Layers = Literal["all", "experts", "dense"]
@@ -22,7 +22,7 @@ NamedShapes = Iterator[NamedShape]  # of logical tensors
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """One row of a name table. In names `.N.` stands for the number of a layer and `.E.` for that
     of an expert.
 
@@ -54,7 +54,7 @@ class Match:
     shape: tuple[int, ...]
 
 
-def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
+def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
     """Return the foreign tensors of `model`, layer by layer in the order of the rules; each logical
     tensor is in one of them.
     """
@@ -78,12 +78,18 @@ def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
     return expected
 
 
-def _rules_in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+def _rules_in_order(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     """Yield all rules with numbers inserted; those of layers, and those of modules, stand where the
     first of them stands.
     """
-    in_modules = [rule for rule in rules if has_module_rules([rule])]
-    in_layers = [rule for rule in rules if ".N." in rule.foreign and rule not in in_modules]
+    in_modules: list[NameRule] = []
+    in_layers: list[NameRule] = []
+    for rule in rules:
+        # Those of modules come first: the layer of a module has a number too.
+        if has_module_rules([rule]):
+            in_modules.append(rule)
+        elif ".N." in rule.foreign:
+            in_layers.append(rule)
     for rule in rules:
         # Tensors outside of layers: embedding, last norm, head.
         if rule not in (*in_layers, *in_modules):
@@ -94,13 +100,13 @@ def _rules_in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]
             yield from _rules_of_modules(in_modules, model)
 
 
-def _rules_of_layers(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+def _rules_of_layers(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     for layer in range(model.layers):
         for rule in _rules_for_kind(rules, model.kind_of_layer(layer)):
             yield from _insert_numbers(rule, layer, model.experts)
 
 
-def _rules_of_modules(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
+def _rules_of_modules(rules: Sequence[NameRule], model: ModelConfig) -> Iterator[NameRule]:
     """Yield the rules of modules, whose layers are of the kind of the model's last."""
     kind = model.kind_of_layer(model.layers - 1)
     for module in range(model.mtp_layers):
@@ -109,13 +115,13 @@ def _rules_of_modules(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rul
             yield from _insert_numbers(numbered, model.layers + module, model.experts)
 
 
-def has_module_rules(rules: Sequence[Rule]) -> bool:
+def has_module_rules(rules: Sequence[NameRule]) -> bool:
     """Return True if a table has rows for modules of multi-token prediction."""
     logical_names = chain.from_iterable(rule.logical for rule in rules)
     return any(name.startswith("mtp.K.") for name in logical_names)
 
 
-def layers_of_modules(rules: Sequence[Rule], layer: str, module: str) -> list[Rule]:
+def layers_of_modules(rules: Sequence[NameRule], layer: str, module: str) -> list[NameRule]:
     """Return the rows of the layers of modules, whose names have `module` for `layer`."""
     of_modules = []
     for rule in rules:
@@ -126,36 +132,36 @@ def layers_of_modules(rules: Sequence[Rule], layer: str, module: str) -> list[Ru
     return of_modules
 
 
-def _rules_for_kind(rules: Sequence[Rule], layer: ModelConfig) -> list[Rule]:
+def _rules_for_kind(rules: Sequence[NameRule], layer: ModelConfig) -> list[NameRule]:
     """Return the rules for a layer with experts, or for one without."""
     kind = "experts" if layer.experts else "dense"
     return [rule for rule in rules if rule.layers in ("all", kind)]
 
 
-def _replace_in_names(rule: Rule, placeholder: str, number: str) -> Rule:
+def _replace_in_names(rule: NameRule, placeholder: str, number: str) -> NameRule:
     """Return the rule with `number` for `placeholder` in its names."""
     logical = tuple(name.replace(placeholder, number) for name in rule.logical)
     return replace(rule, foreign=rule.foreign.replace(placeholder, number), logical=logical)
 
 
-def _insert_numbers(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
+def _insert_numbers(rule: NameRule, layer: int, experts: int) -> Iterator[NameRule]:
     """Yield the rule for a layer: one for each expert, one with all experts' tensors, or one."""
     rule = _replace_in_names(rule, ".N.", f".{layer}.")
     if not any(".E." in name for name in (rule.foreign, *rule.logical)):
-        yield Rule(rule.foreign, rule.logical, rule.how, rule.cut)
+        yield rule
         return
     of_experts = [_replace_in_names(rule, ".E.", f".{expert}.") for expert in range(experts)]
     if ".E." in rule.foreign:
-        for numbered in of_experts:
-            yield Rule(numbered.foreign, numbered.logical, rule.how, rule.cut)
+        yield from of_experts
     else:
-        all_logical = tuple(chain.from_iterable(numbered.logical for numbered in of_experts))
-        yield Rule(rule.foreign, all_logical, rule.how, rule.cut)
+        # One foreign tensor has all experts, whose parts follow expert by expert.
+        logical_names = chain.from_iterable(numbered.logical for numbered in of_experts)
+        yield replace(rule, logical=tuple(logical_names))
 
 
-def head_sizes(model: ModelConfig) -> Heads:
+def head_sizes(model: ModelConfig) -> HeadSizes:
     """Return the sizes of the attention heads of `model`."""
-    return Heads(
+    return HeadSizes(
         query=model.heads,
         kv=model.kv_heads,
         dim=model.head_dim,
@@ -233,9 +239,14 @@ def _queries_keys_values(model: ModelConfig) -> NamedShapes:
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
         # A norm over all heads has a weight for each feature of each head.
-        over_all = model.qk_norm_over == "all"
-        yield "attention.query_norm.weight", (query_rows if over_all else head_dim,)
-        yield "attention.key_norm.weight", (kv_rows if over_all else head_dim,)
+        if model.qk_norm_over == "all":
+            query_features = query_rows
+            key_features = kv_rows
+        else:
+            query_features = head_dim
+            key_features = head_dim
+        yield "attention.query_norm.weight", (query_features,)
+        yield "attention.key_norm.weight", (key_features,)
     if model.attention_sinks:
         yield "attention.sinks.weight", (model.heads,)
 
@@ -263,8 +274,9 @@ def _latents(model: ModelConfig) -> NamedShapes:
 
 
 def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
-    for part in ("gate", "up") if model.gated else ("up",):
-        yield from _linear(f"{name}.{part}", ffn, model.hidden, bias)
+    if model.gated:
+        yield from _linear(f"{name}.gate", ffn, model.hidden, bias)
+    yield from _linear(f"{name}.up", ffn, model.hidden, bias)
     yield from _linear(f"{name}.down", model.hidden, ffn, bias)
 
 

@@ -26,7 +26,7 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
-from tools.convert.core.rules import Match, Rule, has_module_rules, head_sizes, matches
+from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
@@ -417,7 +417,7 @@ class _Writer:
     """The files of one conversion. dtype: of the weights; None: their own."""
 
     def __init__(
-        self, source: Source, rules: Sequence[Rule], dtype: torch.dtype | None, shard_bytes: int
+        self, source: Source, rules: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int
     ) -> None:
         self.source = source
         self.matches = matches(rules, source.model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
 from models.router import PLAIN

@@ -142,11 +142,14 @@ def _unknown_layout(rank: RankFile) -> UserError:
 
 def _flats(rank: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the flat tensors of each buffer."""
+    # Older versions save each bucket apart, in another layout.
     if not isinstance(state, dict) or not state.get("buckets_coalesced"):
         raise _unknown_layout(rank)
+    required_keys = {"numel_unpadded", *FLAT.values()}
     for number in range(len(state)):
+        # By dtype, one buffer each.
         for flat in state.get(number, {}).values():
-            if not isinstance(flat, dict) or not {"numel_unpadded", *FLAT.values()} <= flat.keys():
+            if not isinstance(flat, dict) or not required_keys <= flat.keys():
                 raise _unknown_layout(rank)
             yield flat
 
@@ -160,11 +163,11 @@ def _buffers(
         parameters = []
         for tensor_name, stored in chunk.items():
             in_optimizer = optimizer is None or is_expert(tensor_name) == bool(optimizer)
-            if is_trained(tensor_name) and in_optimizer:
-                elements = prod(stored.shape)
-                parameters.append(
-                    Parameter(tensor_name, elements, stored.dtype, tensor_name in shared)
-                )
+            if not is_trained(tensor_name) or not in_optimizer:
+                continue
+            elements = prod(stored.shape)
+            alone = tensor_name in shared
+            parameters.append(Parameter(tensor_name, elements, stored.dtype, alone))
         for buffer in buffers_of(parameters):
             yield number, buffer
 
@@ -179,10 +182,11 @@ def _bucket_size(rank: RankFile, arguments: Mapping[str, Any], stage: int) -> in
         for chunk in rank.chunks:
             elements += sum(prod(stored.shape) for stored in chunk.values())
         return elements // buckets
-    ranks = (arguments.get("data_parallel_size") or 1) * (
-        arguments.get("context_parallel_size") or 1
-    )
-    return arguments.get("ddp_bucket_size") or max(BUCKET_MINIMUM, BUCKET_PER_RANK * ranks)
+    if stated_size := arguments.get("ddp_bucket_size"):
+        return stated_size
+    data_ranks = arguments.get("data_parallel_size") or 1
+    context_ranks = arguments.get("context_parallel_size") or 1
+    return max(BUCKET_MINIMUM, BUCKET_PER_RANK * data_ranks * context_ranks)
 
 
 def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str, int], int]:

@@ -79,9 +79,13 @@ def _tensors_of_kind(
 def _optimizers(content: Content) -> list[dict[str, Any]]:
     """Return the states of a file's optimizer, or of both. Empty if there is none."""
     saved = content.get("optimizer")
-    if isinstance(saved, dict) and 0 in saved:  # of a distributed checkpoint: by number
-        saved = list(saved.values())
-    states: list[Any] = saved if isinstance(saved, list) else [saved]
+    if isinstance(saved, list):
+        states: list[Any] = saved
+    elif isinstance(saved, dict) and 0 in saved:
+        # A distributed checkpoint has several by number.
+        states = list(saved.values())
+    else:
+        states = [saved]
     for state in states:
         if not isinstance(state, dict) or "param_groups" not in _inner(state):
             return []
@@ -95,8 +99,10 @@ def _inner(optimizer: Content) -> Any:
 
 def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankState]:
     """Return by folder what distrib_optim.pt holds; nothing if there are no such files."""
-    files = {rank.folder: rank.folder / DISTRIBUTED for rank in ranks.files.values()}
-    missing = [file for file in files.values() if not file.is_file()]
+    folders = [rank.folder for rank in ranks.files.values()]
+    files = [folder / DISTRIBUTED for folder in folders]
+    missing = [file for file in files if not file.is_file()]
+    # None of them: the ranks' own files may hold the state.
     if len(missing) == len(files):
         return {}
     if missing:
@@ -106,7 +112,8 @@ def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankSt
         raise UserError.of(
             "convert.megatron_no_optimizer", folder=ranks.first.folder, distributed=DISTRIBUTED
         )
-    loaded = dict(zip(files, contents(list(files.values())), strict=True))
+    # All files at once: starting the process that opens pickles takes seconds.
+    loaded = dict(zip(folders, contents(files), strict=True))
     on_both_ends = shared_weights(model, ranks.sizes.pp)
     return {
         file.folder: flat_state(file, loaded[file.folder], ranks.args, rank.pp, on_both_ends)
@@ -131,17 +138,21 @@ def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
     chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
     for optimizer in optimizers:
         inner = _inner(optimizer)
+        # FP32 masters are a list beside the groups, group by group.
         masters = optimizer.get("fp32_from_fp16_params")
         for number, group in enumerate(inner["param_groups"]):
             parameters = list(_parameters_of_group(rank, group))
-            if len(parameters) != len(group["params"]):
+            indices = group["params"]
+            if len(parameters) != len(indices):
                 raise UserError.of("convert.megatron_groups", folder=rank.folder)
-            for (chunk, tensor_name), index in zip(parameters, group["params"], strict=True):
+            for (chunk, tensor_name), index in zip(parameters, indices, strict=True):
+                moments = inner["state"][index]
                 for kind in MOMENTS:
-                    chunks[chunk][kind][tensor_name] = inner["state"][index][kind]
+                    chunks[chunk][kind][tensor_name] = moments[kind]
             if masters:
                 for (chunk, tensor_name), master in zip(parameters, masters[number], strict=True):
-                    chunks[chunk].setdefault("master", {})[tensor_name] = master
+                    masters_of_chunk = chunks[chunk].setdefault("master", {})
+                    masters_of_chunk[tensor_name] = master
     _require_all_parameters(rank, chunks)
     return chunks
 
@@ -171,25 +182,31 @@ def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, 
 def steps_of(content: Content) -> int:
     """Return the number of steps of a file's optimizer; 0 if the file does not state it."""
     optimizers = _optimizers(content)
-    inner = _inner(optimizers[0]) if optimizers else {}
+    if not optimizers:
+        return 0
+    inner = _inner(optimizers[0])
     state = inner.get("state") or {}
     # It is in the groups, in the states of parameters, or beside them.
-    steps = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
-    for entry in state.values():
+    step = state.get("common_step", 0)
+    for entry in (*inner["param_groups"], *state.values()):
         if isinstance(entry, dict) and "step" in entry:
-            steps.append(entry["step"])
-    step = steps[0] if steps else state.get("common_step", 0)
-    return int(step.read().item() if isinstance(step, Stored) else step)
+            step = entry["step"]
+            break
+    return int(_number(step))
 
 
 def scaler_of(content: Content) -> dict[str, float]:
     """Return the loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it
     has none."""
     optimizers = _optimizers(content)
-    saved = (optimizers[0].get("grad_scaler") or {}) if optimizers else {}
+    if not optimizers:
+        return {}
+    saved = optimizers[0].get("grad_scaler") or {}
     if not {"scale", "growth_tracker", "hysteresis_tracker"} <= saved.keys():
         return {}
-    scaler = {}
-    for key, value in saved.items():
-        scaler[key] = value.read().item() if isinstance(value, Stored) else float(value)
-    return scaler
+    return {key: float(_number(value)) for key, value in saved.items()}
+
+
+def _number(value: Any) -> Any:
+    """Return a number that may be stored as a tensor of one element."""
+    return value.read().item() if isinstance(value, Stored) else value

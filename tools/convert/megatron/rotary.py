@@ -162,6 +162,7 @@ def latent_of(arguments: Args) -> dict[str, Any]:
         "rotary_fraction": 1.0,
     }
     if argument_or(arguments, "rope_type", YARN) == YARN:
+        # Megatron-LM sets these by fields of its own configuration alone.
         original, fast, slow = (
             argument_or(arguments, key, default) for key, default in LATENT_YARN.items()
         )
@@ -170,9 +171,8 @@ def latent_of(arguments: Args) -> dict[str, Any]:
     attention_scalar = float(rope_dim + nope_dim)
     _, mscale_all_dim = _mscales(arguments)
     if mscale_all_dim:
-        attention_scalar = (rope_dim + nope_dim) / _scale(
-            _yarn_factor(arguments), mscale_all_dim
-        ) ** 4
+        score_factor = _scale(_yarn_factor(arguments), mscale_all_dim)
+        attention_scalar /= score_factor**4
     return {**fields, "rope_scaling": {}, "attention_scalar": attention_scalar}
 
 
@@ -192,9 +192,10 @@ def _require_latent(arguments: Args) -> None:
             raise UserError.of(
                 "convert.megatron_latent_key", key=key, get=arguments.get(key), values=values[0]
             )
-    groups = (
-        arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
-    )
+    groups = None
+    if arguments.get("group_query_attention", True):
+        groups = arguments.get("num_query_groups")
+    # A latent gives every head keys and values of its own.
     if groups not in (None, arguments["num_attention_heads"]):
         raise UserError.of("convert.megatron_latent_groups", groups=groups)
 

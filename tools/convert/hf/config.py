@@ -117,11 +117,11 @@ def _can_say(kind: str, model: ModelConfig) -> bool:
         read_back = from_hugging_face(_config_of_kind(kind, model))
     except UserError:
         return False
-    lost = set(_differing(model, read_back)) - {*_without_effect(model), "mtp_layers"}
+    lost = set(differing_fields(model, read_back)) - {*_without_effect(model), "mtp_layers"}
     return not lost
 
 
-def _differing(model: ModelConfig, other: ModelConfig) -> list[str]:
+def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the fields in which two models compute or train differently."""
     ours = as_computed(model)
     theirs = as_computed(other)
@@ -140,7 +140,7 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     """Return what a config.json of `model` omits, as key = value. Raises UserError if the model
     would compute otherwise.
     """
-    differing = _differing(model, from_hugging_face(config_of(model, "float32")))
+    differing = differing_fields(model, from_hugging_face(config_of(model, "float32")))
     lost = [field for field in differing if field not in _without_effect(model)]
     if lost:
         raise UserError(

@@ -3,21 +3,21 @@
 Every argument is read, known not to matter, or refused by name (`keys`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
-from megaprec.errors import Problem, UserError
+from megaprec.errors import UserError
 from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
 from models.router import PLAIN
-from tools.convert.hf.config import NAMES, make_model
+from tools.convert.hf.config import NAMES, differing_fields, make_model
 from tools.convert.megatron.feed_forwards import (
     activation_of,
     experts_of,
     feed_forward_args,
-    without_feed_forward,
 )
 from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
 from tools.convert.megatron.kinds import require_kinds
@@ -28,7 +28,6 @@ from tools.convert.megatron.rotary import (
     rotary_args,
     rotary_of,
     unsaid_by_arguments,
-    without_rotary,
 )
 
 # A softmax_scale is 1 / sqrt(kv_channels) to this relative difference: people round it in scripts.
@@ -192,46 +191,10 @@ def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
         raise UserError.of("convert.megatron_qk_norm")
 
 
-def _lacking(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of `model` that Megatron's GPT model lacks."""
-    plain = {
-        "norm_at": "before",
-        "norm_unit_offset": False,
-        "embedding_scale": 1.0,
-        "window_rope_base": 0.0,
-        "parallel_residual": False,
-        "attention_softcap": 0.0,
-        "final_softcap": 0.0,
-    }
-    for key, value in plain.items():
-        if getattr(model, key) != value:
-            yield f"{key} = {getattr(model, key)}"
-    if model.qk_norm and model.qk_norm_over == "all":
-        yield "qk_norm_over = all"
-    if model.qk_norm and model.norm != "rms":
-        yield "qk_norm without norm = rms"
-    if model.mtp_layers and model.window_layers:
-        yield f"mtp_layers = {model.mtp_layers} beside window_layers"
-    yield from without_rotary(model)
-    yield from without_feed_forward(model)
-
-
-def omitted_fields(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """Return what `arguments` of `model` omit, as key = value. Raises UserError if the model would
-    compute otherwise."""
-    ours = as_computed(model)
-    theirs = as_computed(model_of_args(arguments, None))
-    keys = type(model).model_fields
-    differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
-    lost = [key for key in differing if key not in (*TRAINING, *NAMES)]
-    if lost:
-        raise UserError(
-            *(
-                Problem.of("convert.megatron_field_lost", key=key, value=getattr(model, key))
-                for key in lost
-            )
-        )
-    omitted = [f"{key} = {getattr(model, key)}" for key in differing if key in TRAINING]
+def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
+    """Return what `args` of `model` omit and only training goes by, as key = value."""
+    differing = differing_fields(model, model_of_args(args, None))
+    omitted = [f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING]
     for field in unsaid_by_arguments(model):
         omitted.append(f"{field} (Megatron-LM has no argument for it)")
     return omitted
@@ -246,12 +209,10 @@ def args_of(
     tp, pp: ranks along tensor and pipeline parallelism.
     fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
     """
-    if lacking := list(_lacking(as_computed(model))):
-        raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lacking))
     windows = None
     if model.window_layers:
         windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]
-    return {
+    args = {
         "num_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
@@ -286,3 +247,38 @@ def args_of(
         **rotary_args(model),
         **feed_forward_args(model),
     }
+    _require_all_said(model, args)
+    return args
+
+
+def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
+    """Raise UserError unless args say all of a model that its logits depend on: they are read
+    back."""
+    try:
+        read_back = model_of_args(args, None)
+    except UserError as error:
+        # What they would say is none of Megatron's models.
+        raise UserError.of(
+            "convert.megatron_not_expressible", lacking=f"such model: {error.problems[0]}"
+        ) from error
+    lost = [
+        _describe_difference(as_computed(model), read_back, name)
+        for name in differing_fields(model, read_back)
+        if name not in (*TRAINING, *NAMES)
+    ]
+    if lost:
+        raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lost))
+
+
+def _describe_difference(model: ModelConfig, other: ModelConfig, name: str) -> str:
+    """Return what another model has not of a field: key = value, of a table each key that
+    differs."""
+    value = getattr(model, name)
+    if not isinstance(value, BaseModel):
+        return f"{name} = {value}"
+    other_value = getattr(other, name)
+    settings = []
+    for key in type(value).model_fields:
+        if getattr(value, key) != getattr(other_value, key):
+            settings.append(f"{name}.{key} = {getattr(value, key)}")
+    return ", ".join(settings)

@@ -13,7 +13,6 @@ Megatron has one feed-forward in a layer, or experts with a router, and perhaps 
 Experts, routers and attention have biases all together, or none of them has.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from megaprec.errors import UserError
@@ -191,63 +190,6 @@ def _router_groups(arguments: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     if best > 1 and not sigmoid and not arguments.get("moe_router_pre_softmax"):
         raise UserError.of("convert.megatron_router_order", chosen=chosen)
     return {**fields, "group_best": best}
-
-
-def without_feed_forward(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of feed-forwards and experts that Megatron's GPT model lacks."""
-    if model.mlp == "geglu":
-        yield "mlp = geglu"
-    if model.mlp == "swiglu_clamped" and model.swiglu_alpha != ALPHA:
-        yield f"swiglu_alpha = {model.swiglu_alpha} (its own is {ALPHA})"
-    if model.mlp == "gelu" and (model.experts or not model.mlp_bias):
-        yield "gelu (its tanh approximation needs biases)"
-    if model.experts:
-        yield from _without_experts(model)
-    elif model.output_bias != model.mlp_bias:
-        yield "biases in the attention's output alone or in the feed-forward alone"
-
-
-def _without_experts(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of experts and their router that Megatron's GPT model lacks."""
-    biases = {
-        "output_bias": model.output_bias,
-        "expert_bias": model.expert_bias,
-        "router_bias": model.router_bias,
-    }
-    if len({*biases.values()}) > 1:
-        settings = ", ".join(f"{key} = {value}" for key, value in biases.items())
-        yield f"{settings} (it has all of them or none)"
-    if model.expert_bias and (model.dense_layers or model.shared_experts):
-        yield "expert_bias = True beside dense_layers or shared_experts"
-    yield from _without_scores(model)
-    if model.router.limits:
-        yield from _without_groups(model)
-
-
-def _without_scores(model: ModelConfig) -> Iterator[str]:
-    """Yield how a router's scores become weights of experts, if Megatron's do not."""
-    router = model.router
-    topk = model.experts_per_token
-    if router.score == "sigmoid" and model.norm_topk != (topk > 1):
-        yield f"norm_topk = {model.norm_topk} of sigmoid scores and {topk} experts for each token"
-    if router.score == "softmax":
-        if model.norm_topk and topk == 1:
-            yield "norm_topk with one expert for each token (it wants moe_router_pre_softmax there)"
-        if router.correction:
-            yield "router.correction of softmax scores"
-
-
-def _without_groups(model: ModelConfig) -> Iterator[str]:
-    """Yield how groups of experts are compared, if Megatron does not."""
-    router = model.router
-    best = model.experts_per_token // router.groups_per_token
-    if router.group_best != best:
-        yield (
-            f"router.group_best = {router.group_best} (it has experts_per_token / "
-            f"groups_per_token, {best})"
-        )
-    elif router.score == "softmax" and model.norm_topk and best > 1:
-        yield "groups of experts compared by softmax scores that are normalized"
 
 
 def feed_forward_args(model: ModelConfig) -> dict[str, Any]:

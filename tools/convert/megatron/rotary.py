@@ -8,12 +8,10 @@ factor besides, whatever the kind of positions.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.family_defaults import default_attention_scalar
 from models.rope import ORIGINAL, RopeScaling
 from tools.convert.megatron.keys import Args, argument_or
 
@@ -162,7 +160,6 @@ def latent_of(arguments: Args) -> dict[str, Any]:
         "rotary_fraction": 1.0,
     }
     if argument_or(arguments, "rope_type", YARN) == YARN:
-        # Megatron-LM sets these by fields of its own configuration alone.
         original, fast, slow = (
             argument_or(arguments, key, default) for key, default in LATENT_YARN.items()
         )
@@ -198,49 +195,6 @@ def _require_latent(arguments: Args) -> None:
     # A latent gives every head keys and values of its own.
     if groups not in (None, arguments["num_attention_heads"]):
         raise UserError.of("convert.megatron_latent_groups", groups=groups)
-
-
-def without_rotary(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of positions and latents that Megatron's GPT model lacks."""
-    scaling = model.rope_scaling
-    latent = model.latent
-    if not _has_scaling(model):
-        where = " in multi-latent attention" if latent else ""
-        yield f"rope_scaling {scaling.model_dump(exclude_defaults=True)}{where}"
-    default_scalar = default_attention_scalar(
-        {"latent": latent, "head_dim": model.head_dim, "rope_scaling": scaling}
-    )
-    if model.attention_scalar != default_scalar:
-        yield f"attention_scalar = {model.attention_scalar}"
-    if latent and model.qkv_bias:
-        yield "qkv_bias = True in multi-latent attention"
-    if latent and latent.norm_eps != model.norm_eps:
-        yield f"latent.norm_eps = {latent.norm_eps} beside norm_eps = {model.norm_eps}"
-    if not latent and model.output_bias > model.qkv_bias:
-        yield "biases in the attention's output alone"
-
-
-def _has_scaling(model: ModelConfig) -> bool:
-    """Return True if Megatron has the scaling of a model's rotary positions."""
-    scaling = model.rope_scaling
-    if scaling.kind == "none":
-        return True
-    if model.latent:
-        return _has_yarn(scaling) and scaling.truncate
-    if scaling.kind == "llama3":
-        return not LLAMA3.items() - scaling.model_dump().items()
-    if scaling.kind == "linear":
-        return scaling.factor == int(scaling.factor)
-    return _has_yarn(scaling) and model.rotary_fraction == 1
-
-
-def _has_yarn(scaling: RopeScaling) -> bool:
-    """Return True if Megatron has words for YaRN's factors."""
-    return (
-        scaling.kind == YARN
-        and not scaling.attention_factor
-        and bool(scaling.mscale) == bool(scaling.mscale_all_dim)
-    )
 
 
 def rotary_args(model: ModelConfig) -> dict[str, Any]:

@@ -65,16 +65,16 @@ TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(
-    path: Path,
+    folder: Path,
     vocab: int | None = None,
     weights_only: bool = False,
     model: ModelConfig | None = None,
 ) -> Source:
     """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
-    if checkpoint := checkpoint_at(path):
+    if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.digests)
-    return open_source(path, vocab, weights_only, model)
+    return open_source(folder, vocab, weights_only, model)
 
 
 def open_source(

@@ -48,6 +48,7 @@ class Initial:
 
 def initial_model(folder: Path) -> Initial:
     """Return what the folder of train.init_from says. Raises UserError."""
+    # Only what says the model is opened: weights are read much later, on every rank.
     kind, checkpoint = format_of(folder)
     if kind == "megaprec":
         model, tokenizer = native_model(checkpoint)
@@ -90,8 +91,11 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
-        store = Store(checkpoint)
-        require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
+        checkpoint_store = Store(checkpoint)
+        require_intact(
+            checkpoint_store, checkpoint_store.files_of("weight"), optimizer.world, optimizer.device
+        )
+    # Every rank opens the folder, and reads no more than it holds.
     slices = Slices(open_initial(folder))
     load_weights(slices, optimizer)
     not_finite_counts = gather_entries(slices.not_finite, optimizer.world, optimizer.device)
@@ -105,6 +109,7 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
 def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]:
     """Return a line for each tensor with such numbers. counts: by slice, as of
     `Slices.not_finite`."""
+    # Ranks count in slices of a tensor; people know the tensor.
     by_key = Counter[str]()
     for description, count in counts.items():
         tensor_key = description.partition(" ")[0]

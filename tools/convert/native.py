@@ -213,15 +213,17 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
-        for file, keys in _keys_by_file(dtypes).items():
+        for safetensors_file, keys in _keys_by_file(dtypes).items():
             tensors = {
                 _name_in_file(tensor_key): (dtypes[tensor_key], source.shapes[tensor_key])
                 for tensor_key in keys
             }
-            starts = reserve_safetensors(folder / file, tensors, write)
+            starts = reserve_safetensors(folder / safetensors_file, tensors, write)
             for tensor_key in keys:
                 location = Location(
-                    file, starts[_name_in_file(tensor_key)], bind(_cast, dtypes[tensor_key])
+                    safetensors_file,
+                    starts[_name_in_file(tensor_key)],
+                    bind(_cast, dtypes[tensor_key]),
                 )
                 writes.append(
                     Write(tensor_key, (tensor_key,), _only_part, (location,), straight=True)
@@ -230,8 +232,8 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
     def finish(folder: Path) -> None:
         if main_file(source.tokenizer):
-            for file in source.tokenizer:
-                (folder / file.name).write_bytes(read_whole(file))
+            for safetensors_file in source.tokenizer:
+                (folder / safetensors_file.name).write_bytes(read_whole(safetensors_file))
         _write_index(folder, source, dtypes)
 
     return Target(

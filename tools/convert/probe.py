@@ -292,29 +292,29 @@ def difference(config: str) -> float:
     if model.positions != "learned":
         length = model.max_positions * 3 // 2  # more than any window or length
     threads = torch.get_num_threads()
-    ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+    token_ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
         with TemporaryDirectory(prefix="megaprec_probe_") as name:
             folder = Path(name)
-            theirs = _logits_of_transformers(settings, folder, ids)
+            theirs = _logits_of_transformers(settings, folder, token_ids)
             (folder / CONFIG).write_text(config)
             # Our model reads the weights that transformers has saved: names and layouts are tried
             # too.
-            ours = load_stage(open_hf(folder), "fp64")(ids.t()).transpose(0, 1).detach()
+            ours = load_stage(open_hf(folder), "fp64")(token_ids.t()).transpose(0, 1).detach()
     finally:
         torch.set_num_threads(threads)
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @torch.no_grad()
-def _logits_of_transformers(config: Json, folder: Path, ids: Tensor) -> Tensor:
+def _logits_of_transformers(config: Json, folder: Path, token_ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
     saves in `folder`."""
     with quiet_transformers() as transformers, _float32_is_float64():
         try:
             model = _make_model(transformers, config)
-            logits = model(ids).logits
+            logits = model(token_ids).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
         try:

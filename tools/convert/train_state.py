@@ -75,6 +75,7 @@ def stored_value(checkpoint: Store, key: str) -> Any:
 
 def read_progress(checkpoint: Store) -> TrainState:
     """Return the progress of the run. Raises UserError if it is missing or damaged."""
+    # Keys of newer versions are refused there, and those of older ones may be missing.
     saved = _read_counts(checkpoint, "progress", asdict(TrainState()), {"skipped_tokens"})
     progress = TrainState(**saved)
     if "skipped_tokens" in saved or not progress.samples:
@@ -171,6 +172,7 @@ def _read_counts(
     saved = stored_value(checkpoint, key)
     _require_known(checkpoint, key, saved, example)
     for name, value in saved.items():
+        # bool is an int to Python, so types are compared and not tested by isinstance.
         is_negative = isinstance(value, int) and value < 0
         if type(value) is not type(example[name]) or is_negative:
             raise _damaged(checkpoint, key)
@@ -184,6 +186,7 @@ def _require_known(checkpoint: Store, key: str, saved: Any, known: Collection[st
     written."""
     if not isinstance(saved, dict):
         raise _damaged(checkpoint, key)
+    # What an older program cannot know it would ignore, and go on with another run.
     unknown = sorted(saved.keys() - set(known))
     if unknown:
         names = ", ".join(f"{key}.{name}" for name in unknown)

@@ -38,8 +38,8 @@ def _weight_and_bias(
     ]
 
 
-def _qkv(kind: str) -> tuple[str, ...]:
-    return tuple(f"{_ATTENTION}.{part}.{kind}" for part in QKV)
+def _qkv(suffix: str) -> tuple[str, ...]:
+    return tuple(f"{_ATTENTION}.{part}.{suffix}" for part in QKV)
 
 
 def _gpt2() -> list[NameRule]:
@@ -102,6 +102,7 @@ def _latents(interleaved: bool) -> list[NameRule]:
     """Return the rules of queries, keys and values of DeepSeek. interleaved: rotary partners are
     neighbours."""
     attention = "model.layers.N.self_attn"
+    # Published files have partners side by side; rope_interleave = false has them as ours are.
     query = LATENT_QUERY if interleaved else LATENT_QUERY_HALVES
     down = LATENT_DOWN if interleaved else LATENT_DOWN_HALVES
     rules = [
@@ -110,9 +111,9 @@ def _latents(interleaved: bool) -> list[NameRule]:
         NameRule(f"{attention}.q_a_layernorm.weight", (f"{_ATTENTION}.query_down_norm.weight",)),
         NameRule(f"{attention}.q_b_proj.weight", (f"{_ATTENTION}.query_up.weight",), query),
     ]
-    for kind in ("weight", "bias"):
-        parts = (f"{_ATTENTION}.key_value_down.{kind}", f"{_ATTENTION}.key_rope.{kind}")
-        rules.append(NameRule(f"{attention}.kv_a_proj_with_mqa.{kind}", parts, down))
+    for suffix in ("weight", "bias"):
+        parts = (f"{_ATTENTION}.key_value_down.{suffix}", f"{_ATTENTION}.key_rope.{suffix}")
+        rules.append(NameRule(f"{attention}.kv_a_proj_with_mqa.{suffix}", parts, down))
     up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     return [
         *rules,
@@ -196,6 +197,7 @@ def _stacked_experts() -> list[NameRule]:
     row by row in turn."""
     mlp = "model.layers.N.mlp"
     rules = _weight_and_bias(f"{mlp}.router", f"{_MLP}.router")
+    # Their biases are named by an underscore, for the stacked tensor is no module with a bias.
     for suffix, kind in (("", "weight"), ("_bias", "bias")):
         gate_up = (f"{_MLP}.experts.E.gate.{kind}", f"{_MLP}.experts.E.up.{kind}")
         down = (f"{_MLP}.experts.E.down.{kind}",)
@@ -209,6 +211,7 @@ def _with_modules(rules: Sequence[NameRule]) -> list[NameRule]:
     around each module's layer, which is numbered as one of the model's, and the layer.
     """
     layer = "model.layers.N"
+    # After the last row of a layer, where the modules' layers are numbered on.
     end = 1 + max(number for number, rule in enumerate(rules) if ".N." in rule.foreign)
     return [
         *rules[:end],
@@ -396,20 +399,21 @@ def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Name
 
 def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[NameRule]:
     return [
-        NameRule(prefix + kind, (f"layers.N.{logical}.{kind}",), layers=layers)
-        for kind in ("weight", "bias")
+        NameRule(prefix + suffix, (f"layers.N.{logical}.{suffix}",), layers=layers)
+        for suffix in ("weight", "bias")
     ]
 
 
 def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[NameRule]:
     """Return the rules of a feed-forward, whose gate and up are one layer."""
+    # Megatron computes both by one product, and each rank holds its rows of either.
     parts = ("gate", "up") if gated else ("up",)
     how: Transform = STACKED if gated else SAME
     cut: Cut = "halves" if gated else "rows"
     rules = []
-    for kind in ("weight", "bias"):
-        inner = tuple(f"{logical}.{part}.{kind}" for part in parts)
-        rules.append(NameRule(f"{foreign}.linear_fc1.{kind}", inner, how, cut))
+    for suffix in ("weight", "bias"):
+        inner = tuple(f"{logical}.{part}.{suffix}" for part in parts)
+        rules.append(NameRule(f"{foreign}.linear_fc1.{suffix}", inner, how, cut))
     return [
         *rules,
         NameRule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),

@@ -100,6 +100,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
     Returns a line for each tensor that has numbers that are NaN or infinite.
     """
     damage = NotFinite()
+    # Beside the destination, so that it gets its name in one step on the same disk.
     partial = destination.with_name(f".{destination.name}.partial")
     with _report_disk_errors(destination):
         journal = Journal(partial / JOURNAL, _identity(source, target))
@@ -107,6 +108,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
             _make_folder(partial, target.size)
         with _remove_if_refused(partial):
             _write_all(source, target, partial, journal, report)
+            # Read back by the format's own reader: a wrong file is found before it has its name.
             _compare(target.reopen(partial), journal.by_key(), damage, report)
         # Only the files of the format remain.
         journal.path.unlink()
@@ -123,10 +125,10 @@ def _write_all(
     writes = _in_order_of_source(target.reserve(partial, not journal.begun), source)
     _check_complete(writes, target, source)
     journal.begin()
-    for write in writes:
-        if write.name not in journal.digests:
-            journal.add(write.name, _write(write, source, target, partial))
-        report(_nbytes(write.keys, source, target), f"writing {write.name}")
+    for tensor_write in writes:
+        if tensor_write.name not in journal.digests:
+            journal.add(tensor_write.name, _write(tensor_write, source, target, partial))
+        report(_nbytes(tensor_write.keys, source, target), f"writing {tensor_write.name}")
     target.finish(partial)
 
 
@@ -219,6 +221,7 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
 def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
     stamps = []
+    # Sizes and times tell a changed source; to read gigabytes for digests would take too long.
     for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
         status = file.stat()
         stamps.append((str(file.relative_to(source.path)), status.st_size, status.st_mtime_ns))
@@ -229,6 +232,7 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
 
 def _make_folder(partial: Path, size: int) -> None:
     """Make an empty folder. Raises UserError if its disk has not `size` bytes free."""
+    # What another conversion left there cannot be resumed.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free
@@ -250,8 +254,8 @@ def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
 def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> None:
     """Raise UserError unless each logical tensor of the source is written exactly once."""
     needed: list[str] = []
-    for write in writes:
-        needed += write.keys
+    for tensor_write in writes:
+        needed += tensor_write.keys
     repeated = [tensor_key for tensor_key, count in Counter(needed).items() if count > 1]
     assert not repeated, f"the table of the target has {repeated} twice"
     missing = sorted(set(needed) - source.shapes.keys())
@@ -270,19 +274,19 @@ def _nbytes(keys: Sequence[str], source: Source, target: Target) -> int:
     )
 
 
-def _write(write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
+def _write(tensor_write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
     """Write one tensor of the target; return the checksums of its logical tensors by key."""
-    if write.straight:
-        (tensor_key,) = write.keys
-        return {tensor_key: _copy_pieces(write, source, target.dtypes[tensor_key], partial)}
-    parts = [source.read(tensor_key) for tensor_key in write.keys]
+    if tensor_write.straight:
+        (tensor_key,) = tensor_write.keys
+        return {tensor_key: _copy_pieces(tensor_write, source, target.dtypes[tensor_key], partial)}
+    parts = [source.read(tensor_key) for tensor_key in tensor_write.keys]
     digests = {
         tensor_key: _checksum_as(target.dtypes[tensor_key], part)
-        for tensor_key, part in zip(write.keys, parts, strict=True)
+        for tensor_key, part in zip(tensor_write.keys, parts, strict=True)
     }
-    joined = write.join(parts)
+    joined = tensor_write.join(parts)
     del parts  # memory that is not needed twice
-    for location in write.locations:
+    for location in tensor_write.locations:
         fill(partial / location.file, location.start, location.take(joined))
     return digests
 
@@ -291,10 +295,10 @@ def _checksum_as(dtype: torch.dtype, values: Tensor) -> str:
     return checksum(dtype, values.shape, [values.to(dtype)])
 
 
-def _copy_pieces(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
+def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
     """Write a tensor piece by piece; return its checksum."""
-    (tensor_key,) = write.keys
-    (location,) = write.locations
+    (tensor_key,) = tensor_write.keys
+    (location,) = tensor_write.locations
 
     def written_pieces() -> Iterator[Tensor]:
         start = location.start

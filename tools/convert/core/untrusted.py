@@ -397,9 +397,9 @@ def describe_distributed(folder: Path) -> Any:
     with open(folder / ".metadata", "rb") as file:
         metadata = MetadataUnpickler(file).load()
     storage_infos = {}
-    for index, info in metadata.storage_data.items():
+    for index, location in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
-        storage_infos[index.fqn, offset] = info
+        storage_infos[index.fqn, offset] = location
 
     def storage_info(name: str, offset: tuple[int, ...] | None) -> Any:
         if (name, offset) not in storage_infos:
@@ -412,8 +412,8 @@ def describe_distributed(folder: Path) -> Any:
         if hasattr(entry, "chunks"):
             chunks = []
             for chunk in entry.chunks:
-                info = storage_info(name, tuple(chunk.offsets))
-                chunks.append(_describe_chunk(folder, info, [*chunk.offsets], [*chunk.sizes]))
+                location = storage_info(name, tuple(chunk.offsets))
+                chunks.append(_describe_chunk(folder, location, [*chunk.offsets], [*chunk.sizes]))
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
         # Other objects of a checkpoint, such as random states, are not needed.
         elif any(known in name for known in OPTIMIZER_OBJECTS):
@@ -421,28 +421,30 @@ def describe_distributed(folder: Path) -> Any:
     return {"tensors": tensors, "optimizer": optimizer}
 
 
-def _describe_inside(folder: Path, info: Any) -> dict[str, Any]:
+def _describe_inside(folder: Path, location: Any) -> dict[str, Any]:
     """Return the contents of a file of torch.save inside of a file, and the byte where it begins in
     the outer one."""
-    file = folder / info.relative_path
+    file = folder / location.relative_path
     if file.parent != folder or not file.is_file():
-        raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
-    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f".metadata names {location.relative_path}, which is not in the folder")
+    if getattr(location, "transform_descriptors", None):
         raise ValueError(
             f"{file.name} holds values that are transformed, such as compressed, which are not read"
         )
-    if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
+    if not 0 <= location.offset <= location.offset + location.length <= file.stat().st_size:
         raise ValueError(
             f".metadata names bytes of {file.name} that it does not have: it is not whole"
         )
     with open(file, "rb", buffering=0) as opened:
-        inside = io.BufferedReader(Part(opened, info.offset, info.length))
-        return {"file": file.name, "start": info.offset, "content": describe(inside)}
+        inside = io.BufferedReader(Part(opened, location.offset, location.length))
+        return {"file": file.name, "start": location.offset, "content": describe(inside)}
 
 
-def _describe_chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
+def _describe_chunk(
+    folder: Path, location: Any, offset: list[int], shape: list[int]
+) -> dict[str, Any]:
     """Return where a part of a tensor lies, and where in the tensor it begins."""
-    inside = _describe_inside(folder, info)
+    inside = _describe_inside(folder, location)
     kind, content = inside["content"]
     # The file itself says its shape too.
     if kind != "tensor" or content[1] != shape:

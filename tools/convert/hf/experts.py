@@ -27,6 +27,7 @@ def experts_of_qwen(shared: bool) -> Entry:
         if shared:
             width = config["shared_expert_intermediate_size"]
             routed |= {"shared_experts": width, "shared_gate": True}
+        # A file may name experts that no layer has.
         dense = _dense_layers_of_qwen(config)
         if len(dense) == config["num_hidden_layers"]:
             return _feed_forwards(config, dense)
@@ -107,6 +108,7 @@ def _corrected_router(config: Keys) -> Fields:
 def _read_deepseek_v2(config: Keys) -> Fields:
     """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
     normalizes."""
+    # Without experts these decide nothing, whatever they say.
     config.mark_read("topk_method", "norm_topk_prob", "n_group", "topk_group")
     fields = _deepseek_experts(config)
     if not fields["experts"]:
@@ -121,6 +123,7 @@ def _read_deepseek_v2(config: Keys) -> Fields:
 
 
 def _read_deepseek_v3(config: Keys) -> Fields:
+    # Without experts these decide nothing, whatever they say.
     config.mark_read("norm_topk_prob", "n_group", "topk_group")
     fields = _deepseek_experts(config)
     if not fields["experts"]:
@@ -164,6 +167,7 @@ def _groups(config: Keys, best: int) -> Fields:
     groups = config["n_group"]
     chosen = config["topk_group"]
     experts = config["n_routed_experts"]
+    # transformers reshapes scores to [tokens, groups, experts of one].
     if not 1 <= chosen <= groups or experts % groups:
         raise UserError.of(
             "convert.hf_groups_uneven", groups=groups, chosen=chosen, experts=experts
@@ -201,6 +205,7 @@ def _write_after_dense(model: ModelConfig) -> Json:
 
 
 def _write_deepseek(model: ModelConfig, method: str) -> Json:
+    # Sizes of experts may stay away: no layer has them.
     if not model.experts:
         return {"first_k_dense_replace": model.layers}
     return {

@@ -114,6 +114,7 @@ def _read_latent_attention(config: Keys) -> Fields:
             raise UserError.of("convert.hf_no_latent", key=key, keys=config[key])
     if rope_dim % 2:
         raise UserError.of("convert.hf_rotary_odd", qk_rope_head_dim=rope_dim)
+    # Every head has keys and values of its own, made of the shared latent.
     heads = config["num_attention_heads"]
     require(config["num_key_value_heads"], "num_key_value_heads", (heads, None))
     # their classes put the width that turns there
@@ -192,6 +193,7 @@ def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
         )
 
 
+# Of every family; entries that only check a key return no fields.
 _COMMON = (
     same("vocab_size", "vocab"),
     same("tie_word_embeddings", "tied"),
@@ -237,6 +239,7 @@ _DEEPSEEK = (
     _ATTENTION_BIAS,
 )
 
+# A family states its own defaults over those of the one that it was made of.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_act": "silu",

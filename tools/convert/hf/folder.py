@@ -150,6 +150,7 @@ def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source
     tensors = _named_like_the_table(tensors, PREFIXES.get(kind, "model."))
     tensors = unstack_experts(tensors, kind)
     stored = with_quantized(tensors, config, folder)
+    # DeepSeek-V3 may say so; published files have rotary partners side by side.
     in_halves = config.get("rope_interleave", True) is False
     expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
     # Copies are dropped before the tensors are counted.
@@ -267,6 +268,7 @@ def _read_shards(folder: Path, weights: WeightFormat) -> dict[str, Stored]:
     weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise UserError.of("convert.hf_weight_map", path=folder / index)
+    # Each file is opened once, however many tensors the index names in it.
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
@@ -427,6 +429,7 @@ class _Writer:
             match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
             for match in (*self.matches, *self.copies)
         }
+        # As transformers splits: in the order of the modules, no file above the limit.
         self.shards = _shards(self.dtype_of, shard_bytes)
         self.size = sum(
             prod(match.shape) * dtype.itemsize for match, dtype in self.dtype_of.items()
@@ -495,6 +498,7 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
             free = shard_bytes
         shards[-1].append(match)
         free -= nbytes
+    # One file needs no index.
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {
@@ -506,6 +510,7 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
 def special_ids_of(source: Source) -> dict[str, Any]:
     """Return the ids of special tokens as a config.json has them: those of the source, or of its
     tokenizer."""
+    # A run of ours has none of its own: its documents are told apart by the tokenizer's.
     ids = source.facts.special or tokenizer_ids(source)
     return {"bos_token_id": None, "eos_token_id": None, **ids}
 

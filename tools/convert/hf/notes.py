@@ -30,6 +30,7 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
     remarks = [*_notes_on_code(config, architecture)]
     remarks += [f"{key} = {config[key]}, {KEPT}" for key in _ids_beyond_vocabulary(config)]
     remarks += _notes_on_versions(config)
+    # transformers leaves these layers out when it saves, but not their number.
     layers = further_layers(config)
     if layers and read:
         remarks.append(
@@ -61,14 +62,12 @@ def _notes_on_versions(config: Json) -> Iterator[str]:
     if key := _key_with_untruncated(config):
         yield (
             f"truncate = false in {key}: transformers 5 does not read it in a "
-            f"{config['model_type']} model, and so "
-            "it is read here; transformers 4 does"
+            f"{config['model_type']} model, and so it is read here; transformers 4 does"
         )
     if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
         yield (
-            f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers "
-            "without the window alone, and "
-            "so it is read here; transformers 4 takes it for all"
+            f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers without "
+            "the window alone, and so it is read here; transformers 4 takes it for all"
         )
 
 
@@ -80,6 +79,7 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
     them.
     """
     for name, stored in files.items():
+        # Only old versions of transformers saved this buffer.
         if not name.endswith(ANGLES):
             continue
         has_shape = stored.shape == (model.rotary_dims // 2,)
@@ -93,6 +93,7 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
 
 def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
     """Return True if saved angles are those of some layers of a model, or those before scaling."""
+    # Some saved the angles of one type of layer, others those before they are stretched.
     for base in (model.rope_base, model.window_rope_base or model.rope_base):
         for scaling in (model.rope_scaling, RopeScaling()):
             angles = frequencies(scaling, base, model.rotary_dims, model.max_positions)
@@ -116,6 +117,7 @@ def _ids_beyond_vocabulary(config: Json) -> Iterator[str]:
 def _sliding_base_is_open(config: Json) -> bool:
     """Return True if an OLMo 3 has a base of its own, and nothing says which its layers with the
     window have."""
+    # transformers 4 took this base for all layers, 5 takes it for some.
     base = config.get("rope_theta")
     window_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     has_own_base = base not in (None, FAMILIES["olmo3"].defaults["rope_theta"])

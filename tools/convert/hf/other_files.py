@@ -30,6 +30,7 @@ _OTHER_FORMATS = {
 def require_fetched(folder: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
     for file in sorted(folder.iterdir()):
+        # Only small files are opened: weights have gigabytes.
         is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
         if is_small and read_regular(file).startswith(POINTER):
             raise UserError.of("convert.lfs_pointer", file=file)
@@ -49,6 +50,7 @@ def require_plain(folder: Path, indices: Mapping[str, str]) -> None:
     """
     require_no_adapter(folder)
     for index, single in indices.items():
+        # A single file that the index names is one of the shards.
         has_both = (folder / index).is_file() and (folder / single).is_file()
         if has_both and single.encode() not in read_whole(folder / index):
             raise UserError.of("convert.two_stores", path=folder, single=single, index=index)
@@ -84,6 +86,7 @@ def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Ite
     metadata = content.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual_size = sum(stored.nbytes for stored in files.values())
+    # Counted by others in other units, or left from before a file was changed.
     if in_bytes and total_size not in (None, actual_size):
         yield (
             f"{index.name} says total_size = {short(total_size)}, but its tensors have "

@@ -58,6 +58,7 @@ def text_config(config: Json) -> Json:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in TEXT:
+        # A model of text alone has none of these.
         parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
         if parts:
             raise UserError(_refusal(model_type, parts, config[parts[0]]))
@@ -70,6 +71,7 @@ def text_config(config: Json) -> Json:
         raise UserError.of(
             "convert.hf_text_config_type", short=short(inner_kind), text=TEXT[model_type]
         )
+    # Keys outside may contradict those inside, of which transformers lets one win.
     _check_outer_keys(config, inner, model_type)
     outer = {key: config[key] for key in OF_ALL if key in config}
     return {**inner, **outer, "model_type": TEXT[model_type]}
@@ -77,23 +79,27 @@ def text_config(config: Json) -> Json:
 
 def _check_outer_keys(config: Json, inner: Json, model_type: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
-    for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
-        if config[key] is not None:
+    for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
+        if config[outer_key] is not None:
             raise UserError.of(
-                "convert.hf_key_unknown", key=key, short=short(config[key]), kind=model_type
+                "convert.hf_key_unknown",
+                key=outer_key,
+                short=short(config[outer_key]),
+                kind=model_type,
             )
-    for key in OF_BOTH:
-        if key in config and key in inner and inner[key] != config[key]:
+    for outer_key in OF_BOTH:
+        if outer_key in config and outer_key in inner and inner[outer_key] != config[outer_key]:
             raise UserError.of(
                 "convert.hf_text_config_differs",
-                key=key,
-                value=short(config[key]),
-                text_value=short(inner[key]),
+                key=outer_key,
+                value=short(config[outer_key]),
+                text_value=short(inner[outer_key]),
             )
 
 
 def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     """Return the tensors of the text model, by the names that they have in a folder of its own."""
+    # A folder of a text model alone has the names already.
     if config.get("model_type") not in TEXT:
         return dict(stored)
     return {
@@ -111,8 +117,8 @@ def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     left_out = sum(name.startswith(_IMAGE_TENSORS) for name in stored)
     return [
         f"config.json has model_type = {model_type!r}: its text model is read, of model_type "
-        f"{TEXT[model_type]!r}; {left_out} tensors "
-        "for images are left out, and a folder that is written has none"
+        f"{TEXT[model_type]!r}; {left_out} tensors for images are left out, and a folder that is "
+        "written has none"
     ]
 
 
@@ -132,6 +138,6 @@ def _refusal(model_type: Any, parts: list[str], inner: Json) -> str:
     text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
     return (
         f"config.json has model_type = {model_type!r} with {', '.join(parts)}: of models with "
-        "several kinds of input only "
-        f"gemma3 is read; save {text} in a folder of its own, with a config.json of its own"
+        f"several kinds of input only gemma3 is read; save {text} in a folder of its own, with a "
+        "config.json of its own"
     )

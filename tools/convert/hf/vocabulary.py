@@ -136,8 +136,8 @@ def stated_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
     known: number of ids that a token may have; others are left out.
     """
     value = special.get(key)
-    ids = value if isinstance(value, list) else [value]
-    return [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < known]
+    token_ids = value if isinstance(value, list) else [value]
+    return [token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < known]
 
 
 def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
@@ -152,9 +152,8 @@ def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
         return []
     instead = "no token stands there" if begin is None else f"they begin after the token {begin}"
     return [
-        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, "
-        "which nothing says to "
-        f"stand before documents: {instead}"
+        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which "
+        f"nothing says to stand before documents: {instead}"
     ]
 
 
@@ -220,9 +219,8 @@ def class_note(files: Sequence[Path]) -> list[str]:
     if name in (None, FROM_FILE, "TokenizersBackend"):
         return []
     return [
-        f"{config}: tokenizer_class = {name!r} is written as {FROM_FILE!r}, which splits "
-        "texts as tokenizer.json says "
-        "in every version of transformers"
+        f"{config}: tokenizer_class = {name!r} is written as {FROM_FILE!r}, which splits texts as "
+        "tokenizer.json says in every version of transformers"
     ]
 
 
@@ -265,9 +263,9 @@ def _missing_roles(
     """
     tokens = {token_id: token for token, token_id in tokenizer.vocabulary().items()}
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
+    token_ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
     roles: dict[str, Any] = {}
-    for role, token_id in ids.items():
+    for role, token_id in token_ids.items():
         if role not in named and isinstance(token_id, int) and token_id in tokens:
             roles[role] = tokens[token_id]
     return roles

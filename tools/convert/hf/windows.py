@@ -19,6 +19,7 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
     """
 
     def read(config: Keys) -> Fields:
+        # Newer files list the layers; the pattern is of older ones.
         period = config[pattern] if isinstance(pattern, str) else pattern
         layers = config["num_hidden_layers"]
         types = config["layer_types"]
@@ -55,6 +56,7 @@ def _read_qwen(config: Keys) -> Fields:
     window = _window(config) if config["use_sliding_window"] else 0
     config.mark_read("sliding_window")
     layers = config["num_hidden_layers"]
+    # Layers before it see all tokens.
     first = config["max_window_layers"]
     types = config["layer_types"]
     if types is None:

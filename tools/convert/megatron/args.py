@@ -54,6 +54,7 @@ def model_of_args(arguments: Mapping[str, Any], vocab: int | None) -> ModelConfi
 def _fields_of(arguments: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
     """Return the fields of the model. arguments: by their canonical names."""
     learned = is_learned(arguments)
+    # A checkpoint of another program may lack arguments: Megatron-LM's own defaults count then.
     bias = bool(argument_or(arguments, "add_bias_linear", True))
     experts = arguments.get("num_experts") or 0
     latent = bool(arguments.get("multi_latent_attention"))
@@ -93,6 +94,7 @@ def _feed_forward_width(arguments: Mapping[str, Any], experts: int) -> int:
 
 
 def _is_tied(arguments: Mapping[str, Any]) -> bool:
+    # megatron-core says it positively, Megatron-LM by what is not shared.
     share = arguments.get("share_embeddings_and_output_weights")
     if share is not None:
         return bool(share)
@@ -103,6 +105,7 @@ def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[
     """Return the fields of attention without latents."""
     heads = arguments["num_attention_heads"]
     scale = arguments.get("softmax_scale")
+    # Without group_query_attention Megatron-LM ignores the number of groups.
     groups = (
         arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
     )
@@ -121,6 +124,7 @@ def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[
 def _family(arguments: Mapping[str, Any], learned: bool, experts: int) -> str:
     """Return the family whose name is nearest; it decides nothing, for all that depends on it is
     given."""
+    # A sigmoid of each expert apart is DeepSeek-V3's, and GLM-4.5's without latents.
     sigmoid = experts and arguments.get("moe_router_score_function") == "sigmoid"
     if arguments.get("multi_latent_attention"):
         return "deepseek_v3" if sigmoid else "deepseek_v2"
@@ -145,6 +149,7 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     before, after = window
     if after or before < 0:
         raise UserError.of("convert.megatron_window", window=window)
+    # Without a list every skip-th layer sees all tokens.
     skip = arguments.get("window_attn_skip_freq")
     if isinstance(skip, list | tuple):
         if len(skip) != len(numbers):
@@ -180,6 +185,7 @@ def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
     """Raise UserError for what depends on several args."""
+    # Padding only adds rows.
     vocab = arguments.get("vocab_size")
     padded = arguments.get("padded_vocab_size")
     if vocab and padded and padded < vocab:
@@ -209,6 +215,7 @@ def args_of(
     tp, pp: ranks along tensor and pipeline parallelism.
     fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
     """
+    # As a list, for no single number says which layers have the window.
     windows = None
     if model.window_layers:
         windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]
@@ -278,7 +285,7 @@ def _describe_difference(model: ModelConfig, other: ModelConfig, name: str) -> s
         return f"{name} = {value}"
     other_value = getattr(other, name)
     settings = []
-    for key in type(value).model_fields:
-        if getattr(value, key) != getattr(other_value, key):
-            settings.append(f"{name}.{key} = {getattr(value, key)}")
+    for argument_name in type(value).model_fields:
+        if getattr(value, argument_name) != getattr(other_value, argument_name):
+            settings.append(f"{name}.{argument_name} = {getattr(value, argument_name)}")
     return ", ".join(settings)

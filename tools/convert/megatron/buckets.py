@@ -160,6 +160,7 @@ def _group_by_buffer(flat_layout: Saved, flats: Mapping[str, Chunked]) -> dict[_
         if not match or len(tensor.shape) != 1 or not tensor.chunks:
             raise _unknown_layout(flat_layout)
         optimizer, number, buffer, dtype, bucket, kind = match.groups()
+        # By where they begin, so that pieces are found by bisection.
         chunks = sorted(tensor.chunks, key=_first_element)
         starts = [offset[0] for offset, _ in chunks]
         pieces = [stored for _, stored in chunks]
@@ -184,6 +185,7 @@ def _ranks(flat_layout: Saved) -> Iterator[_OptimizerRank]:
     sizes = sizes_of(flat_layout.args)
     stages = stages_of(flat_layout.expected, flat_layout.args, flat_layout.model)
     separate_experts = sizes.ep > 1
+    # In the order of Megatron's numbers: tp runs fastest.
     for pp, tp in product(range(sizes.pp), range(sizes.tp)):
         local = stages[pp :: sizes.pp]
         if separate_experts:
@@ -240,6 +242,7 @@ def _buffers(
 
 def _lay_out(flat_layout: Saved, tensor_name: str, parameter: Registered) -> Parameter:
     elements = sum(prod(_local_shape(flat_layout, match)) for match in parameter.matches)
+    # Its gradient is reduced over two stages besides, so it shares no bucket.
     alone = tensor_name in shared_weights(flat_layout.model, sizes_of(flat_layout.args).pp)
     # A tied head is a copy of the embedding, and has no weight of its own.
     dtype = flat_layout.dtypes[EMBEDDING if tensor_name == HEAD else tensor_name]

@@ -111,8 +111,7 @@ def _way_out(checkpoint: Path) -> str:
         )
     return (
         f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: "
-        "AutoBridge.export_ckpt of "
-        "megatron.bridge makes a Hugging Face folder of it, which is"
+        "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder of it, which is"
     )
 
 
@@ -136,19 +135,19 @@ def read_chunked(checkpoint: Path) -> Contents:
     entries, optimizer_objects = distributed_contents(checkpoint)
     by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
     flat: dict[str, Chunked] = {}
-    for key, entry in entries.items():
+    for entry_name, entry in entries.items():
         # Transformer Engine's scales and histories, which are no parameters.
-        if "_extra_state" in key:
+        if "_extra_state" in entry_name:
             continue
-        tensor = Chunked(key, tuple(entry["shape"]), entry["chunks"])
+        tensor = Chunked(entry_name, tuple(entry["shape"]), entry["chunks"])
         _check_inside(checkpoint, tensor)
-        state = _STATE.fullmatch(key)
+        state = _STATE.fullmatch(entry_name)
         # Flat buffers, without names of parameters.
-        if _OPTIMIZER.match(key) and not state:
-            flat[key] = tensor
+        if _OPTIMIZER.match(entry_name) and not state:
+            flat[entry_name] = tensor
             continue
         kind = "weight"
-        tensor_name = key
+        tensor_name = entry_name
         if state:
             kind, tensor_name = state.groups()
             if kind in _MASTERS:
@@ -166,15 +165,16 @@ def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the first optimizer's first rank, which are the same for all: name ->
     content."""
     settings: dict[str, Any] = {}
-    for key in sorted(objects):
-        if match := _OPTIMIZER_OBJECT.fullmatch(key):
-            (content,) = objects[key]
+    for entry_name in sorted(objects):
+        if match := _OPTIMIZER_OBJECT.fullmatch(entry_name):
+            (content,) = objects[entry_name]
             settings.setdefault(match[1], content)
     return {"optimizer": settings} if settings else {}
 
 
 def _check_inside(checkpoint: Path, tensor: Chunked) -> None:
     """Raise UserError for a part that lies outside of its tensor."""
+    # .metadata is a file of others: a part outside would be read over the end of the tensor.
     dims = len(tensor.shape)
     for offset, stored in tensor.chunks:
         inside = len(offset) == dims and len(stored.shape) == dims
@@ -191,6 +191,7 @@ def _check_separate(checkpoint: Path, tensor: Chunked) -> None:
     for offset, stored in tensor.chunks:
         end = [start + size for start, size in zip(offset, stored.shape, strict=True)]
         boxes.append((list(offset), end))
+    # Comparing each part with each would take hours for thousands of ranks.
     boxes.sort(key=lambda box: box[0])
     open_boxes: list[tuple[list[int], list[int]]] = []  # those that end after the next one begins
     for first, end in boxes:
@@ -285,6 +286,7 @@ def _unstack(checkpoint: Path, tensor: Chunked, indices: tuple[StackIndex, ...])
     chunks = []
     for offset, stored in tensor.chunks:
         inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
+        # Chunks of other layers or experts do not hold this tensor.
         if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
             # A chunk of several stacked tensors: the part of it that is of this one.
             chunks.append((offset[depth:], _select(stored, inside)))

@@ -84,6 +84,7 @@ def _gated(arguments: Args) -> bool:
     """Return True if the feed-forward is gated, which is by SiLU here."""
     gated = bool(arguments.get("swiglu") or arguments.get("gated_linear_unit"))
     activation = arguments.get("activation_func")
+    # --swiglu sets both; megatron-core's configuration has them apart.
     if gated and not arguments.get("swiglu") and activation != "silu":
         raise UserError.of("convert.megatron_gated")
     if not gated and activation == "silu":
@@ -93,21 +94,22 @@ def _gated(arguments: Args) -> bool:
 
 def experts_of(arguments: Args, experts: int, bias: bool) -> dict[str, Any]:
     """Return the fields of experts and their router. UserError for what no model of ours has."""
-    topk = argument_or(arguments, "moe_router_topk", 2)
+    experts_per_token = argument_or(arguments, "moe_router_topk", 2)
     sigmoid = arguments.get("moe_router_score_function") == "sigmoid"
     pre_softmax = arguments.get("moe_router_pre_softmax")
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     dense = _dense_layers(arguments)
-    if topk == 1 and not sigmoid and not pre_softmax:
+    if experts_per_token == 1 and not sigmoid and not pre_softmax:
         raise UserError.of("convert.megatron_top1")
+    # Megatron gives biases to all linear layers, ours has none in a feed-forward beside experts.
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
         raise UserError.of("convert.megatron_expert_bias", key=key, args=arguments[key])
     fields: dict[str, Any] = {
         "experts": experts,
-        "experts_per_token": topk,
-        "norm_topk": topk > 1 if sigmoid else not pre_softmax,
-        "router": _router(arguments, topk, sigmoid),
+        "experts_per_token": experts_per_token,
+        "norm_topk": experts_per_token > 1 if sigmoid else not pre_softmax,
+        "router": _router(arguments, experts_per_token, sigmoid),
         **_router_losses(arguments),
         "expert_bias": bias,
         "router_bias": bias,
@@ -123,6 +125,7 @@ def experts_of(arguments: Args, experts: int, bias: bool) -> dict[str, Any]:
 def _router_losses(arguments: Args) -> dict[str, float]:
     """Return the weights of a router's losses, and the speed of its correction."""
     aux_loss = argument_or(arguments, "moe_aux_loss_coeff", 0.0)
+    # The coefficient may be left over from before balancing was switched off.
     if arguments.get("moe_router_load_balancing_type") == "none":
         aux_loss = 0.0
     return {
@@ -145,6 +148,7 @@ def _dense_layers(arguments: Args) -> tuple[int, ...]:
     setting = f"Megatron's moe_layer_freq = {frequency!r}"
     if isinstance(frequency, list | tuple):
         kinds = [*frequency]
+    # Megatron counts from the first layer, which has experts with any frequency.
     elif isinstance(frequency, int) and frequency > 0:
         kinds = [int(layer % frequency == 0) for layer in range(layers)]
     else:
@@ -158,11 +162,11 @@ def _dense_layers(arguments: Args) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if not kind)
 
 
-def _router(arguments: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
+def _router(arguments: Args, experts_per_token: int, sigmoid: bool) -> dict[str, Any]:
     """Return the settings of the router. Without a number of groups to choose there are no
     groups."""
     correction = bool(arguments.get("moe_router_enable_expert_bias"))
-    groups = _router_groups(arguments, topk, sigmoid)
+    groups = _router_groups(arguments, experts_per_token, sigmoid)
     if correction and not sigmoid:
         raise UserError.of("convert.megatron_router_bias")
     return {
@@ -222,6 +226,7 @@ def _expert_args(model: ModelConfig) -> dict[str, Any]:
 
 def _router_args(model: ModelConfig) -> dict[str, Any]:
     router = model.router
+    # None is what the args say without groups.
     has_groups = router.groups > 1
     return {
         "moe_router_topk": model.experts_per_token,

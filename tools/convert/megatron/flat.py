@@ -90,7 +90,11 @@ def buckets_of(
 
 
 def flat_state(
-    rank: RankFile, state: Any, arguments: Mapping[str, Any], stage: int, shared: Collection[str]
+    rank_file: RankFile,
+    state: Any,
+    arguments: Mapping[str, Any],
+    stage: int,
+    shared: Collection[str],
 ) -> list[dict[str, dict[str, Stored]]]:
     """Return kind -> name -> tensor of each of the rank's chunks.
 
@@ -99,67 +103,79 @@ def flat_state(
     shared: names of weights that the first and the last stage each have.
     """
     states = state if isinstance(state, list) else [state]
-    chunks: list[dict[str, dict[str, Stored]]] = [{kind: {} for kind in FLAT} for _ in rank.chunks]
+    chunks: list[dict[str, dict[str, Stored]]] = [
+        {kind: {} for kind in FLAT} for _ in rank_file.chunks
+    ]
     for number, optimizer_state in enumerate(states):
         if optimizer_state is None:
             continue  # another rank has it
         optimizer = number if len(states) > 1 else None
-        buffers = list(_buffers(rank, optimizer, shared))
-        flats = list(_flats(rank, optimizer_state))
+        buffers = list(_buffers(rank_file, optimizer, shared))
+        flats = list(_flats(rank_file, optimizer_state))
         # Other buffers than the model leads to: nothing in them would be where it is looked for.
         if len(buffers) != len(flats):
-            raise _unknown_layout(rank)
-        for (chunk, parameters), flat in zip(buffers, flats, strict=True):
-            bucket_size = 0 if chunk else _bucket_size(rank, arguments, stage)
-            named = _name_parts(rank, rank.chunks[chunk], parameters, bucket_size, flat)
-            for kind, tensors in named.items():
+            raise _unknown_layout(rank_file)
+        for (chunk, parameters), flat_tensors in zip(buffers, flats, strict=True):
+            bucket_size = 0 if chunk else _bucket_size(rank_file, arguments, stage)
+            parts_by_kind = _name_parts(
+                rank_file, rank_file.chunks[chunk], parameters, bucket_size, flat_tensors
+            )
+            for kind, tensors in parts_by_kind.items():
                 chunks[chunk][kind] |= tensors
     return chunks
 
 
 def _name_parts(
-    rank: RankFile,
+    rank_file: RankFile,
     weights: Mapping[str, Stored],
     parameters: Sequence[Parameter],
     bucket_size: int,
-    flat: Mapping[str, Any],
+    flat_tensors: Mapping[str, Any],
 ) -> dict[str, dict[str, Stored]]:
-    """Return kind -> name -> tensor of a buffer. weights: of its chunk. flat: its flat tensors."""
+    """Return kind -> name -> tensor of a buffer.
+
+    weights: of its chunk.
+    parameters: of the buffer, in the order of the model.
+    bucket_size: elements after which a bucket ends; 0: never.
+    flat_tensors: masters and moments of the buffer, in the words of the optimizer.
+    """
     starts, length = _starts(parameters, bucket_size)
-    if flat["numel_unpadded"] != length:
-        raise _unknown_layout(rank)
+    if flat_tensors["numel_unpadded"] != length:
+        raise _unknown_layout(rank_file)
     named: dict[str, dict[str, Stored]] = {}
     for kind, flat_name in FLAT.items():
         named[kind] = {}
         for tensor_name, start in starts.items():
-            named[kind][tensor_name] = _part(flat[flat_name], start, weights[tensor_name].shape)
+            named[kind][tensor_name] = _part(
+                flat_tensors[flat_name], start, weights[tensor_name].shape
+            )
     return named
 
 
-def _unknown_layout(rank: RankFile) -> UserError:
-    return UserError.of("convert.megatron_distrib_layout", folder=rank.folder)
+def _unknown_layout(rank_file: RankFile) -> UserError:
+    return UserError.of("convert.megatron_distrib_layout", folder=rank_file.folder)
 
 
-def _flats(rank: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:
+def _flats(rank_file: RankFile, state: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the flat tensors of each buffer."""
     # Older versions save each bucket apart, in another layout.
     if not isinstance(state, dict) or not state.get("buckets_coalesced"):
-        raise _unknown_layout(rank)
+        raise _unknown_layout(rank_file)
     required_keys = {"numel_unpadded", *FLAT.values()}
     for number in range(len(state)):
         # By dtype, one buffer each.
-        for flat in state.get(number, {}).values():
-            if not isinstance(flat, dict) or not required_keys <= flat.keys():
-                raise _unknown_layout(rank)
-            yield flat
+        for flat_tensors in state.get(number, {}).values():
+            if not isinstance(flat_tensors, dict) or not required_keys <= flat_tensors.keys():
+                raise _unknown_layout(rank_file)
+            yield flat_tensors
 
 
 def _buffers(
-    rank: RankFile, optimizer: int | None, shared: Collection[str]
+    rank_file: RankFile, optimizer: int | None, shared: Collection[str]
 ) -> Iterator[tuple[int, list[Parameter]]]:
     """Yield (chunk, parameters) of every buffer. optimizer: None for the only one, 1 for the
     experts', 0 for the other."""
-    for number, chunk in enumerate(rank.chunks):
+    for number, chunk in enumerate(rank_file.chunks):
         parameters = []
         for tensor_name, stored in chunk.items():
             in_optimizer = optimizer is None or is_expert(tensor_name) == bool(optimizer)
@@ -172,14 +188,14 @@ def _buffers(
             yield number, buffer
 
 
-def _bucket_size(rank: RankFile, arguments: Mapping[str, Any], stage: int) -> int:
+def _bucket_size(rank_file: RankFile, arguments: Mapping[str, Any], stage: int) -> int:
     """Return the elements after which Megatron begins a new bucket of a rank's first chunk; 0:
     never, as in later stages."""
     if not arguments.get("overlap_grad_reduce") or stage:
         return 0
     if buckets := arguments.get("ddp_num_buckets"):
         elements = 0
-        for chunk in rank.chunks:
+        for chunk in rank_file.chunks:
             elements += sum(prod(stored.shape) for stored in chunk.values())
         return elements // buckets
     if stated_size := arguments.get("ddp_bucket_size"):

@@ -70,10 +70,10 @@ def optimizer_state(
 
 
 def _tensors_of_kind(
-    states: Mapping[Path, RankState], kind: str, rank: RankFile
+    states: Mapping[Path, RankState], kind: str, rank_file: RankFile
 ) -> list[dict[str, Stored]]:
     """Return the tensors of one kind of each of a rank's chunks. states: by a rank's folder."""
-    return [chunk[kind] for chunk in states[rank.folder]]
+    return [chunk[kind] for chunk in states[rank_file.folder]]
 
 
 def _optimizers(content: Content) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def _inner(optimizer: Content) -> Any:
 
 def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankState]:
     """Return by folder what distrib_optim.pt holds; nothing if there are no such files."""
-    folders = [rank.folder for rank in ranks.files.values()]
+    folders = [rank_file.folder for rank_file in ranks.files.values()]
     files = [folder / DISTRIBUTED for folder in folders]
     missing = [file for file in files if not file.is_file()]
     # None of them: the ranks' own files may hold the state.
@@ -116,35 +116,38 @@ def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankSt
     loaded = dict(zip(folders, contents(files), strict=True))
     on_both_ends = shared_weights(model, ranks.sizes.pp)
     return {
-        file.folder: flat_state(file, loaded[file.folder], ranks.args, rank.pp, on_both_ends)
-        for rank, file in ranks.files.items()
+        file.folder: flat_state(file, loaded[file.folder], ranks.args, rank_file.pp, on_both_ends)
+        for rank_file, file in ranks.files.items()
     }
 
 
 def _read_numbered(ranks: RankFiles) -> dict[Path, RankState]:
     """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
-    optimizers = {rank.folder: _optimizers(rank.content) for rank in ranks.files.values()}
+    optimizers = {
+        rank_file.folder: _optimizers(rank_file.content) for rank_file in ranks.files.values()
+    }
     for of_rank in optimizers.values():
         if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
             return {}
     return {
-        rank.folder: _named_state(rank, optimizers[rank.folder]) for rank in ranks.files.values()
+        rank_file.folder: _named_state(rank_file, optimizers[rank_file.folder])
+        for rank_file in ranks.files.values()
     }
 
 
-def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
+def _named_state(rank_file: RankFile, optimizers: Sequence[Content]) -> RankState:
     """Return the masters and the moments of a rank's numbered parameters by their names."""
-    chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
+    chunks: RankState = [{kind: {} for kind in MOMENTS} for _ in rank_file.chunks]
     for optimizer in optimizers:
         inner = _inner(optimizer)
         # FP32 masters are a list beside the groups, group by group.
         masters = optimizer.get("fp32_from_fp16_params")
         for number, group in enumerate(inner["param_groups"]):
-            parameters = list(_parameters_of_group(rank, group))
+            parameters = list(_parameters_of_group(rank_file, group))
             indices = group["params"]
             if len(parameters) != len(indices):
-                raise UserError.of("convert.megatron_groups", folder=rank.folder)
+                raise UserError.of("convert.megatron_groups", folder=rank_file.folder)
             for (chunk, tensor_name), index in zip(parameters, indices, strict=True):
                 moments = inner["state"][index]
                 for kind in MOMENTS:
@@ -153,24 +156,26 @@ def _named_state(rank: RankFile, optimizers: Sequence[Content]) -> RankState:
                 for (chunk, tensor_name), master in zip(parameters, masters[number], strict=True):
                     masters_of_chunk = chunks[chunk].setdefault("master", {})
                     masters_of_chunk[tensor_name] = master
-    _require_all_parameters(rank, chunks)
+    _require_all_parameters(rank_file, chunks)
     return chunks
 
 
-def _require_all_parameters(rank: RankFile, chunks: RankState) -> None:
+def _require_all_parameters(rank_file: RankFile, chunks: RankState) -> None:
     """Raise UserError unless there is a tensor of each kind for each parameter."""
-    for chunk, weights in zip(chunks, rank.chunks, strict=True):
+    for chunk, weights in zip(chunks, rank_file.chunks, strict=True):
         trained = sum(map(is_trained, weights))
         if any(len(tensors) != trained for tensors in chunk.values()):
-            raise UserError.of("convert.megatron_parameters", folder=rank.folder)
+            raise UserError.of("convert.megatron_parameters", folder=rank_file.folder)
 
 
-def _parameters_of_group(rank: RankFile, group: Content) -> Iterator[tuple[int, str]]:
+def _parameters_of_group(rank_file: RankFile, group: Content) -> Iterator[tuple[int, str]]:
     """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
     group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     group_has_experts = bool(group.get("is_expert_parallel"))
-    separate_experts = len(_optimizers(rank.content)) > 1  # they have an optimizer of their own
-    for number, chunk in enumerate(rank.chunks):
+    separate_experts = (
+        len(_optimizers(rank_file.content)) > 1
+    )  # they have an optimizer of their own
+    for number, chunk in enumerate(rank_file.chunks):
         for tensor_name, stored in chunk.items():
             same_decay = decayed(tensor_name, stored.shape) == group_decays
             # With one optimizer for all, experts are in the groups of other parameters.

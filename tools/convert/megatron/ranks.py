@@ -119,19 +119,19 @@ def read_ranks(checkpoint: Path) -> RankFiles:
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
     files: dict[PerAxis, RankFile] = {}
     for (file, match), content in zip(matches.items(), loaded, strict=True):
-        rank = _rank_of_folder(match, experts_are_spread)
-        if rank in files:
+        rank_axes = _rank_of_folder(match, experts_are_spread)
+        if rank_axes in files:
             raise UserError.of(
                 "convert.megatron_rank_twice",
                 parent=file.parent,
-                folder=files[rank].folder,
-                describe_rank=_describe_rank(rank),
+                folder=files[rank_axes].folder,
+                describe_rank=_describe_rank(rank_axes),
             )
-        files[rank] = RankFile(file.parent, content, model_chunks(content))
+        files[rank_axes] = RankFile(file.parent, content, model_chunks(content))
     sizes = PerAxis(
-        1 + max(rank.tp for rank in files),
-        1 + max(rank.pp for rank in files),
-        1 + max(rank.ep for rank in files),
+        1 + max(rank_axes.tp for rank_axes in files),
+        1 + max(rank_axes.pp for rank_axes in files),
+        1 + max(rank_axes.ep for rank_axes in files),
     )
     ranks = RankFiles(checkpoint, args, dict(sorted(files.items())), sizes)
     _check_complete(ranks)
@@ -166,8 +166,10 @@ def _check_complete(ranks: RankFiles) -> None:
         )
     # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
     # the same on all ep ranks.
-    dense_parts = {(rank.tp, rank.pp) for rank in ranks.files}
-    expert_parts = {(rank.tp % ranks.expert_tp, rank.pp, rank.ep) for rank in ranks.files}
+    dense_parts = {(rank_axes.tp, rank_axes.pp) for rank_axes in ranks.files}
+    expert_parts = {
+        (rank_axes.tp % ranks.expert_tp, rank_axes.pp, rank_axes.ep) for rank_axes in ranks.files
+    }
     for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
         has_expert = (tp % ranks.expert_tp, pp, ep) in expert_parts
         if (tp, pp) not in dense_parts or not has_expert:
@@ -223,13 +225,15 @@ def notes_on_contradictions(ranks: RankFiles) -> Iterator[str]:
                 f"args say {key} = {stated}, but there are files of {size}; the files were read as "
                 "they are"
             )
-    numbers = {rank: file.content["args"].get("rank") for rank, file in ranks.files.items()}
+    numbers = {
+        rank_axes: file.content["args"].get("rank") for rank_axes, file in ranks.files.items()
+    }
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
-    for rank, number in numbers.items():
+    for rank_axes, number in numbers.items():
         # Megatron numbers ranks along tensor first.
-        if isinstance(number, int) and number % ranks.sizes.tp != rank.tp:
-            file = ranks.files[rank].folder / FILE
+        if isinstance(number, int) and number % ranks.sizes.tp != rank_axes.tp:
+            file = ranks.files[rank_axes].folder / FILE
             yield (
                 f"args of {file} say rank = {number}, which has another folder: files may have "
                 "each other's names"
@@ -263,14 +267,15 @@ def notes_on_copies(
             )
 
 
-def _describe_rank(rank: PerAxis) -> str:
-    return f"tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep}"
+def _describe_rank(rank_axes: PerAxis) -> str:
+    return f"tensor rank {rank_axes.tp}, pipeline rank {rank_axes.pp}, expert rank {rank_axes.ep}"
 
 
 def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
     """Return the rank of a folder's name. An axis of size one is not in the name, so a second
     number alone may be of either."""
     tensor, second, third = (int(number or 0) for number in match.groups())
+    # Without pipeline stages the second number is the expert rank's.
     if experts_are_spread and match[3] is None:
         return PerAxis(tensor, 0, second)
     return PerAxis(tensor, second, third)
@@ -278,6 +283,7 @@ def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
 
 def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
     """Return the tensors of a rank: of its model, or of each of its virtual stages."""
+    # Virtual stages are model0, model1, ...; a rank without them has one model.
     numbered = [f"model{number}" for number in range(len(content))]
     keys = ["model"] if "model" in content else [key for key in numbered if key in content]
     surplus = [key for key in content if CHUNK.fullmatch(key)]
@@ -340,19 +346,20 @@ def _parts_of_stage(
     """Return name, with experts counted over all ranks -> its parts. What several ranks have must
     be the same on all of them."""
     experts = (ranks.args.get("num_experts") or 0) // ranks.sizes.ep
+    # By it a packed tensor of experts is taken apart.
     hidden = ranks.args["hidden_size"]
     # By name and by part: the copies, each with the ep rank that has it.
     copies: dict[str, dict[int, list[tuple[int, TensorSource]]]] = {}
-    for rank, file in ranks.files.items():
-        if rank.pp != stage:
+    for rank_axes, file in ranks.files.items():
+        if rank_axes.pp != stage:
             continue
         tensors = tensors_of(file)[chunk]
         for tensor_name, stored in with_global_experts(
-            tensors, hidden, experts, rank.ep * experts
+            tensors, hidden, experts, rank_axes.ep * experts
         ).items():
             # Experts that are cut over fewer ranks repeat their parts along tp.
-            part = rank.tp % ranks.tensor_ranks(tensor_name)
-            copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank.ep, stored))
+            part = rank_axes.tp % ranks.tensor_ranks(tensor_name)
+            copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank_axes.ep, stored))
     for tensor_name, parts in copies.items():
         if is_expert(tensor_name):
             _check_one_owner(ranks.path, tensor_name, parts)

@@ -62,6 +62,7 @@ NEWEST_VERSION = 3
 def find_megatron(path: Path) -> Path | None:
     """Return the folder of an iteration: `path`, or the one that its tracker file names; None if
     there is none."""
+    # A run's folder is given more often than that of an iteration.
     if (path / TRACKER).is_file():
         tracker = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
         name = _iteration_folder(tracker)
@@ -112,6 +113,7 @@ def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
     weights = saved.by_kind["weight"]
     expected = _expected(weights, arguments, model, "whole")
     merged = merge_chunks(checkpoint, expected, weights, model)
+    # The state is there, but the args say how its flat buffers are laid out.
     has_state = len(saved.by_kind) > 1 or saved.flat
     facts = Facts(
         unread="the optimizer's state, whose order the args would say" if has_state else "",
@@ -150,6 +152,7 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
     model = model_of_args(arguments, vocab)
     saved = read_chunked(checkpoint)
     if weights_only:
+        # Masters are state too: weights stay as saved.
         saved = replace(saved, by_kind={"weight": saved.by_kind["weight"]}, flat={})
     weights = saved.by_kind["weight"]
     # Transformer Engine does not cut projections down to latents.
@@ -242,6 +245,7 @@ def _expected(
     def is_in_names(part: str) -> bool:
         return any(f".{part}" in tensor_name for tensor_name in names)
 
+    # Names tell whether Transformer Engine made them; args of other programs may not.
     after_norm = "linear_kv_up_proj" if model.latent else "linear_qkv"
     fused = is_in_names(f"{after_norm}.layer_norm_")
     fused_before_mlp = is_in_names("mlp.linear_fc1.layer_norm_")
@@ -263,16 +267,17 @@ def _latent_down_cut(parts_by_name: Mapping[str, list[TensorSource]], model: Mod
 
 def _require_one_time(ranks: RankFiles) -> None:
     """Raise UserError unless all files were saved after the same step, in a form that is read."""
-    for rank in ranks.files.values():
-        _require_form(rank.folder, rank.content)
+    for rank_file in ranks.files.values():
+        _require_form(rank_file.folder, rank_file.content)
     first = ranks.first.folder
+    # A save that was interrupted leaves files of two steps under one name.
     expected = dict(_clocks(ranks.first.content))
-    for rank in ranks.files.values():
-        for clock, value in _clocks(rank.content):
+    for rank_file in ranks.files.values():
+        for clock, value in _clocks(rank_file.content):
             if value != expected[clock]:
                 raise UserError.of(
                     "convert.megatron_other_time",
-                    folder=rank.folder,
+                    folder=rank_file.folder,
                     first=first,
                     clock=clock,
                     value=value,
@@ -319,6 +324,7 @@ def _facts(content: Mapping[str, Any], arguments: Mapping[str, Any], sizes: PerA
     }
     if sizes.ep > 1:
         layout["expert"] = sizes.ep
+    # Of the two switches one is on, or none.
     compute = next((dtype for dtype in ("bf16", "fp16") if arguments.get(dtype)), "fp32")
     special = {key: arguments[key] for key in SPECIAL_IDS if key in arguments}
     unknown = ", ".join(unknown_arguments(arguments))

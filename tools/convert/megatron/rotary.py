@@ -77,9 +77,15 @@ def _scaling(arguments: Args) -> dict[str, Any]:
 
 def _plain_yarn(arguments: Args, fraction: float) -> dict[str, Any]:
     """Return YaRN's scaling in ordinary attention, where all features of a head turn."""
-    for key in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
-        if arguments.get(key):
-            raise UserError.of("convert.megatron_yarn_key", key=key, args=arguments[key])
+    for argument_name in (
+        "use_rope_scaling",
+        "rotary_seq_len_interpolation_factor",
+        "rotary_interleaved",
+    ):
+        if arguments.get(argument_name):
+            raise UserError.of(
+                "convert.megatron_yarn_key", key=argument_name, args=arguments[argument_name]
+            )
     if fraction != 1:
         raise UserError.of("convert.megatron_yarn_percent", fraction=fraction)
     original = argument_or(arguments, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
@@ -104,6 +110,7 @@ def _yarn(
         "beta_slow": float(slow),
         "truncate": truncate,
     }
+    # Ours multiplies scores by mscale_all_dim as DeepSeek does, so both are needed for that.
     if mscale and mscale_all_dim:
         return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
     if (mscale, mscale_all_dim) == (1.0, 0.0):
@@ -116,8 +123,12 @@ def _yarn(
 
 def _yarn_factor(arguments: Args) -> float:
     if arguments.get("rotary_scaling_factor") is None:
-        key = "rope_type" if arguments.get("multi_latent_attention") else "position_embedding_type"
-        raise UserError.of("convert.megatron_factor_missing", key=key, get=arguments.get(key))
+        argument_name = (
+            "rope_type" if arguments.get("multi_latent_attention") else "position_embedding_type"
+        )
+        raise UserError.of(
+            "convert.megatron_factor_missing", key=argument_name, get=arguments.get(argument_name)
+        )
     factor = float(arguments["rotary_scaling_factor"])
     if factor < 1:
         raise UserError.of("convert.megatron_factor_below_one", factor=factor)
@@ -161,7 +172,8 @@ def latent_of(arguments: Args) -> dict[str, Any]:
     }
     if argument_or(arguments, "rope_type", YARN) == YARN:
         original, fast, slow = (
-            argument_or(arguments, key, default) for key, default in LATENT_YARN.items()
+            argument_or(arguments, argument_name, default)
+            for argument_name, default in LATENT_YARN.items()
         )
         return {**fields, "rope_scaling": _yarn(arguments, original, fast, slow, truncate=True)}
     # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
@@ -184,10 +196,13 @@ def _require_latent(arguments: Args) -> None:
         "rotary_percent": (1, 1.0, None),
         **dict.fromkeys(UNUSED, (False, None)),
     }
-    for key, values in allowed.items():
-        if arguments.get(key) not in values:
+    for argument_name, values in allowed.items():
+        if arguments.get(argument_name) not in values:
             raise UserError.of(
-                "convert.megatron_latent_key", key=key, get=arguments.get(key), values=values[0]
+                "convert.megatron_latent_key",
+                key=argument_name,
+                get=arguments.get(argument_name),
+                values=values[0],
             )
     groups = None
     if arguments.get("group_query_attention", True):
@@ -203,6 +218,7 @@ def rotary_args(model: ModelConfig) -> dict[str, Any]:
     kind = YARN if scaling.kind == YARN and not model.latent else "rope"
     if model.positions == "learned":
         kind = LEARNED
+    # Megatron-LM's argument is a whole number.
     base = model.rope_base
     return {
         "position_embedding_type": kind,
@@ -233,7 +249,10 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
         "mscale_all_dim": scaling.mscale_all_dim,
     }
     if not model.latent:
-        arguments |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
+        arguments |= {
+            f"yarn_{argument_name}": getattr(scaling, argument_name)
+            for argument_name in LATENT_YARN
+        }
         arguments["yarn_correction_range_round_to_int"] = scaling.truncate
     return arguments
 
@@ -260,7 +279,11 @@ def latent_args(model: ModelConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": sizes.rope_dim,
         "v_head_dim": sizes.value_dim,
         "rope_type": YARN if yarn else "rope",
-        **({key: getattr(scaling, key) for key in LATENT_YARN} if yarn else {}),
+        **(
+            {argument_name: getattr(scaling, argument_name) for argument_name in LATENT_YARN}
+            if yarn
+            else {}
+        ),
     }
 
 
@@ -270,7 +293,7 @@ def unsaid_by_arguments(model: ModelConfig) -> list[str]:
         return []
     scaling = model.rope_scaling
     return [
-        f"{key} = {getattr(scaling, key)}"
-        for key, fixed in LATENT_YARN.items()
-        if getattr(scaling, key) != fixed
+        f"{argument_name} = {getattr(scaling, argument_name)}"
+        for argument_name, fixed in LATENT_YARN.items()
+        if getattr(scaling, argument_name) != fixed
     ]

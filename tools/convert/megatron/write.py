@@ -207,6 +207,7 @@ class _Writer:
         """Yield the tensors of a pipeline stage, in the order of its parameters."""
         pp = self.layout.pp
         layers = self.source.model.layers // pp
+        # A single stage has the embedding already.
         is_another_last = pp > 1 and stage == pp - 1
         embedding = next(match for match in self.matches if match.foreign == EMBEDDING)
         if self.source.model.mtp_layers and is_another_last:
@@ -218,26 +219,28 @@ class _Writer:
         if self.source.model.tied and is_another_last:
             yield self._local(HEAD, embedding)
 
-    def _local(self, tensor_name: str, match: Match) -> _LocalTensor:
+    def _local(self, tensor_name: str, name_match: Match) -> _LocalTensor:
         try:
-            shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
+            shape = part_shape(
+                name_match.shape, name_match.cut, self._ranks(name_match), self.padded
+            )
         except UserError as error:
             raise UserError.of(
                 "convert.target_tensor_ranks", tp=self.layout.tp, name=tensor_name, error=error
             ) from error
         experts = self.source.model.experts // self.layout.ep
         tensor_name = local_name(tensor_name, experts, self.layout.grouped)
-        return _LocalTensor(tensor_name, match, shape, expert_of(match.foreign))
+        return _LocalTensor(tensor_name, name_match, shape, expert_of(name_match.foreign))
 
-    def _dtype(self, match: Match, weights: torch.dtype) -> torch.dtype:
+    def _dtype(self, name_match: Match, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor among weights; a router's correction keeps its own."""
-        if is_trained(match.foreign):
+        if is_trained(name_match.foreign):
             return weights
-        return self.source.dtype(f"weight/{match.logical[0]}")
+        return self.source.dtype(f"weight/{name_match.logical[0]}")
 
-    def _ranks(self, match: Match) -> int:
+    def _ranks(self, name_match: Match) -> int:
         """Return over how many ranks a tensor is cut."""
-        if expert_of(match.foreign) is None:
+        if expert_of(name_match.foreign) is None:
             return self.layout.tp
         return self.expert_tp
 
@@ -285,6 +288,7 @@ class _Writer:
             file.parent.mkdir(parents=True, exist_ok=True)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, file)
+        # torch.save numbers storages in the order in which it meets the tensors.
         for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
@@ -430,16 +434,16 @@ def _storage_starts(file: Path) -> list[int]:
 
 
 def _unpadded_part(
-    match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, tensor: Tensor
+    name_match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, tensor: Tensor
 ) -> Tensor:
     """Return a rank's part of a whole tensor, of the vocabulary without padding, for which there is
     room that holds zeros."""
     # The last rank's rows may be fewer: what follows them stays zero.
-    if match.cut == "vocabulary":
+    if name_match.cut == "vocabulary":
         rows = padded // tp
         return tensor[rank * rows : (rank + 1) * rows].to(dtype)
-    return cut_part(tensor, match.cut, rank, tp, padded).to(dtype)
+    return cut_part(tensor, name_match.cut, rank, tp, padded).to(dtype)
 
 
-def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
-    return match.how.join(parts, sizes)
+def _join(name_match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
+    return name_match.how.join(parts, sizes)

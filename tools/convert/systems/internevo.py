@@ -88,14 +88,14 @@ def _is_rank_file(file_name: str) -> bool:
 def open_internevo(checkpoint: Path) -> Source:
     """Open the folder of a step. UserError for what is missing, surplus or not known."""
     _refuse_unread_kinds(checkpoint)
-    ranks = _read_ranks(checkpoint)
+    rank_files = _read_ranks(checkpoint)
     config = _read_config(checkpoint / CONFIG)
-    shards_by_name = _shards_over_all(ranks)
+    shards_by_name = _shards_over_all(rank_files)
     mlp, ffn = _feed_forward(checkpoint, shards_by_name)
     biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
     # What the dict does not say, the tensors do: gates, widths and biases.
     model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(checkpoint / CONFIG))
-    chunks = len(next(iter(ranks.chunks.values())))
+    chunks = len(next(iter(rank_files.chunks.values())))
     if config.get("num_chunks", chunks) != chunks:
         raise UserError.of(
             "convert.internevo_chunks",
@@ -104,14 +104,14 @@ def open_internevo(checkpoint: Path) -> Source:
             chunks=chunks,
         )
     split_hidden = _split_hidden(shards_by_name, model.hidden)
-    expected = matches(internevo(mlp, split_hidden, ranks.weight_parallel), model)
+    expected = matches(internevo(mlp, split_hidden, rank_files.weight_parallel), model)
     weights = merge_shards(checkpoint, expected, shards_by_name)
     check_tensors(checkpoint, expected, weights)
-    layout = {"tensor": ranks.sizes.tp, "pipeline": ranks.sizes.pp}
-    if ranks.weight_parallel:
-        layout["weight"] = ranks.sizes.wp
+    layout = {"tensor": rank_files.sizes.tp, "pipeline": rank_files.sizes.pp}
+    if rank_files.weight_parallel:
+        layout["weight"] = rank_files.sizes.wp
     notes = [note] if note else []
-    notes += notes_on_copies(checkpoint, _distinct_ranks(ranks))
+    notes += notes_on_copies(checkpoint, _distinct_ranks(rank_files))
     facts = Facts(layout=layout, unread=_unread(checkpoint), notes=tuple(notes))
     origins = origins_of(expected, weights, model)
     return Source(checkpoint, "internevo", model, origins, facts, hf_tokenizer(checkpoint))
@@ -133,6 +133,7 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     matches_by_name = {
         file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
     }
+    # Which axes names have tells the version that wrote them.
     forms = {
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }
@@ -149,8 +150,8 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     if not (names_tp and names_wp):
         _require_all_ranks(checkpoint, files, sizes, names_tp, names_wp)
     chunks = {}
-    for (rank, file), state in zip(files.items(), contents([*files.values()]), strict=True):
-        chunks[rank] = _chunks(file, state)
+    for (rank_axes, file), state in zip(files.items(), contents([*files.values()]), strict=True):
+        chunks[rank_axes] = _chunks(file, state)
     return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
@@ -166,16 +167,16 @@ def _file_of_each_rank(
             raise UserError.of(
                 "convert.internevo_rank_twice", path=checkpoint / names[0], names=names[-1]
             )
-    return {rank: checkpoint / names[0] for rank, names in names_by_rank.items()}
+    return {rank_axes: checkpoint / names[0] for rank_axes, names in names_by_rank.items()}
 
 
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
     ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
     return RankAxes(
-        1 + max(rank.tp for rank in ranks),
-        1 + max(rank.wp for rank in ranks),
-        1 + max(rank.pp for rank in ranks),
+        1 + max(rank_axes.tp for rank_axes in ranks),
+        1 + max(rank_axes.wp for rank_axes in ranks),
+        1 + max(rank_axes.pp for rank_axes in ranks),
     )
 
 
@@ -188,11 +189,11 @@ def _require_all_ranks(
 ) -> None:
     """Raise UserError if a rank has no file. names_tp, names_wp: what names of files tell."""
     for numbers in product(*(range(size) for size in sizes)):
-        rank = RankAxes(*numbers)
-        if rank not in files:
-            tensor = f"tp{rank.tp}_" if names_tp else ""
-            weight = f"wp{rank.wp}_" if names_wp else ""
-            file_name = f"model_{tensor}{weight}pp{rank.pp}.pt"
+        rank_axes = RankAxes(*numbers)
+        if rank_axes not in files:
+            tensor = f"tp{rank_axes.tp}_" if names_tp else ""
+            weight = f"wp{rank_axes.wp}_" if names_wp else ""
+            file_name = f"model_{tensor}{weight}pp{rank_axes.pp}.pt"
             raise UserError.of("convert.megatron_folder_missing", file=checkpoint / file_name)
 
 
@@ -228,52 +229,55 @@ def _read_config(file: Path) -> Mapping[str, Any]:
     return config
 
 
-def _shards_over_all(ranks: RankFiles) -> dict[str, list[TensorSource]]:
+def _shards_over_all(rank_files: RankFiles) -> dict[str, list[TensorSource]]:
     """Return name, with layers counted over all stages -> its parts. Stages are in the order of
     chunks, then of ranks."""
-    counts = {len(chunks) for chunks in ranks.chunks.values()}
+    # Interleaved stages: all ranks have as many.
+    counts = {len(chunks) for chunks in rank_files.chunks.values()}
     if len(counts) > 1:
-        raise UserError.of("convert.internevo_chunks_differ", path=ranks.path)
+        raise UserError.of("convert.internevo_chunks_differ", path=rank_files.path)
     stages = []
     for chunk in range(max(counts)):
-        for stage in range(ranks.sizes.pp):
-            stages.append(_shards_of_stage(ranks, stage, chunk))
+        for stage in range(rank_files.sizes.pp):
+            stages.append(_shards_of_stage(rank_files, stage, chunk))
     last = len(stages) - 1
     ends = {"embedding.": 0, "norm.": last, "head.": last}
-    return number_over_stages(ranks.path, stages, LAYER, ends)
+    return number_over_stages(rank_files.path, stages, LAYER, ends)
 
 
-def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, Chunks]:
+def _distinct_ranks(rank_files: RankFiles) -> dict[RankAxes, Chunks]:
     """Return the ranks' tensors, without ranks that hold what another does by design: where weight
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
-    for rank, chunks in ranks.chunks.items():
+    for rank_axes, chunks in rank_files.chunks.items():
         has_layers_alone = all(
             LAYER.match(tensor_name) for chunk in chunks for tensor_name in chunk
         )
-        if ranks.weight_parallel and has_layers_alone:
-            rank = rank._replace(tp=0)
-        distinct.setdefault(rank, chunks)
+        if rank_files.weight_parallel and has_layers_alone:
+            rank_axes = rank_axes._replace(tp=0)
+        distinct.setdefault(rank_axes, chunks)
     return distinct
 
 
-def _shards_of_stage(ranks: RankFiles, stage: int, chunk: int) -> dict[str, list[TensorSource]]:
+def _shards_of_stage(
+    rank_files: RankFiles, stage: int, chunk: int
+) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
     of_stage = [
-        (partial(_part_of, ranks, rank), chunks[chunk])
-        for rank, chunks in ranks.chunks.items()
-        if rank.pp == stage
+        (partial(_part_of, rank_files, rank_axes), chunks[chunk])
+        for rank_axes, chunks in rank_files.chunks.items()
+        if rank_axes.pp == stage
     ]
-    return collect_shards(ranks.path, of_stage, LONE)
+    return collect_shards(rank_files.path, of_stage, LONE)
 
 
-def _part_of(ranks: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
+def _part_of(rank_files: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
     """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
     ends of the model over tp where files name both."""
     is_in_layer = LAYER.match(tensor_name) is not None
-    if ranks.weight_parallel and (is_in_layer or ranks.sizes.tp == 1):
-        return Part(rank.wp, ranks.sizes.wp)
-    return Part(rank.tp, ranks.sizes.tp)
+    if rank_files.weight_parallel and (is_in_layer or rank_files.sizes.tp == 1):
+        return Part(rank.wp, rank_files.sizes.wp)
+    return Part(rank.tp, rank_files.sizes.tp)
 
 
 def _feed_forward(
@@ -401,7 +405,7 @@ def model_of(
     """
     _refuse(config, origin)
     _check_against_tensors(config, gated, ffn, biased, origin)
-    settings = {key: config.get(key, default) for key, default in DEFAULTS.items()}
+    settings = {setting: config.get(setting, default) for setting, default in DEFAULTS.items()}
     if settings["norm_type"] not in ("rmsnorm", "layernorm"):
         raise UserError.of("convert.internevo_norm", origin=origin, norm_type=settings["norm_type"])
     fields = {
@@ -422,7 +426,9 @@ def model_of(
         "qkv_bias": biased,
         "output_bias": biased,
     }
-    missing = [f"{key} = {default!r}" for key, default in DEFAULTS.items() if key not in config]
+    missing = [
+        f"{setting} = {default!r}" for setting, default in DEFAULTS.items() if setting not in config
+    ]
     note = f"{origin} leaves to InternEvo, which takes: {', '.join(missing)}" if missing else ""
     return make_model(fields, origin), note
 
@@ -437,25 +443,25 @@ def _as_real(value: Any) -> Any:
 def _refuse(config: Mapping[str, Any], origin: str) -> None:
     """Raise UserError for keys that are missing or not known, and for values that are not read."""
     problems = [
-        Problem.of("convert.model_key_missing", origin=origin, key=key)
-        for key in REQUIRED
-        if key not in config
+        Problem.of("convert.model_key_missing", origin=origin, key=setting)
+        for setting in REQUIRED
+        if setting not in config
     ]
-    for key, allowed in ONLY.items():
-        if config.get(key, allowed[0]) not in allowed:
+    for setting, allowed in ONLY.items():
+        if config.get(setting, allowed[0]) not in allowed:
             problems.append(
                 Problem.of(
                     "convert.model_key_only",
                     origin=origin,
-                    key=key,
-                    value=config[key],
+                    key=setting,
+                    value=config[setting],
                     allowed=" or ".join(map(repr, allowed)),
                 )
             )
     known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
-    for key in config:
-        if key not in known_keys:
-            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=key))
+    for setting in config:
+        if setting not in known_keys:
+            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=setting))
     problems += _problems_of_numbers(config, origin)
     if problems:
         raise UserError(*problems)
@@ -463,14 +469,18 @@ def _refuse(config: Mapping[str, Any], origin: str) -> None:
 
 def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """Yield a line for each value that is not the number that it has to be."""
-    for key in WHOLE_NUMBERS:
-        if key in config and not (is_number(config[key], whole=True) and config[key] > 0):
+    for setting in WHOLE_NUMBERS:
+        if setting in config and not (
+            is_number(config[setting], whole=True) and config[setting] > 0
+        ):
             yield Problem.of(
-                "convert.internevo_whole_number", origin=origin, key=key, value=config[key]
+                "convert.internevo_whole_number", origin=origin, key=setting, value=config[setting]
             )
-    for key in NUMBERS:
-        if key in config and not is_number(config[key]):
-            yield Problem.of("convert.internevo_number", origin=origin, key=key, value=config[key])
+    for setting in NUMBERS:
+        if setting in config and not is_number(config[setting]):
+            yield Problem.of(
+                "convert.internevo_number", origin=origin, key=setting, value=config[setting]
+            )
 
 
 def _check_against_tensors(
@@ -491,6 +501,7 @@ def _check_against_tensors(
             "convert.internevo_swiglu", origin=origin, use_swiglu=config["use_swiglu"], gate=gate
         )
     if "mlp_ratio" in config:
+        # As InternEvo rounds it.
         width = int(config["hidden_size"] * config["mlp_ratio"])
         multiple = config.get("multiple_of", MULTIPLE) if gated else 1
         expected = -(-width // multiple) * multiple

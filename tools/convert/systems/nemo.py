@@ -195,10 +195,9 @@ def _notes_on_padding(
     padded = -(-vocab // (divisor * tp)) * divisor * tp
     if rows != padded:
         yield (
-            f"--vocab {vocab} is {padded} rows with NeMo's padding "
-            f"(make_vocab_size_divisible_by = {divisor}, "
-            f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first "
-            f"{vocab} were read"
+            f"--vocab {vocab} is {padded} rows with NeMo's padding (make_vocab_size_divisible_by = "
+            f"{divisor}, tensor_model_parallel_size = {tp}), but the embedding has {rows}: the "
+            f"first {vocab} were read"
         )
 
 
@@ -422,35 +421,35 @@ def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
 def _problems_of_keys(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """Yield a line for each key that is missing, not known, or has another value than the one that
     is supported."""
-    for key in REQUIRED:
-        if key not in config:
-            yield Problem.of("convert.model_key_missing", origin=origin, key=key)
-    for key, supported in ONLY.items():
-        if config.get(key, supported) != supported:
+    for setting in REQUIRED:
+        if setting not in config:
+            yield Problem.of("convert.model_key_missing", origin=origin, key=setting)
+    for setting, supported in ONLY.items():
+        if config.get(setting, supported) != supported:
             yield Problem.of(
                 "convert.model_key_only",
                 origin=origin,
-                key=key,
-                value=config[key],
+                key=setting,
+                value=config[setting],
                 allowed=repr(supported),
             )
     known_keys = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
-    for key in config:
-        if key not in known_keys and not str(key).startswith(UNIMPORTANT_STARTS):
-            yield Problem.of("convert.model_key_unknown", origin=origin, key=key)
+    for setting in config:
+        if setting not in known_keys and not str(setting).startswith(UNIMPORTANT_STARTS):
+            yield Problem.of("convert.model_key_unknown", origin=origin, key=setting)
 
 
 def _problems_of_kinds(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     """Yield a line for each value of another kind: Python takes the text "False" for true."""
-    for key, kind in (KINDS | _KINDS).items():
+    for setting, kind in (KINDS | _KINDS).items():
         # Only these are read; the others have to have one value, or any.
-        if key not in config or key not in (*REQUIRED, *SCALING):
+        if setting not in config or setting not in (*REQUIRED, *SCALING):
             continue
-        value = config[key]
-        may_be_missing = value is None and key in MAY_BE_NULL
+        value = config[setting]
+        may_be_missing = value is None and setting in MAY_BE_NULL
         if not may_be_missing and not is_of(kind, value):
             yield Problem.of(
-                "convert.nemo_value_kind", origin=origin, key=key, value=value, kind=kind
+                "convert.nemo_value_kind", origin=origin, key=setting, value=value, kind=kind
             )
 
 

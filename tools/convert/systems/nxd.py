@@ -96,16 +96,16 @@ def find_nxd(path: Path) -> Path | None:
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
     # The folder of a run, with a folder for each checkpoint.
-    tags = [
-        tag
-        for tag in sorted(path.iterdir())
-        if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")
+    candidates = [
+        candidate
+        for candidate in sorted(path.iterdir())
+        if (candidate / "checkpoint").is_file() and _has_ranks(candidate / "model")
     ]
-    complete = [tag for tag in tags if (tag / "done").is_file()]
+    complete = [candidate for candidate in candidates if (candidate / "done").is_file()]
     if len(complete) > 1:
-        names = ", ".join(tag.name for tag in complete)
+        names = ", ".join(candidate.name for candidate in complete)
         raise UserError.of("convert.nxd_several", path=path, names=names)
-    return next(iter(complete or tags), None)
+    return next(iter(complete or candidates), None)
 
 
 def _has_ranks(folder: Path) -> bool:
@@ -120,20 +120,23 @@ def _has_ranks(folder: Path) -> bool:
 
 def open_nxd(checkpoint: Path) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
+    # NxD writes the first file before it saves, and the second after.
     if (checkpoint / "checkpoint").is_file() and not (checkpoint / "done").is_file():
         raise UserError.of("convert.nxd_not_whole", path=checkpoint, last_file=checkpoint / "done")
     file, config = _read_config(checkpoint)
     model, kind = _model_of(file, config)
     files = _find_files(checkpoint)
     tensors, unread_keys = _read_tensors(files)
-    tp = 1 + max(rank.tp for rank in tensors)
-    pp = 1 + max(rank.pp for rank in tensors)
-    ranks = [(partial(_part_of, rank, tp), of_rank) for rank, of_rank in tensors.items()]
+    tp = 1 + max(model_rank.tp for model_rank in tensors)
+    pp = 1 + max(model_rank.pp for model_rank in tensors)
+    ranks = [
+        (partial(_part_of, model_rank, tp), of_rank) for model_rank, of_rank in tensors.items()
+    ]
     weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
     check_tied(checkpoint, model, weights, expected)
     check_tensors(checkpoint, expected, weights)
-    chunks = {rank: [of_rank] for rank, of_rank in tensors.items()}
+    chunks = {model_rank: [of_rank] for model_rank, of_rank in tensors.items()}
     facts = Facts(
         layout={"tensor": tp, "pipeline": pp},
         unread=_unread(checkpoint, unread_keys),
@@ -149,13 +152,14 @@ def open_nxd(checkpoint: Path) -> Source:
     return Source(checkpoint, "nxd", model, origins, facts, tokenizer)
 
 
-def _part_of(rank: ModelRank, tp: int, tensor_name: str) -> Part:
+def _part_of(model_rank: ModelRank, tp: int, tensor_name: str) -> Part:
     """Return which part of any tensor a rank has. tp: tensor-parallel ranks."""
-    return Part(rank.tp, tp)
+    return Part(model_rank.tp, tp)
 
 
 def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return the config.json of the model, and what it says but for NxD's own keys."""
+    # Training scripts keep it once for all checkpoints of a run.
     for file in (checkpoint / CONFIG, checkpoint.parent / CONFIG):
         if file.is_file():
             config = read_json(file)
@@ -165,6 +169,7 @@ def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
+    # Tensors that NxD has quantized have other names and shapes.
     if config.get("quantization_config") is not None:
         raise UserError.of("convert.nxd_quantized", file=file)
     try:
@@ -200,8 +205,8 @@ def _require_all_ranks(
     old: files have the names of older versions.
     """
     ranks = [*files, *others]
-    tp_size = 1 + max(rank.tp for rank in ranks)
-    pp_size = 1 + max(rank.pp for rank in ranks)
+    tp_size = 1 + max(model_rank.tp for model_rank in ranks)
+    pp_size = 1 + max(model_rank.pp for model_rank in ranks)
     for tp, pp in product(range(tp_size), range(pp_size)):
         file_name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
         usual = folder / (file_name if old else f"dp_rank_00_{file_name}.pt")
@@ -222,6 +227,7 @@ def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     numbers = {}
     for file_name in names:
         match = FILE.fullmatch(file_name)
+        # Data-parallel ranks hold the same weights.
         if match and int(match[1]) == 0:
             numbers[file_name] = match[2], match[3]
     return _by_rank(folder, numbers)
@@ -234,8 +240,8 @@ def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
         if match := OLD.fullmatch(file_name):
             numbers[file_name] = match[1], match[2]
     files = {}
-    for rank, file in _by_rank(folder, numbers).items():
-        files[rank] = file / MERGED if file.is_dir() else file
+    for model_rank, file in _by_rank(folder, numbers).items():
+        files[model_rank] = file / MERGED if file.is_dir() else file
     return files
 
 
@@ -244,12 +250,14 @@ def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[Model
     are of one rank."""
     files: dict[ModelRank, Path] = {}
     for file_name, (tensor, pipeline) in numbers.items():
-        rank = ModelRank(int(tensor), int(pipeline))
-        if rank in files:
+        model_rank = ModelRank(int(tensor), int(pipeline))
+        if model_rank in files:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=folder / file_name, names=files[rank].name
+                "convert.internevo_rank_twice",
+                path=folder / file_name,
+                names=files[model_rank].name,
             )
-        files[rank] = folder / file_name
+        files[model_rank] = folder / file_name
     return files
 
 
@@ -268,7 +276,9 @@ def _read_tensors(
     """Return the tensors of each rank by name; and the keys of what the files hold besides."""
     tensors: dict[ModelRank, dict[str, Stored]] = {}
     unread_keys: set[str] = set()
-    for (rank, file), content in zip(files.items(), contents(list(files.values())), strict=True):
+    for (model_rank, file), content in zip(
+        files.items(), contents(list(files.values())), strict=True
+    ):
         if not isinstance(content, dict):
             raise UserError.of("convert.not_a_state", file=file)
         state = content
@@ -276,7 +286,7 @@ def _read_tensors(
         if isinstance(content.get("model"), dict):
             state = content["model"]
             unread_keys |= {str(key) for key in content if key != "model"}
-        tensors[rank] = {
+        tensors[model_rank] = {
             tensor_name: value
             for tensor_name, value in _resolve(file, state).items()
             if not tensor_name.endswith(BUFFERS)
@@ -336,22 +346,22 @@ class HeadCopies:
     heads: int
     grouped: bool
 
-    def drop_copies(self, x: Tensor) -> Tensor | None:
+    def drop_copies(self, values: Tensor) -> Tensor | None:
         """Return rows of key/value heads, each head once; None if its copies differ."""
-        copies = self._by_head(x)
+        copies = self._by_head(values)
         if same_values(copies, copies[:, :1].expand_as(copies)):
             return copies[:, 0].flatten(0, 1)
         return None
 
-    def in_order(self, x: Tensor) -> Tensor:
+    def in_order(self, values: Tensor) -> Tensor:
         """Return rows of query heads, those of a key/value head together."""
-        return self._by_head(x).flatten(0, 2)
+        return self._by_head(values).flatten(0, 2)
 
-    def _by_head(self, x: Tensor) -> Tensor:
+    def _by_head(self, values: Tensor) -> Tensor:
         """Return [key/value heads, copies, rows of one, ...]."""
         if self.grouped:
-            return x.unflatten(0, (self.heads, self.count, -1))
-        return x.unflatten(0, (self.count, self.heads, -1)).transpose(0, 1)
+            return values.unflatten(0, (self.heads, self.count, -1))
+        return values.unflatten(0, (self.count, self.heads, -1)).transpose(0, 1)
 
 
 def hugging_face(
@@ -385,6 +395,7 @@ def _unfuse(
 ) -> dict[str, Sequence[TensorSource]]:
     """Return the tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
     shapes."""
+    # fuse_qkv, and the fused layers of its own models.
     gate_up = GATE_UP.fullmatch(tensor_name)
     qkv = QKV.fullmatch(tensor_name)
     if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
@@ -459,6 +470,7 @@ def _merge(
     # shard_across_embedding
     cuts_features = "embed_tokens" in tensor_name and shards[0].shape[-1] != model.hidden
     dim = 1 if cuts_features or COLUMNS.fullmatch(tensor_name) else 0
+    # All sizes but the one that is cut must be alike.
     other_sizes = {
         (len(shard.shape), *shard.shape[:dim], *shard.shape[dim + 1 :], shard.dtype)
         for shard in shards

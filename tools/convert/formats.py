@@ -105,7 +105,7 @@ def check_vocab(vocab: int | None, *paths: Path) -> None:
     """Raise UserError for a --vocab below 1, or that none of the folders has a use for."""
     if vocab is not None and vocab < 1:
         raise UserError.of("convert.vocab_option", vocab=vocab)
-    if vocab is not None and not any(format_of(path)[0] in WITH_VOCAB for path in paths):
+    if vocab is not None and not any(format_of(folder)[0] in WITH_VOCAB for folder in paths):
         formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
         raise UserError.of(
             "convert.vocab_unused",

@@ -101,9 +101,9 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
     logical: key -> its entry in the checkpoint's index.
     """
     files = {
-        name: safetensors_in(checkpoint.file(name))
-        for name in checkpoint.index["files"]
-        if name.endswith(".safetensors")
+        file_name: safetensors_in(checkpoint.file(file_name))
+        for file_name in checkpoint.index["files"]
+        if file_name.endswith(".safetensors")
     }
 
     def name_then_kind(tensor_key: str) -> list[str]:
@@ -132,18 +132,22 @@ def _check_shapes(
         if not shapes:
             continue
         expected = [
-            Match(name, (name,), SAME, "whole", shape)
-            for name, shape in logical_shapes(model).items()
-            if _has_kind(kind, name, name in by_muon)
+            Match(tensor_name, (tensor_name,), SAME, "whole", shape)
+            for tensor_name, shape in logical_shapes(model).items()
+            if _has_kind(kind, tensor_name, tensor_name in by_muon)
         ]
-        stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stand_ins = {
+            tensor_name: torch.empty(shape, device="meta") for tensor_name, shape in shapes.items()
+        }
         check_tensors(path, expected, stand_ins)
 
 
-def _has_kind(kind: str, name: str, by_muon: bool) -> bool:
+def _has_kind(kind: str, tensor_name: str, by_muon: bool) -> bool:
     """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
     the tensor."""
-    return kind == "weight" or (not is_correction(name) and (kind == MUON_MOMENTUM) == by_muon)
+    return kind == "weight" or (
+        not is_correction(tensor_name) and (kind == MUON_MOMENTUM) == by_muon
+    )
 
 
 def _assemble(
@@ -199,8 +203,8 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     unchanged."""
     dtypes: dict[str, torch.dtype] = {}
     for kind in source.kinds:
-        for name in logical_shapes(source.model):
-            tensor_key = f"{kind}/{name}"
+        for tensor_name in logical_shapes(source.model):
+            tensor_key = f"{kind}/{tensor_name}"
             if kind == "weight":
                 dtypes[tensor_key] = source.dtype_in(tensor_key, dtype)
             elif (

@@ -104,14 +104,14 @@ def verify_initial(folder: Path) -> str:
 
 def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
-    model = from_hugging_face(config)
+    our_model = from_hugging_face(config)
     names = FAMILIES["gpt2"].aliases if config["model_type"] == "gpt2" else {}
     small = {
         config_key: value
         for config_key, value in _without_weights(config).items()
         if config_key not in names
     }
-    for config_key, value in (_sizes(config, model) | _lengths(config, model)).items():
+    for config_key, value in (_sizes(config, our_model) | _lengths(config, our_model)).items():
         small[names.get(config_key, config_key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -287,12 +287,14 @@ def difference(config: str) -> float:
     without transformers.
     """
     settings = json.loads(config)
-    model = from_hugging_face(settings)
-    length = model.max_positions
-    if model.positions != "learned":
-        length = model.max_positions * 3 // 2  # more than any window or length
+    our_model = from_hugging_face(settings)
+    length = our_model.max_positions
+    if our_model.positions != "learned":
+        length = our_model.max_positions * 3 // 2  # more than any window or length
     threads = torch.get_num_threads()
-    token_ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+    token_ids = torch.randint(
+        our_model.vocab, (2, length), generator=torch.Generator().manual_seed(0)
+    )
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
         with TemporaryDirectory(prefix="megaprec_probe_") as name:

@@ -119,27 +119,27 @@ def tokenizer_files(checkpoint: Store) -> list[str]:
     return []
 
 
-def read_table(checkpoint: Store, key: str) -> dict[str, Any]:
-    """Return the table stored as `key`, empty if there is none. Raises UserError if it is no
+def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:
+    """Return the table stored as `table_name`, empty if there is none. Raises UserError if it is no
     table."""
-    saved = checkpoint.index.get(key) or {}
-    if not isinstance(saved, dict):
-        raise _damaged(checkpoint, key)
-    return saved
+    stored_table = checkpoint.index.get(table_name) or {}
+    if not isinstance(stored_table, dict):
+        raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
-def read_ids(checkpoint: Store, key: str) -> dict[str, int | list[int] | None]:
-    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as
-    in config.json.
+def read_ids(checkpoint: Store, table_name: str) -> dict[str, int | list[int] | None]:
+    """Return a stored table of token ids, empty if there is none: an id or several, as in
+    config.json.
 
     Raises UserError if it holds something else.
     """
-    saved = read_table(checkpoint, key)
-    for value in saved.values():
+    stored_table = read_table(checkpoint, table_name)
+    for value in stored_table.values():
         ids = value if isinstance(value, list) else [value]
         if value is not None and not all(map(_is_id, ids)):
-            raise _damaged(checkpoint, key)
-    return saved
+            raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
 def _is_id(value: Any) -> bool:
@@ -165,33 +165,35 @@ def read_documents(checkpoint: Store) -> dict[str, int | None]:
 
 
 def _read_counts(
-    checkpoint: Store, key: str, example: dict[str, Any], optional: Collection[str] = ()
+    checkpoint: Store, table_name: str, example: dict[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the table stored as `key`, if it has the keys of `example` with values of the same
-    types."""
-    saved = stored_value(checkpoint, key)
-    _require_known(checkpoint, key, saved, example)
-    for name, value in saved.items():
+    """Return a stored table. Raises UserError unless it has the keys of `example`, but for those
+    that are optional, with values of the same types."""
+    stored_table = stored_value(checkpoint, table_name)
+    _require_known(checkpoint, table_name, stored_table, example)
+    for name, value in stored_table.items():
         # bool is an int to Python, so types are compared and not tested by isinstance.
         is_negative = isinstance(value, int) and value < 0
         if type(value) is not type(example[name]) or is_negative:
-            raise _damaged(checkpoint, key)
-    if example.keys() - saved.keys() - set(optional):
-        raise _damaged(checkpoint, key)
-    return saved
+            raise _damaged(checkpoint, table_name)
+    if example.keys() - stored_table.keys() - set(optional):
+        raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
-def _require_known(checkpoint: Store, key: str, saved: Any, known: Collection[str]) -> None:
+def _require_known(
+    checkpoint: Store, table_name: str, stored_table: Any, known: Collection[str]
+) -> None:
     """Raise UserError for what is no table, or has keys that only a newer version can have
     written."""
-    if not isinstance(saved, dict):
-        raise _damaged(checkpoint, key)
+    if not isinstance(stored_table, dict):
+        raise _damaged(checkpoint, table_name)
     # What an older program cannot know it would ignore, and go on with another run.
-    unknown = sorted(saved.keys() - set(known))
+    unknown = sorted(stored_table.keys() - set(known))
     if unknown:
-        names = ", ".join(f"{key}.{name}" for name in unknown)
+        names = ", ".join(f"{table_name}.{name}" for name in unknown)
         raise newer_version(checkpoint.path, f"says {names}")
 
 
-def _damaged(checkpoint: Store, key: str) -> UserError:
-    return UserError.of("convert.record_damaged", path=checkpoint.path, key=key, index=INDEX)
+def _damaged(checkpoint: Store, table_name: str) -> UserError:
+    return UserError.of("convert.record_damaged", path=checkpoint.path, key=table_name, index=INDEX)

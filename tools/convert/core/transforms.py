@@ -63,16 +63,16 @@ def _split_packed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return joined.split([query_rows, kv_rows, kv_rows])
 
 
-def _join_per_head(parts: Parts, count: int) -> Tensor:
-    """Return rows of all parts for the first of `count` heads, then for the second, and so on."""
-    per_head = [part.unflatten(0, (count, -1)) for part in parts]
+def _join_per_head(parts: Parts, head_count: int) -> Tensor:
+    """Return rows of all parts for the first head, then for the second, and so on."""
+    per_head = [part.unflatten(0, (head_count, -1)) for part in parts]
     joined = torch.cat(per_head, 1)
     return joined.flatten(0, 1)
 
 
-def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Parts:
+def _split_per_head(joined: Tensor, head_count: int, rows: Sequence[int]) -> Parts:
     """Invert `_join_per_head`. rows: of each part, for one head."""
-    heads = joined.unflatten(0, (count, -1))
+    heads = joined.unflatten(0, (head_count, -1))
     parts = heads.split(list(rows), 1)
     return [part.flatten(0, 1) for part in parts]
 

@@ -156,33 +156,33 @@ def _deepseek_experts(config: Keys) -> Fields:
 
 def _require_groups(config: Keys) -> None:
     groups = config["n_group"]
-    chosen = config["topk_group"]
-    if type(groups) is not int or type(chosen) is not int:
-        raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen)
+    chosen_groups = config["topk_group"]
+    if type(groups) is not int or type(chosen_groups) is not int:
+        raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen_groups)
 
 
 def _groups(config: Keys, best: int) -> Fields:
     """Return the settings of a router's groups of experts. best: experts of a group by whose sum it
     is compared."""
     groups = config["n_group"]
-    chosen = config["topk_group"]
+    chosen_groups = config["topk_group"]
     experts = config["n_routed_experts"]
     # transformers reshapes scores to [tokens, groups, experts of one].
-    if not 1 <= chosen <= groups or experts % groups:
+    if not 1 <= chosen_groups <= groups or experts % groups:
         raise UserError.of(
-            "convert.hf_groups_uneven", groups=groups, chosen=chosen, experts=experts
+            "convert.hf_groups_uneven", groups=groups, chosen=chosen_groups, experts=experts
         )
-    if chosen * (experts // groups) < config["num_experts_per_tok"]:
+    if chosen_groups * (experts // groups) < config["num_experts_per_tok"]:
         raise UserError.of(
             "convert.hf_groups_too_few",
             groups=groups,
-            chosen=chosen,
+            chosen=chosen_groups,
             experts=experts,
             num_experts_per_tok=config["num_experts_per_tok"],
         )
-    fields = {"groups": groups, "groups_per_token": chosen}
+    fields = {"groups": groups, "groups_per_token": chosen_groups}
     # What a group is compared by decides nothing where all are chosen.
-    if chosen < groups:
+    if chosen_groups < groups:
         fields["group_best"] = best
     return fields
 

@@ -257,12 +257,12 @@ class Keys:
 
     def _rename(self, alias: str, name: str) -> None:
         """Take the value of `alias` for that of `name`."""
-        value = self.stated.pop(alias)
-        if self.stated.setdefault(name, value) != value:
+        stated_value = self.stated.pop(alias)
+        if self.stated.setdefault(name, stated_value) != stated_value:
             raise UserError.of(
                 "convert.hf_alias_differs",
                 alias=alias,
-                value=value,
+                value=stated_value,
                 name=name,
                 stated=self.stated[name],
             )
@@ -292,19 +292,19 @@ class Keys:
     def unread(self) -> Iterator[Problem]:
         """Yield a line for each key that was not read and may change what the model computes."""
         for key in sorted(self.stated.keys() - self._read - FREE.keys()):
-            value = self.stated[key]
+            stated_value = self.stated[key]
             allowed = self.family.allowed.get(key) or ALLOWED.get(key)
             if key in _WHY:
-                if value is not None:
+                if stated_value is not None:
                     yield Problem.of(
-                        "convert.hf_key_why", key=key, value=short(value), why=_WHY[key]
+                        "convert.hf_key_why", key=key, value=short(stated_value), why=_WHY[key]
                     )
             elif allowed:
-                if not _is_among(value, allowed):
-                    yield _not_allowed(key, value, allowed)
-            elif value is not None:
+                if not _is_among(stated_value, allowed):
+                    yield _not_allowed(key, stated_value, allowed)
+            elif stated_value is not None:
                 yield Problem.of(
-                    "convert.hf_key_unread", key=key, value=short(value), kind=self.kind
+                    "convert.hf_key_unread", key=key, value=short(stated_value), kind=self.kind
                 )
 
 

@@ -29,11 +29,11 @@ _OTHER_FORMATS = {
 
 def require_fetched(folder: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
-    for file in sorted(folder.iterdir()):
+    for found_file in sorted(folder.iterdir()):
         # Only small files are opened: weights have gigabytes.
-        is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
-        if is_small and read_regular(file).startswith(POINTER):
-            raise UserError.of("convert.lfs_pointer", file=file)
+        is_small = found_file.is_file() and found_file.stat().st_size < POINTER_BYTES
+        if is_small and read_regular(found_file).startswith(POINTER):
+            raise UserError.of("convert.lfs_pointer", file=found_file)
 
 
 def require_no_adapter(folder: Path) -> None:

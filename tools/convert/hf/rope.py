@@ -276,23 +276,26 @@ def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: Ke
         raise UserError.of("convert.rope_tables_differ")
 
 
-def _table(config: Keys, key: str) -> dict[str, Any]:
+def _table(config: Keys, config_key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
-    table = config[key] or {}
+    table = config[config_key] or {}
     if not isinstance(table, Mapping):
-        raise UserError.of("convert.rope_not_object", key=key, table=table)
-    return _with_rope_type(table, key)
+        raise UserError.of("convert.rope_not_object", key=config_key, table=table)
+    return _with_rope_type(table, config_key)
 
 
-def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]:
     """Return the parameters in `table`, their kind as rope_type."""
     nested = [name for name, value in table.items() if isinstance(value, Mapping)]
     if nested:
-        raise UserError.of("convert.rope_partial", key=key, nested=nested[0])
+        raise UserError.of("convert.rope_partial", key=config_key, nested=nested[0])
     kinds = {str(table[name]) for name in TYPE_KEYS if table.get(name) is not None}
     if len(kinds) > 1:
         raise UserError.of(
-            "convert.rope_two_types", key=key, rope_type=table["rope_type"], type=table["type"]
+            "convert.rope_two_types",
+            key=config_key,
+            rope_type=table["rope_type"],
+            type=table["type"],
         )
     if not table:
         return {}

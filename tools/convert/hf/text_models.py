@@ -63,21 +63,21 @@ def text_config(config: Json) -> Json:
         if parts:
             raise UserError(_refusal(model_type, parts, config[parts[0]]))
         return config
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
+    inner_config = config.get("text_config")
+    if not isinstance(inner_config, Mapping):
         raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=TEXT[model_type])
-    inner_kind = inner.get("model_type", TEXT[model_type])
+    inner_kind = inner_config.get("model_type", TEXT[model_type])
     if inner_kind != TEXT[model_type]:
         raise UserError.of(
             "convert.hf_text_config_type", short=short(inner_kind), text=TEXT[model_type]
         )
     # Keys outside may contradict those inside, of which transformers lets one win.
-    _check_outer_keys(config, inner, model_type)
+    _check_outer_keys(config, inner_config, model_type)
     outer = {key: config[key] for key in OF_ALL if key in config}
-    return {**inner, **outer, "model_type": TEXT[model_type]}
+    return {**inner_config, **outer, "model_type": TEXT[model_type]}
 
 
-def _check_outer_keys(config: Json, inner: Json, model_type: str) -> None:
+def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
     for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
         if config[outer_key] is not None:
@@ -88,12 +88,16 @@ def _check_outer_keys(config: Json, inner: Json, model_type: str) -> None:
                 kind=model_type,
             )
     for outer_key in OF_BOTH:
-        if outer_key in config and outer_key in inner and inner[outer_key] != config[outer_key]:
+        if (
+            outer_key in config
+            and outer_key in inner_config
+            and inner_config[outer_key] != config[outer_key]
+        ):
             raise UserError.of(
                 "convert.hf_text_config_differs",
                 key=outer_key,
                 value=short(config[outer_key]),
-                text_value=short(inner[outer_key]),
+                text_value=short(inner_config[outer_key]),
             )
 
 
@@ -130,11 +134,14 @@ def _inner_name(name: str) -> str:
     return name
 
 
-def _refusal(model_type: Any, parts: list[str], inner: Json) -> str:
-    """Return why a model of several kinds of input is not read. inner: the first of its parts."""
+def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> str:
+    """Return why a model of several kinds of input is not read.
+
+    inner_config: the first of its parts.
+    """
     text_kind = None
     if "vision" not in parts[0] and "audio" not in parts[0]:
-        text_kind = inner.get("model_type")
+        text_kind = inner_config.get("model_type")
     text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
     return (
         f"config.json has model_type = {model_type!r} with {', '.join(parts)}: of models with "

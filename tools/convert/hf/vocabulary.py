@@ -70,10 +70,10 @@ def main_file(files: Sequence[Path]) -> Path | None:
     return min(candidates, key=lambda file: file.suffix != ".json", default=None)
 
 
-def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
+def check_tokenizer(tokenizer_files: Sequence[Path], vocab: int) -> Tokenizer | None:
     """Return the tokenizer, if there is one. UserError if it has more tokens than the model's
     vocabulary `vocab`."""
-    tokenizer_file = main_file(files)
+    tokenizer_file = main_file(tokenizer_files)
     if tokenizer_file is None:
         return None
     tokenizer = load_tokenizer(tokenizer_file)
@@ -87,12 +87,14 @@ def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
     return tokenizer
 
 
-def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
-    """Yield notes on files of a tokenizer that are not read, and on two that disagree. files: those
-    that are read."""
-    tokenizer_file = main_file(files)
+def folder_notes(folder: Path, tokenizer_files: Sequence[Path]) -> Iterator[str]:
+    """Yield notes on files of a tokenizer that are not read, and on two that disagree.
+
+    tokenizer_files: those that are read.
+    """
+    tokenizer_file = main_file(tokenizer_files)
     if tokenizer_file is None:
-        names = {each.name for each in files}
+        names = {each.name for each in tokenizer_files}
         for pattern in UNREAD:
             names |= {match.name for match in folder.glob(pattern)}
         if names:
@@ -101,7 +103,7 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
                 f"tokenizer.json: {SAVE_ANEW}"
             )
         return
-    for other in files:
+    for other in tokenizer_files:
         if other.suffix == ".model" and other != tokenizer_file:
             yield from _notes_on_disagreement(tokenizer_file, other)
             return
@@ -157,13 +159,15 @@ def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
     ]
 
 
-def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
+def write_tokenizer(
+    tokenizer_files: Sequence[Path], folder: Path, begin: int | None = None
+) -> None:
     """Write into `folder` what AutoTokenizer needs. Raises UserError for a model that a
     tokenizer.json cannot say.
 
     begin: id of the token that begins a document, as in config.json, if the files do not name it.
     """
-    tokenizer_file = main_file(files)
+    tokenizer_file = main_file(tokenizer_files)
     if tokenizer_file is None:
         return
     tokenizer = load_tokenizer(tokenizer_file)
@@ -174,11 +178,11 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     (folder / "tokenizer.json").write_text(
         json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
     )
-    settings = _settings(files, content, tokenizer, begin)
+    settings = _settings(tokenizer_files, content, tokenizer, begin)
     (folder / CONFIG).write_text(
         json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for special_map in _named(files, SPECIAL_MAP):
+    for special_map in _named(tokenizer_files, SPECIAL_MAP):
         (folder / special_map.name).write_bytes(read_whole(special_map))
     # The proof that nothing was lost on the way.
     probe = PROBE + _text_of_symbols(tokenizer_file)
@@ -186,21 +190,24 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
         raise UserError.of("convert.tokenizer_splits", file=tokenizer_file)
 
 
-def _named(files: Sequence[Path], name: str) -> list[Path]:
+def _named(tokenizer_files: Sequence[Path], name: str) -> list[Path]:
     """Return the files of a name."""
-    return [tokenizer_file for tokenizer_file in files if tokenizer_file.name == name]
+    return [tokenizer_file for tokenizer_file in tokenizer_files if tokenizer_file.name == name]
 
 
 def _settings(
-    files: Sequence[Path], content: dict[str, Any], tokenizer: Tokenizer, begin: int | None
+    tokenizer_files: Sequence[Path],
+    content: dict[str, Any],
+    tokenizer: Tokenizer,
+    begin: int | None,
 ) -> dict[str, Any]:
     """Return the tokenizer_config.json of a tokenizer: the one it has, with the roles of tokens
     that no file names. content: of its tokenizer.json."""
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    for tokenizer_file in _named(files, CONFIG)[:1]:
+    for tokenizer_file in _named(tokenizer_files, CONFIG)[:1]:
         settings = parse_json(read_text(tokenizer_file))
     named_roles = set(settings)
-    for tokenizer_file in _named(files, SPECIAL_MAP):
+    for tokenizer_file in _named(tokenizer_files, SPECIAL_MAP):
         named_roles |= set(parse_json(read_text(tokenizer_file)))
     roles = _missing_roles(content, tokenizer, begin, named_roles)
     settings = {**roles, **settings, "tokenizer_class": FROM_FILE}
@@ -208,11 +215,11 @@ def _settings(
     return settings
 
 
-def class_note(files: Sequence[Path]) -> list[str]:
+def class_note(tokenizer_files: Sequence[Path]) -> list[str]:
     """Return a note on a class of tokenizers that the settings name, and that is written as
     another."""
-    configs = _named(files, CONFIG)
-    if not configs or not main_file(files):
+    configs = _named(tokenizer_files, CONFIG)
+    if not configs or not main_file(tokenizer_files):
         return []
     config = configs[0]
     name = parse_json(read_text(config)).get("tokenizer_class")
@@ -224,11 +231,11 @@ def class_note(files: Sequence[Path]) -> list[str]:
     ]
 
 
-def require_writable(files: Sequence[Path]) -> None:
+def require_writable(tokenizer_files: Sequence[Path]) -> None:
     """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
     with TemporaryDirectory() as folder:
         try:
-            write_tokenizer(files, Path(folder))
+            write_tokenizer(tokenizer_files, Path(folder))
         except UserError as error:
             raise UserError(
                 *(problem.replace(f"{folder}/", "") for problem in error.problems)

@@ -32,30 +32,35 @@ BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def cut_part(tensor: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
-    """Return the part of a whole tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the
-    padded vocabulary."""
-    if cut == "whole" or (tp == 1 and cut != "vocabulary"):
+def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int) -> Tensor:
+    """Return the part of a whole tensor on a tensor-parallel rank.
+
+    rank, tensor_ranks: its number, and how many there are.
+    padded: rows of the padded vocabulary.
+    """
+    if cut == "whole" or (tensor_ranks == 1 and cut != "vocabulary"):
         return tensor
     if cut == "columns":
-        return tensor.chunk(tp, 1)[rank]
+        return tensor.chunk(tensor_ranks, 1)[rank]
     if cut in BLOCKS:
-        return torch.cat([block.chunk(tp)[rank] for block in tensor.chunk(BLOCKS[cut])])
+        return torch.cat([block.chunk(tensor_ranks)[rank] for block in tensor.chunk(BLOCKS[cut])])
     if cut == "vocabulary":
-        rows = padded // tp
+        rows = padded // tensor_ranks
         local = tensor[rank * rows : (rank + 1) * rows]
         return F.pad(local, (0, 0, 0, rows - len(local)))
-    return tensor.chunk(tp)[rank]
+    return tensor.chunk(tensor_ranks)[rank]
 
 
-def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
+def join_parts(
+    parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tensor_ranks: int
+) -> Tensor:
     """Return the whole tensor of the parts of all ranks, of which no two are in memory at once.
 
     shape: of the whole, without padding of the vocabulary.
     """
     first = next(parts)
     # Rows beyond those of the tensor pad the vocabulary.
-    if tp == 1 or cut == "whole":
+    if tensor_ranks == 1 or cut == "whole":
         return first[: shape[0]]
     # Allocated once; torch.cat would need all parts at the same time.
     joined = first.new_empty(shape)
@@ -75,19 +80,19 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int)
     return joined
 
 
-def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[int, ...]:
+def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
     """Return the shape of what each rank has. UserError if the tensor cannot be cut evenly."""
     rows, *others = shape
     units = {"rows": rows, "halves": rows // 2, "columns": others[0] if others else 0}
-    if cut in units and units[cut] % tp:
-        raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tp)
+    if cut in units and units[cut] % tensor_ranks:
+        raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tensor_ranks)
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":
-        return rows, others[0] // tp
+        return rows, others[0] // tensor_ranks
     if cut == "vocabulary":
-        return padded // tp, *others
-    return rows // tp, *others
+        return padded // tensor_ranks, *others
+    return rows // tensor_ranks, *others
 
 
 def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:

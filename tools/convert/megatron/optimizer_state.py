@@ -41,14 +41,14 @@ def decayed(tensor_name: str, shape: Sequence[int]) -> bool:
 
 
 def optimizer_state(
-    ranks: RankFiles, expected: list[Match], model: ModelConfig
+    rank_files: RankFiles, expected: list[Match], model: ModelConfig
 ) -> dict[str, Mapping[str, TensorSource]]:
     """Return kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a
     state that can be read.
 
     Kinds are exp_avg, exp_avg_sq, and master where the weights are half.
     """
-    states = _read_distributed(ranks, model) or _read_numbered(ranks)
+    states = _read_distributed(rank_files, model) or _read_numbered(rank_files)
     if not states:
         return {}
     trained = [match for match in expected if is_trained(match.foreign)]
@@ -56,15 +56,15 @@ def optimizer_state(
     first_chunk = next(iter(states.values()))[0]
     merged_by_kind = {}
     for kind in sorted(first_chunk):
-        parts_by_name = parts_over_all(ranks, partial(_tensors_of_kind, states, kind))
+        parts_by_name = parts_over_all(rank_files, partial(_tensors_of_kind, states, kind))
         # What is not among the names is the last stage's copy of the embedding, as a head.
         parts_by_name = {
             tensor_name: parts
             for tensor_name, parts in parts_by_name.items()
             if tensor_name in names
         }
-        merged = merge_parts(ranks.path, trained, parts_by_name, model.vocab)
-        check_tensors(ranks.path, trained, merged)
+        merged = merge_parts(rank_files.path, trained, parts_by_name, model.vocab)
+        check_tensors(rank_files.path, trained, merged)
         merged_by_kind[kind] = merged
     return merged_by_kind
 
@@ -97,9 +97,9 @@ def _inner(optimizer: Content) -> Any:
     return optimizer.get("optimizer", optimizer)
 
 
-def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankState]:
+def _read_distributed(rank_files: RankFiles, model: ModelConfig) -> dict[Path, RankState]:
     """Return by folder what distrib_optim.pt holds; nothing if there are no such files."""
-    folders = [rank_file.folder for rank_file in ranks.files.values()]
+    folders = [rank_file.folder for rank_file in rank_files.files.values()]
     files = [folder / DISTRIBUTED for folder in folders]
     missing = [file for file in files if not file.is_file()]
     # None of them: the ranks' own files may hold the state.
@@ -108,31 +108,33 @@ def _read_distributed(ranks: RankFiles, model: ModelConfig) -> dict[Path, RankSt
     if missing:
         raise UserError.of("convert.megatron_optimizer_missing", missing=missing[0])
     # Its groups and steps are in the rank's file.
-    if not _optimizers(ranks.first.content):
+    if not _optimizers(rank_files.first.content):
         raise UserError.of(
-            "convert.megatron_no_optimizer", folder=ranks.first.folder, distributed=DISTRIBUTED
+            "convert.megatron_no_optimizer", folder=rank_files.first.folder, distributed=DISTRIBUTED
         )
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = dict(zip(folders, contents(files), strict=True))
-    on_both_ends = shared_weights(model, ranks.sizes.pp)
+    on_both_ends = shared_weights(model, rank_files.sizes.pp)
     return {
-        file.folder: flat_state(file, loaded[file.folder], ranks.args, rank_file.pp, on_both_ends)
-        for rank_file, file in ranks.files.items()
+        file.folder: flat_state(
+            file, loaded[file.folder], rank_files.args, rank_file.pp, on_both_ends
+        )
+        for rank_file, file in rank_files.files.items()
     }
 
 
-def _read_numbered(ranks: RankFiles) -> dict[Path, RankState]:
+def _read_numbered(rank_files: RankFiles) -> dict[Path, RankState]:
     """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
     optimizers = {
-        rank_file.folder: _optimizers(rank_file.content) for rank_file in ranks.files.values()
+        rank_file.folder: _optimizers(rank_file.content) for rank_file in rank_files.files.values()
     }
     for of_rank in optimizers.values():
         if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
             return {}
     return {
         rank_file.folder: _named_state(rank_file, optimizers[rank_file.folder])
-        for rank_file in ranks.files.values()
+        for rank_file in rank_files.files.values()
     }
 
 

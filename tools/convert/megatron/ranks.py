@@ -108,9 +108,9 @@ def read_ranks(checkpoint: Path) -> RankFiles:
     matches = _find_files(checkpoint)
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = contents(list(matches))
-    for file, content in zip(matches, loaded, strict=True):
+    for rank_file, content in zip(matches, loaded, strict=True):
         if not isinstance(content, dict):
-            raise UserError.of("convert.megatron_not_dict", file=file)
+            raise UserError.of("convert.megatron_not_dict", file=rank_file)
     args = loaded[0].get("args")
     if not isinstance(args, dict):
         raise UserError.of("convert.megatron_files_no_args", path=checkpoint)
@@ -118,16 +118,16 @@ def read_ranks(checkpoint: Path) -> RankFiles:
     require_kinds(args)
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
     files: dict[PerAxis, RankFile] = {}
-    for (file, match), content in zip(matches.items(), loaded, strict=True):
+    for (rank_file, match), content in zip(matches.items(), loaded, strict=True):
         rank_axes = _rank_of_folder(match, experts_are_spread)
         if rank_axes in files:
             raise UserError.of(
                 "convert.megatron_rank_twice",
-                parent=file.parent,
+                parent=rank_file.parent,
                 folder=files[rank_axes].folder,
                 describe_rank=_describe_rank(rank_axes),
             )
-        files[rank_axes] = RankFile(file.parent, content, model_chunks(content))
+        files[rank_axes] = RankFile(rank_file.parent, content, model_chunks(content))
     sizes = PerAxis(
         1 + max(rank_axes.tp for rank_axes in files),
         1 + max(rank_axes.pp for rank_axes in files),
@@ -154,89 +154,91 @@ def _find_files(checkpoint: Path) -> dict[Path, re.Match[str]]:
     return matches
 
 
-def _check_complete(ranks: RankFiles) -> None:
+def _check_complete(rank_files: RankFiles) -> None:
     """Raise UserError unless each part of every tensor is in some file."""
-    sizes = ranks.sizes
-    if sizes.tp % ranks.expert_tp:
+    sizes = rank_files.sizes
+    if sizes.tp % rank_files.expert_tp:
         raise UserError.of(
             "convert.megatron_expert_tensor_ranks",
-            path=ranks.path,
-            expert_tp=ranks.expert_tp,
+            path=rank_files.path,
+            expert_tp=rank_files.expert_tp,
             tp=sizes.tp,
         )
     # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
     # the same on all ep ranks.
-    dense_parts = {(rank_axes.tp, rank_axes.pp) for rank_axes in ranks.files}
+    dense_parts = {(rank_axes.tp, rank_axes.pp) for rank_axes in rank_files.files}
     expert_parts = {
-        (rank_axes.tp % ranks.expert_tp, rank_axes.pp, rank_axes.ep) for rank_axes in ranks.files
+        (rank_axes.tp % rank_files.expert_tp, rank_axes.pp, rank_axes.ep)
+        for rank_axes in rank_files.files
     }
     for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
-        has_expert = (tp % ranks.expert_tp, pp, ep) in expert_parts
+        has_expert = (tp % rank_files.expert_tp, pp, ep) in expert_parts
         if (tp, pp) not in dense_parts or not has_expert:
             raise UserError.of(
                 "convert.megatron_rank_missing",
-                path=ranks.path,
+                path=rank_files.path,
                 file=FILE,
                 describe_rank=_describe_rank(PerAxis(tp, pp, ep)),
             )
 
 
-def _check_same_model(ranks: RankFiles) -> None:
+def _check_same_model(rank_files: RankFiles) -> None:
     """Raise UserError unless all files describe one model, in as many parts."""
-    first = ranks.first
-    for rank in ranks.files.values():
-        args = rank.content.get("args")
+    first = rank_files.first
+    for rank_file in rank_files.files.values():
+        args = rank_file.content.get("args")
         if not isinstance(args, dict):
-            raise UserError.of("convert.megatron_rank_no_args", folder=rank.folder / FILE)
-        _check_same_args(ranks, rank, args)
-        if len(rank.chunks) != len(first.chunks):
+            raise UserError.of("convert.megatron_rank_no_args", folder=rank_file.folder / FILE)
+        _check_same_args(rank_files, rank_file, args)
+        if len(rank_file.chunks) != len(first.chunks):
             raise UserError.of(
                 "convert.megatron_virtual_stages",
-                folder=rank.folder / FILE,
-                num_chunks=len(rank.chunks),
+                folder=rank_file.folder / FILE,
+                num_chunks=len(rank_file.chunks),
                 other_folder=first.folder / FILE,
                 other_num_chunks=len(first.chunks),
             )
 
 
-def _check_same_args(ranks: RankFiles, rank: RankFile, args: dict[str, Any]) -> None:
+def _check_same_args(rank_files: RankFiles, rank_file: RankFile, args: dict[str, Any]) -> None:
     """Raise UserError for the first of a rank's args that makes it another model."""
-    for key in sorted(MODEL_ARGUMENTS & args.keys()):
-        if args[key] != ranks.args.get(key):
+    for argument_name in sorted(MODEL_ARGUMENTS & args.keys()):
+        if args[argument_name] != rank_files.args.get(argument_name):
             raise UserError.of(
                 "convert.megatron_other_run",
-                folder=rank.folder / FILE,
-                other_folder=ranks.first.folder / FILE,
-                key=key,
-                value=args[key],
-                other_value=ranks.args.get(key),
+                folder=rank_file.folder / FILE,
+                other_folder=rank_files.first.folder / FILE,
+                key=argument_name,
+                value=args[argument_name],
+                other_value=rank_files.args.get(argument_name),
             )
 
 
-def notes_on_contradictions(ranks: RankFiles) -> Iterator[str]:
+def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
     """Yield a note for each axis along which the args say that there are more ranks, or fewer, than
     have files, and one if a file has the name of another rank's."""
     axes = ("tensor_model", "pipeline_model", "expert_model")
-    for axis, size in zip(axes, ranks.sizes, strict=True):
-        key = f"{axis}_parallel_size"
-        stated = ranks.args.get(key)
+    for axis, size in zip(axes, rank_files.sizes, strict=True):
+        argument_name = f"{axis}_parallel_size"
+        stated = rank_files.args.get(argument_name)
         if stated not in (None, size):
             yield (
-                f"args say {key} = {stated}, but there are files of {size}; the files were read as "
-                "they are"
+                f"args say {argument_name} = {stated}, but there are files of {size}; the files "
+                "were read as they are"
             )
     numbers = {
-        rank_axes: file.content["args"].get("rank") for rank_axes, file in ranks.files.items()
+        rank_axes: rank_file.content["args"].get("rank")
+        for rank_axes, rank_file in rank_files.files.items()
     }
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
     for rank_axes, number in numbers.items():
         # Megatron numbers ranks along tensor first.
-        if isinstance(number, int) and number % ranks.sizes.tp != rank_axes.tp:
-            file = ranks.files[rank_axes].folder / FILE
+        if isinstance(number, int) and number % rank_files.sizes.tp != rank_axes.tp:
+            rank_file = rank_files.files[rank_axes].folder / FILE
             yield (
-                f"args of {file} say rank = {number}, which has another folder: files may have "
-                "each other's names"
+                f"args of {rank_file} say rank = {number}, which has another folder: files may "
+                "have each other's names"
             )
             return
 
@@ -306,20 +308,22 @@ def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     }
 
 
-def parts_over_all(ranks: RankFiles, tensors_of: TensorsOfRank) -> dict[str, list[TensorSource]]:
+def parts_over_all(
+    rank_files: RankFiles, tensors_of: TensorsOfRank
+) -> dict[str, list[TensorSource]]:
     """Return name, with layers and experts counted over all ranks -> its parts, one of each tp rank
     that it is cut over.
 
     tensors_of: returns the tensors of each of a rank's chunks.
     """
     stages = []
-    for chunk in range(len(ranks.first.chunks)):
-        for stage in range(ranks.sizes.pp):
-            stages.append(_parts_of_stage(ranks, tensors_of, stage, chunk))
-    has_modules = bool(ranks.args.get("mtp_num_layers"))
+    for chunk in range(len(rank_files.first.chunks)):
+        for stage in range(rank_files.sizes.pp):
+            stages.append(_parts_of_stage(rank_files, tensors_of, stage, chunk))
+    has_modules = bool(rank_files.args.get("mtp_num_layers"))
     ends = _names_at_ends(stages, has_modules)
     repeated = (EMBEDDING,) if has_modules else ()
-    return number_over_stages(ranks.path, stages, LAYER, ends, repeated)
+    return number_over_stages(rank_files.path, stages, LAYER, ends, repeated)
 
 
 def _names_at_ends(
@@ -341,36 +345,38 @@ def _names_at_ends(
 
 
 def _parts_of_stage(
-    ranks: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
+    rank_files: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name, with experts counted over all ranks -> its parts. What several ranks have must
     be the same on all of them."""
-    experts = (ranks.args.get("num_experts") or 0) // ranks.sizes.ep
+    experts = (rank_files.args.get("num_experts") or 0) // rank_files.sizes.ep
     # By it a packed tensor of experts is taken apart.
-    hidden = ranks.args["hidden_size"]
+    hidden = rank_files.args["hidden_size"]
     # By name and by part: the copies, each with the ep rank that has it.
     copies: dict[str, dict[int, list[tuple[int, TensorSource]]]] = {}
-    for rank_axes, file in ranks.files.items():
+    for rank_axes, rank_file in rank_files.files.items():
         if rank_axes.pp != stage:
             continue
-        tensors = tensors_of(file)[chunk]
+        tensors = tensors_of(rank_file)[chunk]
         for tensor_name, stored in with_global_experts(
             tensors, hidden, experts, rank_axes.ep * experts
         ).items():
             # Experts that are cut over fewer ranks repeat their parts along tp.
-            part = rank_axes.tp % ranks.tensor_ranks(tensor_name)
+            part = rank_axes.tp % rank_files.tensor_ranks(tensor_name)
             copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank_axes.ep, stored))
     for tensor_name, parts in copies.items():
         if is_expert(tensor_name):
-            _check_one_owner(ranks.path, tensor_name, parts)
-        if sorted(parts) != [*range(ranks.tensor_ranks(tensor_name))]:
-            raise UserError.of("convert.megatron_names_differ", path=ranks.path, name=tensor_name)
+            _check_one_owner(rank_files.path, tensor_name, parts)
+        if sorted(parts) != [*range(rank_files.tensor_ranks(tensor_name))]:
+            raise UserError.of(
+                "convert.megatron_names_differ", path=rank_files.path, name=tensor_name
+            )
     checked: dict[str, list[TensorSource]] = {}
     for tensor_name, parts in copies.items():
         checked[tensor_name] = []
         for part in sorted(parts):
             same_part = [stored for _, stored in parts[part]]
-            checked[tensor_name].append(checked_copy(ranks.path, tensor_name, same_part))
+            checked[tensor_name].append(checked_copy(rank_files.path, tensor_name, same_part))
     return checked
 
 

@@ -124,21 +124,23 @@ def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
 
 def _open_legacy(checkpoint: Path, vocab: int | None, weights_only: bool) -> Source:
     """Open a folder with a file of each rank."""
-    ranks = read_ranks(checkpoint)
-    _require_one_time(ranks)
-    model = model_of_args(ranks.args, vocab)
-    parts_by_name = parts_over_all(ranks, lambda rank: rank.chunks)
+    rank_files = read_ranks(checkpoint)
+    _require_one_time(rank_files)
+    model = model_of_args(rank_files.args, vocab)
+    parts_by_name = parts_over_all(rank_files, lambda rank: rank.chunks)
     # Before names are matched, for the table has no such tensor in a tied model.
     _drop_tied_head(checkpoint, model, parts_by_name)
-    expected = _expected(parts_by_name, ranks.args, model, _latent_down_cut(parts_by_name, model))
+    expected = _expected(
+        parts_by_name, rank_files.args, model, _latent_down_cut(parts_by_name, model)
+    )
     weights = merge_parts(checkpoint, expected, parts_by_name, model.vocab)
     check_tensors(checkpoint, expected, weights)
-    state = {} if weights_only else optimizer_state(ranks, expected, model)
-    facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
+    state = {} if weights_only else optimizer_state(rank_files, expected, model)
+    facts = _facts(rank_files.first.content, rank_files.args, rank_files.sizes)
     rows = sum(part.shape[0] for part in parts_by_name[EMBEDDING])
-    notes = (*facts.notes, *_notes_on_files(ranks), *_notes_on_padding(ranks.args, rows))
+    notes = (*facts.notes, *_notes_on_files(rank_files), *_notes_on_padding(rank_files.args, rows))
     unread = facts.unread
-    if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
+    if rank_files.first.content.get("optimizer") is not None and not state and not weights_only:
         unread = "the optimizer's state, which not all files hold in a form that is known here"
     facts = replace(facts, notes=notes, unread=unread)
     return _source(checkpoint, model, expected, {"weight": weights, **state}, facts)
@@ -265,14 +267,14 @@ def _latent_down_cut(parts_by_name: Mapping[str, list[TensorSource]], model: Mod
     return "whole"
 
 
-def _require_one_time(ranks: RankFiles) -> None:
+def _require_one_time(rank_files: RankFiles) -> None:
     """Raise UserError unless all files were saved after the same step, in a form that is read."""
-    for rank_file in ranks.files.values():
+    for rank_file in rank_files.files.values():
         _require_form(rank_file.folder, rank_file.content)
-    first = ranks.first.folder
+    first = rank_files.first.folder
     # A save that was interrupted leaves files of two steps under one name.
-    expected = dict(_clocks(ranks.first.content))
-    for rank_file in ranks.files.values():
+    expected = dict(_clocks(rank_files.first.content))
+    for rank_file in rank_files.files.values():
         for clock, value in _clocks(rank_file.content):
             if value != expected[clock]:
                 raise UserError.of(
@@ -358,17 +360,17 @@ def _progress(
     }
 
 
-def _notes_on_files(ranks: RankFiles) -> Iterator[str]:
+def _notes_on_files(rank_files: RankFiles) -> Iterator[str]:
     """Yield notes on what the files of ranks are, other than their args say or than they should
     be."""
-    yield from notes_on_contradictions(ranks)
+    yield from notes_on_contradictions(rank_files)
     distinct: dict[PerAxis, list[dict[str, Stored]]] = {}
-    for rank, file in ranks.files.items():
+    for rank, file in rank_files.files.items():
         # Ranks of one ep axis hold the same by design if their stage has no experts.
         if not any(is_expert(name) for chunk in file.chunks for name in chunk):
             rank = rank._replace(ep=0)
         distinct.setdefault(rank, file.chunks)
-    yield from notes_on_copies(ranks.path, distinct)
+    yield from notes_on_copies(rank_files.path, distinct)
 
 
 def _notes_on_padding(arguments: Mapping[str, Any], rows: int) -> Iterator[str]:

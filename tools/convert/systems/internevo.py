@@ -129,7 +129,7 @@ def _refuse_unread_kinds(checkpoint: Path) -> None:
 
 def _read_ranks(checkpoint: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
-    names = sorted(file.name for file in checkpoint.iterdir())
+    names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
     matches_by_name = {
         file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
     }
@@ -144,14 +144,16 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
             matches_by_name=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
-    files = _file_of_each_rank(checkpoint, matches_by_name)
+    file_of_rank = _file_of_each_rank(checkpoint, matches_by_name)
     sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
-        _require_all_ranks(checkpoint, files, sizes, names_tp, names_wp)
+        _require_all_ranks(checkpoint, file_of_rank, sizes, names_tp, names_wp)
     chunks = {}
-    for (rank_axes, file), state in zip(files.items(), contents([*files.values()]), strict=True):
-        chunks[rank_axes] = _chunks(file, state)
+    for (rank_axes, rank_file), state in zip(
+        file_of_rank.items(), contents([*file_of_rank.values()]), strict=True
+    ):
+        chunks[rank_axes] = _chunks(rank_file, state)
     return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
@@ -182,7 +184,7 @@ def _count_ranks(names: Sequence[str]) -> RankAxes:
 
 def _require_all_ranks(
     checkpoint: Path,
-    files: Mapping[RankAxes, Path],
+    file_of_rank: Mapping[RankAxes, Path],
     sizes: RankAxes,
     names_tp: bool,
     names_wp: bool,
@@ -190,7 +192,7 @@ def _require_all_ranks(
     """Raise UserError if a rank has no file. names_tp, names_wp: what names of files tell."""
     for numbers in product(*(range(size) for size in sizes)):
         rank_axes = RankAxes(*numbers)
-        if rank_axes not in files:
+        if rank_axes not in file_of_rank:
             tensor = f"tp{rank_axes.tp}_" if names_tp else ""
             weight = f"wp{rank_axes.wp}_" if names_wp else ""
             file_name = f"model_{tensor}{weight}pp{rank_axes.pp}.pt"
@@ -201,10 +203,10 @@ def _rank_of(match: re.Match[str]) -> RankAxes:
     return RankAxes(*(int(number or 0) for number in match.groups()))
 
 
-def _chunks(file: Path, state: Any) -> Chunks:
+def _chunks(rank_file: Path, state: Any) -> Chunks:
     """Return a file's tensors, of each of its chunks: names as the chunk alone would have them."""
     chunks: dict[int, dict[str, Stored]] = {}
-    for tensor_name, stored in state_in(file, state).items():
+    for tensor_name, stored in state_in(rank_file, state).items():
         if tensor_name.endswith(BUFFERS):
             continue
         number = 0
@@ -215,17 +217,17 @@ def _chunks(file: Path, state: Any) -> Chunks:
         chunk_name = chunk_name.replace("embedding.word_embeddings.", "embedding.")
         chunks.setdefault(number, {})[chunk_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
-        raise UserError.of("convert.internevo_chunk_missing", file=file)
+        raise UserError.of("convert.internevo_chunk_missing", file=rank_file)
     return [chunks[number] for number in sorted(chunks)]
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
+def _read_config(config_file: Path) -> Mapping[str, Any]:
     """Return the dict `model` of InternEvo's configuration."""
-    if not file.is_file():
-        raise UserError.of("convert.internevo_config_missing", file=file)
-    (config,) = contents([file])
+    if not config_file.is_file():
+        raise UserError.of("convert.internevo_config_missing", file=config_file)
+    (config,) = contents([config_file])
     if not isinstance(config, dict):
-        raise UserError.of("convert.internevo_not_dict", file=file)
+        raise UserError.of("convert.internevo_not_dict", file=config_file)
     return config
 
 

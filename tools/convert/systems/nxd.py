@@ -123,14 +123,15 @@ def open_nxd(checkpoint: Path) -> Source:
     # NxD writes the first file before it saves, and the second after.
     if (checkpoint / "checkpoint").is_file() and not (checkpoint / "done").is_file():
         raise UserError.of("convert.nxd_not_whole", path=checkpoint, last_file=checkpoint / "done")
-    file, config = _read_config(checkpoint)
-    model, kind = _model_of(file, config)
-    files = _find_files(checkpoint)
-    tensors, unread_keys = _read_tensors(files)
-    tp = 1 + max(model_rank.tp for model_rank in tensors)
-    pp = 1 + max(model_rank.pp for model_rank in tensors)
+    config_file, config = _read_config(checkpoint)
+    model, kind = _model_of(config_file, config)
+    rank_files = _find_files(checkpoint)
+    tensors, unread_keys = _read_tensors(rank_files)
+    tensor_ranks = 1 + max(model_rank.tp for model_rank in tensors)
+    pipeline_ranks = 1 + max(model_rank.pp for model_rank in tensors)
     ranks = [
-        (partial(_part_of, model_rank, tp), of_rank) for model_rank, of_rank in tensors.items()
+        (partial(_part_of, model_rank, tensor_ranks), of_rank)
+        for model_rank, of_rank in tensors.items()
     ]
     weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
@@ -138,23 +139,26 @@ def open_nxd(checkpoint: Path) -> Source:
     check_tensors(checkpoint, expected, weights)
     chunks = {model_rank: [of_rank] for model_rank, of_rank in tensors.items()}
     facts = Facts(
-        layout={"tensor": tp, "pipeline": pp},
+        layout={"tensor": tensor_ranks, "pipeline": pipeline_ranks},
         unread=_unread(checkpoint, unread_keys),
         special=special_ids(config),
-        generation=read_generation(file.parent),
+        generation=read_generation(config_file.parent),
         notes=(
-            *(f"{file}: {note}" for note in notes(config, FAMILIES[kind].architecture, False)),
+            *(
+                f"{config_file}: {note}"
+                for note in notes(config, FAMILIES[kind].architecture, False)
+            ),
             *notes_on_copies(checkpoint, chunks),
         ),
     )
     origins = origins_of(expected, weights, model)
-    tokenizer = hf_tokenizer(checkpoint) or hf_tokenizer(file.parent)
+    tokenizer = hf_tokenizer(checkpoint) or hf_tokenizer(config_file.parent)
     return Source(checkpoint, "nxd", model, origins, facts, tokenizer)
 
 
-def _part_of(model_rank: ModelRank, tp: int, tensor_name: str) -> Part:
-    """Return which part of any tensor a rank has. tp: tensor-parallel ranks."""
-    return Part(model_rank.tp, tp)
+def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> Part:
+    """Return which part of any tensor a rank has. tensor_ranks: tensor-parallel ranks."""
+    return Part(model_rank.tp, tensor_ranks)
 
 
 def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
@@ -167,15 +171,17 @@ def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     raise UserError.of("convert.nxd_config_missing", path=checkpoint / CONFIG)
 
 
-def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
+def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
     # Tensors that NxD has quantized have other names and shapes.
     if config.get("quantization_config") is not None:
-        raise UserError.of("convert.nxd_quantized", file=file)
+        raise UserError.of("convert.nxd_quantized", file=config_file)
     try:
         return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
-        raise UserError(*(problem.within(f"{file}: ") for problem in error.problems)) from error
+        raise UserError(
+            *(problem.within(f"{config_file}: ") for problem in error.problems)
+        ) from error
 
 
 def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
@@ -191,28 +197,28 @@ def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
     old = _old_files(folder, names)
     if new and old:
         raise UserError.of("convert.nxd_versions", folder=folder)
-    files = new or old
-    _require_all_ranks(folder, files, _ranks_of_optimizer(checkpoint), bool(old))
-    return files
+    rank_files = new or old
+    _require_all_ranks(folder, rank_files, _ranks_of_optimizer(checkpoint), bool(old))
+    return rank_files
 
 
 def _require_all_ranks(
-    folder: Path, files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
+    folder: Path, rank_files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
 ) -> None:
     """Raise UserError if a rank has no file.
 
     others: ranks that other files tell of.
     old: files have the names of older versions.
     """
-    ranks = [*files, *others]
+    ranks = [*rank_files, *others]
     tp_size = 1 + max(model_rank.tp for model_rank in ranks)
     pp_size = 1 + max(model_rank.pp for model_rank in ranks)
     for tp, pp in product(range(tp_size), range(pp_size)):
         file_name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
         usual = folder / (file_name if old else f"dp_rank_00_{file_name}.pt")
-        file = files.get(ModelRank(tp, pp), usual)
-        if not file.is_file():
-            raise UserError.of("convert.megatron_folder_missing", file=file)
+        rank_file = rank_files.get(ModelRank(tp, pp), usual)
+        if not rank_file.is_file():
+            raise UserError.of("convert.megatron_folder_missing", file=rank_file)
 
 
 def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
@@ -240,8 +246,8 @@ def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
         if match := OLD.fullmatch(file_name):
             numbers[file_name] = match[1], match[2]
     files = {}
-    for model_rank, file in _by_rank(folder, numbers).items():
-        files[model_rank] = file / MERGED if file.is_dir() else file
+    for model_rank, rank_file in _by_rank(folder, numbers).items():
+        files[model_rank] = rank_file / MERGED if rank_file.is_dir() else rank_file
     return files
 
 
@@ -271,16 +277,16 @@ def _ranks_of_optimizer(checkpoint: Path) -> list[ModelRank]:
 
 
 def _read_tensors(
-    files: Mapping[ModelRank, Path],
+    rank_files: Mapping[ModelRank, Path],
 ) -> tuple[dict[ModelRank, dict[str, Stored]], list[str]]:
     """Return the tensors of each rank by name; and the keys of what the files hold besides."""
     tensors: dict[ModelRank, dict[str, Stored]] = {}
     unread_keys: set[str] = set()
-    for (model_rank, file), content in zip(
-        files.items(), contents(list(files.values())), strict=True
+    for (model_rank, rank_file), content in zip(
+        rank_files.items(), contents(list(rank_files.values())), strict=True
     ):
         if not isinstance(content, dict):
-            raise UserError.of("convert.not_a_state", file=file)
+            raise UserError.of("convert.not_a_state", file=rank_file)
         state = content
         # Older versions and the converter have a dict around the state.
         if isinstance(content.get("model"), dict):
@@ -288,16 +294,16 @@ def _read_tensors(
             unread_keys |= {str(key) for key in content if key != "model"}
         tensors[model_rank] = {
             tensor_name: value
-            for tensor_name, value in _resolve(file, state).items()
+            for tensor_name, value in _resolve(rank_file, state).items()
             if not tensor_name.endswith(BUFFERS)
         }
     return tensors, sorted(unread_keys)
 
 
-def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
+def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a file, those included that lie in files of their own."""
-    state = state_in(file, state, with_references=True)
-    folder = file.with_name(f"{file.name}.tensors")
+    state = state_in(rank_file, state, with_references=True)
+    folder = rank_file.with_name(f"{rank_file.name}.tensors")
     files = {
         tensor_name: folder / f"tensor_{value.number}.pt"
         for tensor_name, value in state.items()
@@ -309,7 +315,7 @@ def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     resolved = dict(state)
     if files:
         resolved.update(zip(files, contents(list(files.values())), strict=True))
-    return state_in(file, resolved)
+    return state_in(rank_file, resolved)
 
 
 def _unread(checkpoint: Path, unread_keys: Sequence[str]) -> str:

@@ -47,18 +47,18 @@ def collect_shards(
                 raise UserError.of("convert.megatron_scalar", path=checkpoint, name=tensor_name)
             part = part_of(tensor_name)
             counts[tensor_name] = part.count
-            parts = copies.setdefault(tensor_name, {})
-            parts.setdefault(part.number, []).append(stored)
-    for tensor_name, parts in copies.items():
-        is_complete = sorted(parts) == [*range(counts[tensor_name])]
-        is_lone = list(parts) == [0] and tensor_name.endswith(tuple(lone))
+            shards_by_number = copies.setdefault(tensor_name, {})
+            shards_by_number.setdefault(part.number, []).append(stored)
+    for tensor_name, shards_by_number in copies.items():
+        is_complete = sorted(shards_by_number) == [*range(counts[tensor_name])]
+        is_lone = list(shards_by_number) == [0] and tensor_name.endswith(tuple(lone))
         if not is_complete and not is_lone:
             raise UserError.of("convert.nxd_missing_on_ranks", path=checkpoint, name=tensor_name)
     shards: dict[str, Shards] = {}
-    for tensor_name, parts in copies.items():
+    for tensor_name, shards_by_number in copies.items():
         shards[tensor_name] = []
-        for number in sorted(parts):
-            shard = checked_copy(checkpoint, tensor_name, parts[number])
+        for number in sorted(shards_by_number):
+            shard = checked_copy(checkpoint, tensor_name, shards_by_number[number])
             shards[tensor_name].append(shard)
     return shards
 

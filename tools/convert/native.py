@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial as bind
 from math import prod
+from operator import itemgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -227,10 +228,10 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
                 location = Location(
                     safetensors_file,
                     starts[_name_in_file(tensor_key)],
-                    bind(_cast, dtypes[tensor_key]),
+                    methodcaller("to", dtypes[tensor_key]),
                 )
                 writes.append(
-                    Write(tensor_key, (tensor_key,), _only_part, (location,), straight=True)
+                    Write(tensor_key, (tensor_key,), itemgetter(0), (location,), straight=True)
                 )
         return writes
 
@@ -253,14 +254,6 @@ def _keys_by_file(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
 
 def _name_in_file(tensor_key: str) -> str:
     return tensor_key.removeprefix("weight/")
-
-
-def _only_part(parts: Any) -> Tensor:
-    return parts[0]
-
-
-def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype)
 
 
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:

@@ -53,6 +53,10 @@ class Match:
     cut: Cut
     shape: tuple[int, ...]
 
+    def join(self, head_sizes: HeadSizes, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the foreign tensor of these logical ones."""
+        return self.how.join(parts, head_sizes)
+
 
 def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
     """Return the foreign tensors of `model`, layer by layer in the order of the rules; each logical

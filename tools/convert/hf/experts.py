@@ -3,7 +3,7 @@ none, and the groups of a router."""
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.hf.keys import Entry, Fields, Json, Keys, require, same
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, same
 
 # Of experts in all layers, as wide as intermediate_size says.
 LOCAL_EXPERTS = (
@@ -17,7 +17,7 @@ def experts_of_qwen(shared: bool) -> Entry:
     """Return the entry of Qwen's experts, which some layers may lack. shared: there is a shared one
     with a gate."""
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         routed: Fields = {
             "experts": config["num_experts"],
             "experts_per_token": config["num_experts_per_tok"],
@@ -53,7 +53,7 @@ def experts_of_qwen(shared: bool) -> Entry:
     return Entry(read, write)
 
 
-def _dense_layers_of_qwen(config: Keys) -> list[int]:
+def _dense_layers_of_qwen(config: ConfigKeys) -> list[int]:
     """Return the numbers of the layers without experts."""
     dense_only = config["mlp_only_layers"] or ()
     step = config["decoder_sparse_step"]
@@ -64,7 +64,7 @@ def _dense_layers_of_qwen(config: Keys) -> list[int]:
     ]
 
 
-def _feed_forwards(config: Keys, dense: list[int]) -> Fields:
+def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
     """Return the widths of feed-forwards. dense: numbers of the layers without experts; if all,
     there are no experts.
 
@@ -80,7 +80,7 @@ def _feed_forwards(config: Keys, dense: list[int]) -> Fields:
     return fields
 
 
-def _read_glm4_moe(config: Keys) -> Fields:
+def _read_glm4_moe(config: ConfigKeys) -> Fields:
     first = config["first_k_dense_replace"]
     layers = config["num_hidden_layers"]
     # Several shared experts compute what one of their widths together does.
@@ -100,12 +100,12 @@ def _read_glm4_moe(config: Keys) -> Fields:
     }
 
 
-def _corrected_router(config: Keys) -> Fields:
+def _corrected_router(config: ConfigKeys) -> Fields:
     scale = float(config["routed_scaling_factor"])
     return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(config, best=2)}
 
 
-def _read_deepseek_v2(config: Keys) -> Fields:
+def _read_deepseek_v2(config: ConfigKeys) -> Fields:
     """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
     normalizes."""
     # Without experts these decide nothing, whatever they say.
@@ -122,7 +122,7 @@ def _read_deepseek_v2(config: Keys) -> Fields:
     return {**fields, "router": router}
 
 
-def _read_deepseek_v3(config: Keys) -> Fields:
+def _read_deepseek_v3(config: ConfigKeys) -> Fields:
     # Without experts these decide nothing, whatever they say.
     config.mark_read("norm_topk_prob", "n_group", "topk_group")
     fields = _deepseek_experts(config)
@@ -134,7 +134,7 @@ def _read_deepseek_v3(config: Keys) -> Fields:
     return {**fields, "norm_topk": bool(config["norm_topk_prob"]), "router": router}
 
 
-def _deepseek_experts(config: Keys) -> Fields:
+def _deepseek_experts(config: ConfigKeys) -> Fields:
     """Return the fields of experts and feed-forwards; of a model none of whose layers has experts,
     experts = 0."""
     shared = config["n_shared_experts"]
@@ -154,14 +154,14 @@ def _deepseek_experts(config: Keys) -> Fields:
     return {**routed, **fields, "shared_experts": shared * config["moe_intermediate_size"]}
 
 
-def _require_groups(config: Keys) -> None:
+def _require_groups(config: ConfigKeys) -> None:
     groups = config["n_group"]
     chosen_groups = config["topk_group"]
     if type(groups) is not int or type(chosen_groups) is not int:
         raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen_groups)
 
 
-def _groups(config: Keys, best: int) -> Fields:
+def _groups(config: ConfigKeys, best: int) -> Fields:
     """Return the settings of a router's groups of experts. best: experts of a group by whose sum it
     is compared."""
     groups = config["n_group"]

@@ -19,11 +19,11 @@ from tools.convert.hf.experts import (
 )
 from tools.convert.hf.keys import (
     IDS,
+    ConfigKeys,
     Entry,
     Family,
     Fields,
     Json,
-    Keys,
     always,
     only,
     require,
@@ -55,22 +55,27 @@ TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
 EXACT_GELU = ("gelu", "gelu_python")
 
 
-def keys_of(config: Json) -> Keys:
+def keys_of(config: Json) -> ConfigKeys:
     """Return the keys of a config.json, whose model_type must be known."""
-    return Keys(config, FAMILIES[config["model_type"]])
+    return ConfigKeys(config, FAMILIES[config["model_type"]])
+
+
+def _skip_ids(config: ConfigKeys) -> Fields:
+    config.mark_read(*IDS)  # they are of no model: `special_ids` returns them
+    return {}
 
 
 def _gelu(key: str) -> Entry:
     """Return the entry of an activation function that is one of the two GELUs."""
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         name = require(config[key], key, TANH_GELU + EXACT_GELU)
         return {"mlp": "gelu_exact" if name in EXACT_GELU else "gelu"}
 
     return Entry(read, lambda model: {key: "gelu" if model.mlp == "gelu_exact" else "gelu_new"})
 
 
-def _read_heads(config: Keys) -> Fields:
+def _read_heads(config: ConfigKeys) -> Fields:
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
     head_dim = config["head_dim"]
@@ -84,7 +89,7 @@ def _write_heads(model: ModelConfig) -> Json:
     return {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
 
 
-def _require_default_width(config: Keys, hidden: int, heads: int) -> Fields:
+def _require_default_width(config: ConfigKeys, hidden: int, heads: int) -> Fields:
     """Return no fields. Raises UserError for a head_dim in a family whose class does not read it,
     unless it changes nothing."""
     config.mark_read("head_dim")
@@ -92,12 +97,12 @@ def _require_default_width(config: Keys, hidden: int, heads: int) -> Fields:
     return {}
 
 
-def _read_gpt2_ffn(config: Keys) -> Fields:
+def _read_gpt2_ffn(config: ConfigKeys) -> Fields:
     inner = config["n_inner"]
     return {"ffn": 4 * config["n_embd"] if inner is None else inner}
 
 
-def _read_latent_attention(config: Keys) -> Fields:
+def _read_latent_attention(config: ConfigKeys) -> Fields:
     """Return the widths of latents. Raises UserError for those with which there is no latent
     attention."""
     rope_dim = config["qk_rope_head_dim"]
@@ -141,7 +146,7 @@ def _write_latent_attention(model: ModelConfig) -> Json:
     }
 
 
-def _read_no_mtp_layers(config: Keys) -> Fields:
+def _read_no_mtp_layers(config: ConfigKeys) -> Fields:
     config.mark_read("num_mtp_layers")  # `notes` says that DeepSeek-V2 has none
     return {}
 
@@ -149,7 +154,7 @@ def _read_no_mtp_layers(config: Keys) -> Fields:
 def _softcap(key: str, field: str) -> Entry:
     """Return the entry of a soft cap; null there is 0 here."""
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         cap = config[key]
         if cap is not None and not cap > 0:
             raise UserError.of("convert.hf_softcap_zero", key=key, cap=cap)
@@ -158,7 +163,7 @@ def _softcap(key: str, field: str) -> Entry:
     return Entry(read, lambda model: {key: getattr(model, field) or None})
 
 
-def _read_repeated_experts_per_token(config: Keys) -> Fields:
+def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
     # Published files of gpt-oss have it, and transformers ignores it.
     per_token = config["num_experts_per_tok"]
     require(config["experts_per_token"], "experts_per_token", (per_token, None))
@@ -198,8 +203,7 @@ _COMMON = (
     same("vocab_size", "vocab"),
     same("tie_word_embeddings", "tied"),
     same("initializer_range", "init_std"),
-    # `special_ids` has them.
-    Entry(lambda config: config.mark_read(*IDS) or {}),
+    Entry(_skip_ids),
 )
 _ROTARY = (
     *_COMMON,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from math import prod
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -446,7 +447,7 @@ class _Writer:
             tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in of_shard}
             starts = reserve_safetensors(folder / file, tensors, write)
             for match in of_shard:
-                cast = bind(_cast, self.dtype_of[match])
+                cast = methodcaller("to", self.dtype_of[match])
                 locations[match] = Location(file, starts[match.foreign], cast)
         sizes = head_sizes(self.source.model)
         writes = []
@@ -456,7 +457,7 @@ class _Writer:
                 Write(
                     match.foreign,
                     tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
-                    bind(_join, match, sizes),
+                    bind(match.join, sizes),
                     tuple(locations[of_tensor] for of_tensor in (match, *same)),
                     straight=match.how is SAME and not same,
                 )
@@ -476,14 +477,6 @@ class _Writer:
             index = {"metadata": {"total_size": self.size}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", index)
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
-
-
-def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype)
-
-
-def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
-    return match.how.join(parts, sizes)
 
 
 def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:

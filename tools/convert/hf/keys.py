@@ -7,8 +7,8 @@ of its family.
 
 Python would take much that transformers does not: text as a number, any text as true. So a value of
 another kind than the default of its key is refused by the name of the key before anything is read.
-Null is not judged there, since some keys may be null: if no model can be made, `Keys.nulls` names
-those that may not.
+Null is not judged there, since some keys may be null: if no model can be made, `ConfigKeys.nulls`
+names those that may not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -183,7 +183,7 @@ class Entry:
     write: returns the keys that say the fields of a model.
     """
 
-    read: Callable[["Keys"], Fields] = lambda keys: {}
+    read: Callable[["ConfigKeys"], Fields] = lambda keys: {}
     write: Callable[[ModelConfig], Json] = lambda model: {}
 
 
@@ -228,14 +228,14 @@ def always(**fields: Any) -> Entry:
 def only(key: str, *values: Any) -> Entry:
     """Return the entry of a key that may have these values alone, of which the first is written."""
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         require(config[key], key, values)
         return {}
 
     return Entry(read, lambda model: {key: values[0]})
 
 
-class Keys:
+class ConfigKeys:
     """The keys of a config.json, missing ones with the default of the family. Records which were
     read.
 

@@ -12,7 +12,7 @@ from typing import Any
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.hf import fp8_blocks, mxfp4
-from tools.convert.hf.keys import Keys, short
+from tools.convert.hf.keys import ConfigKeys, short
 
 KEY = "quantization_config"
 # Files in which other programs say that weights are quantized, with or without a key of
@@ -30,7 +30,7 @@ NOTES = {
 }
 
 
-def require_readable(keys: Keys) -> None:
+def require_readable(keys: ConfigKeys) -> None:
     """Raise UserError unless the weights of a config.json are not quantized, or in a way that is
     read."""
     keys.mark_read(KEY)

@@ -13,7 +13,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.rope import ORIGINAL, PARAMETERS
-from tools.convert.hf.keys import Entry, Fields, Json, Keys, require
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
 REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
@@ -35,7 +35,7 @@ GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
 }
 
 
-def _read_all_features(config: Keys) -> Fields:
+def _read_all_features(config: ConfigKeys) -> Fields:
     """Return the fields of rotary positions. Raises UserError unless all features turn."""
     rotary = _fields(_parameters(config), config, config["rope_theta"])
     require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
@@ -43,14 +43,14 @@ def _read_all_features(config: Keys) -> Fields:
     return rotary
 
 
-def _read_some_features(config: Keys) -> Fields:
+def _read_some_features(config: ConfigKeys) -> Fields:
     """Return the fields of rotary positions where partial_rotary_factor may have any value."""
     fraction = config["partial_rotary_factor"]
     fraction = 1.0 if fraction is None else fraction
     return _fields(_parameters(config), config, config["rope_theta"], fraction)
 
 
-def _read_gpt_neox(config: Keys) -> Fields:
+def _read_gpt_neox(config: ConfigKeys) -> Fields:
     """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
     rotary_pct."""
     base = config["rotary_emb_base"]
@@ -61,7 +61,7 @@ def _read_gpt_neox(config: Keys) -> Fields:
     return rotary
 
 
-def _read_gpt_oss(config: Keys) -> Fields:
+def _read_gpt_oss(config: ConfigKeys) -> Fields:
     """Return the fields of gpt-oss, whose class has YaRN where the file says nothing."""
     if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
         config.stated["rope_parameters"] = dict(GPT_OSS_PARAMETERS)
@@ -138,7 +138,7 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
     window_base_key: the key of the base of these layers; "": it is the default of the family.
     """
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         fields = windows.read(config)
         if window_base_key:
             window_base = config[window_base_key]
@@ -161,7 +161,7 @@ def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
     return Entry(read, write)
 
 
-def _read_by_layer(config: Keys, window_base: float, has_window: bool) -> Fields:
+def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> Fields:
     """Return the fields of rotary positions, of layers with the window too.
 
     rope_parameters has a table for each type of layer; rope_scaling and rope_theta in older files
@@ -214,7 +214,7 @@ def by_layer_beyond_transformers_4(kind: str) -> Callable[[ModelConfig], Iterato
     return yield_lines
 
 
-def _tables_by_layer(config: Keys) -> tuple[Fields, Fields]:
+def _tables_by_layer(config: ConfigKeys) -> tuple[Fields, Fields]:
     """Return the rope parameters of layers without the window, and of those with it; empty where
     the file does not say them."""
     tables = config["rope_parameters"] or {}
@@ -231,7 +231,7 @@ def _tables_by_layer(config: Keys) -> tuple[Fields, Fields]:
 
 def _fields(
     parameters: dict[str, Any],
-    config: Keys,
+    config: ConfigKeys,
     base: float,
     fraction: float = 1.0,
     base_key: str = "rope_theta",
@@ -258,7 +258,7 @@ def _fields(
     }
 
 
-def _parameters(config: Keys) -> dict[str, Any]:
+def _parameters(config: ConfigKeys) -> dict[str, Any]:
     """Return the rope parameters, their kind as rope_type."""
     older = _table(config, "rope_scaling")
     newer = _table(config, "rope_parameters")
@@ -266,7 +266,7 @@ def _parameters(config: Keys) -> dict[str, Any]:
     return newer or older or dict(DEFAULT)
 
 
-def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: Keys) -> None:
+def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: ConfigKeys) -> None:
     """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may
     stand beside it."""
     stated = dict(older)
@@ -276,7 +276,7 @@ def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: Ke
         raise UserError.of("convert.rope_tables_differ")
 
 
-def _table(config: Keys, config_key: str) -> dict[str, Any]:
+def _table(config: ConfigKeys, config_key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
     table = config[config_key] or {}
     if not isinstance(table, Mapping):
@@ -303,7 +303,7 @@ def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]
     return {"rope_type": kinds.pop() if kinds else "default", **parameters}
 
 
-def _scaling(parameters: dict[str, Any], config: Keys) -> dict[str, Any]:
+def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     """Return our rope_scaling. Where an original length is not given, theirs is that of the
     model."""
     rope_type = parameters.pop("rope_type")

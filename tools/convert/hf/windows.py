@@ -4,7 +4,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.hf.keys import Entry, Fields, Json, Keys, require
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 
@@ -18,7 +18,7 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
         gpt-oss and Gemma 2 take numbers alone.
     """
 
-    def read(config: Keys) -> Fields:
+    def read(config: ConfigKeys) -> Fields:
         # Newer files list the layers; the pattern is of older ones.
         period = config[pattern] if isinstance(pattern, str) else pattern
         layers = config["num_hidden_layers"]
@@ -40,7 +40,7 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
     return Entry(read, write)
 
 
-def _read_of_all(config: Keys) -> Fields:
+def _read_of_all(config: ConfigKeys) -> Fields:
     window = _window(config)
     # transformers does not read it in these families
     if config.has("use_sliding_window"):
@@ -50,7 +50,7 @@ def _read_of_all(config: Keys) -> Fields:
     return {"window": window}
 
 
-def _read_qwen(config: Keys) -> Fields:
+def _read_qwen(config: ConfigKeys) -> Fields:
     """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one
     on."""
     window = _window(config) if config["use_sliding_window"] else 0
@@ -64,14 +64,14 @@ def _read_qwen(config: Keys) -> Fields:
     return _fields(_layers_with_window(types, layers), window, required=True)
 
 
-def _read_qwen2_moe(config: Keys) -> Fields:
+def _read_qwen2_moe(config: ConfigKeys) -> Fields:
     # versions of transformers differ in what that means
     if config["use_sliding_window"] and config["layer_types"] is None:
         raise UserError.of("convert.hf_qwen2_moe_window")
     return _read_qwen(config)
 
 
-def _read_qwen3_moe(config: Keys) -> Fields:
+def _read_qwen3_moe(config: ConfigKeys) -> Fields:
     window = _window(config) if config["use_sliding_window"] else 0
     config.mark_read("sliding_window", "max_window_layers")
     require_layers_alike(config, window, config["num_hidden_layers"])
@@ -107,7 +107,7 @@ WINDOW_OF_QWEN3_MOE = Entry(
 )
 
 
-def _window(config: Keys) -> Any:
+def _window(config: ConfigKeys) -> Any:
     """Return sliding_window; null there is 0 here."""
     window = config["sliding_window"]
     if window == 0:
@@ -145,7 +145,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
     return types
 
 
-def require_layers_alike(config: Keys, window: int, layers: int) -> Fields:
+def require_layers_alike(config: ConfigKeys, window: int, layers: int) -> Fields:
     """Return no fields. Raises UserError if layer_types tells layers apart in a family whose layers
     transformers treats alike."""
     types = config["layer_types"]

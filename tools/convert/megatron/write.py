@@ -273,7 +273,7 @@ class _Writer:
         for (kind, match), of_tensor in locations.items():
             keys = tuple(f"{kind}/{name}" for name in match.logical)
             name = f"{kind}/{match.foreign}"
-            writes.append(Write(name, keys, bind(_join, match, sizes), tuple(of_tensor)))
+            writes.append(Write(name, keys, bind(match.join, sizes), tuple(of_tensor)))
         return writes
 
     def _make_file(
@@ -443,7 +443,3 @@ def _unpadded_part(
         rows = padded // tp
         return tensor[rank * rows : (rank + 1) * rows].to(dtype)
     return cut_part(tensor, name_match.cut, rank, tp, padded).to(dtype)
-
-
-def _join(name_match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
-    return name_match.how.join(parts, sizes)

@@ -277,15 +277,16 @@ def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
         raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lost))
 
 
-def _describe_difference(model: ModelConfig, other: ModelConfig, name: str) -> str:
-    """Return what another model has not of a field: key = value, of a table each key that
+def _describe_difference(model: ModelConfig, megatron_model: ModelConfig, name: str) -> str:
+    """Return what Megatron has not of a field of a model, and what it has: of a table each key that
     differs."""
     value = getattr(model, name)
+    other = getattr(megatron_model, name)
     if not isinstance(value, BaseModel):
-        return f"{name} = {value}"
-    other_value = getattr(other, name)
+        return f"{name} = {value} (its own is {other})"
     settings = []
-    for argument_name in type(value).model_fields:
-        if getattr(value, argument_name) != getattr(other_value, argument_name):
-            settings.append(f"{name}.{argument_name} = {getattr(value, argument_name)}")
+    for key in type(value).model_fields:
+        if getattr(value, key) != getattr(other, key):
+            own = getattr(other, key)
+            settings.append(f"{name}.{key} = {getattr(value, key)} (its own is {own})")
     return ", ".join(settings)

@@ -1,6 +1,4 @@
-"""The parts of a checkpoint besides tensors: progress of the run, state of the overflow monitor,
-model and tokenizer.
-"""
+"""The parts of a checkpoint besides tensors: progress, overflow monitor, model and tokenizer."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +40,7 @@ class TrainState:
 
     @property
     def learned_tokens(self) -> int:
-        """Tokens of the applied steps."""
+        """Return the tokens of the applied steps."""
         return self.tokens - self.skipped_tokens
 
 

@@ -1,7 +1,6 @@
-"""The package transformers at work without its own warnings and progress bars: a line of ours says
-what came of it.
+"""The package transformers, at work without its own warnings and progress bars.
 
-If it failed, that line ends with the version of transformers, unless it is one that megaprec is
+A line of ours says what came of it. If it failed, that line ends with the version of transformers, unless it is one that megaprec is
 tested with.
 """
 

@@ -31,7 +31,7 @@ CORRECTION = f"{_MLP}.router.correction"
 def _weight_and_bias(
     foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME
 ) -> list[NameRule]:
-    """The weight and the bias of a layer; which of them a model has, it knows itself."""
+    """Return the rules of the weight and the bias of a layer; a model without a bias has no match."""
     return [
         NameRule(f"{foreign}.weight", (f"{logical}.weight",), how),
         NameRule(f"{foreign}.bias", (f"{logical}.bias",), bias_how),
@@ -43,7 +43,7 @@ def _qkv(suffix: str) -> tuple[str, ...]:
 
 
 def _gpt2() -> list[NameRule]:
-    """Its linear layers are Conv1D: [features in, features out]."""
+    """Return the rules of GPT-2, whose linear layers are Conv1D: [features in, features out]."""
     layer = "transformer.h.N"
     return [
         NameRule("transformer.wte.weight", ("embedding.weight",)),
@@ -184,7 +184,7 @@ def _shared_expert_rules(shared: str) -> list[NameRule]:
 
 
 def _shared_experts(shared: str = "shared_experts") -> list[NameRule]:
-    """Experts with shared ones beside them, and feed-forwards of layers without experts."""
+    """Return the rules of experts with shared ones beside them, and of layers without experts."""
     return [
         *_gated(),
         *_experts("mlp", "gate_proj", "up_proj", "down_proj"),

@@ -1,5 +1,5 @@
-"""The rows of the name tables: a tensor of another system, and the logical tensors of megaprec that
-it consists of.
+"""The rows of the name tables: a tensor of another system, and the logical tensors that it is made
+of.
 
 The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a
 conversion.

@@ -67,12 +67,12 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Return the bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def _span(self) -> int:
-        """Elements in the file from the first one to the last one."""
+        """Return the elements in the file from the first one to the last one."""
         if self.strides is None:
             return prod(self.shape)
         steps = zip(self.shape, self.strides, strict=True)

@@ -1,5 +1,4 @@
-"""Experts in a config.json: how many there are, the widths of feed-forwards, the layers that have
-none, and the groups of a router."""
+"""Experts in a config.json, and in which layers: their number, widths, and a router's groups."""
 
 from megaprec.errors import UserError
 from models.config import ModelConfig

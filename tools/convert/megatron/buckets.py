@@ -1,5 +1,4 @@
-"""The distributed optimizer's flat state in a distributed checkpoint (dp_reshardable): a tensor for
-every bucket.
+"""The distributed optimizer's flat state in a distributed checkpoint (dp_reshardable), by buckets.
 
     [chained_C.]optimizer.distributed.dp_group_idx_N.gbuf_idx_G.dtype_(P, Q).bucket_idx_B.KIND
 

@@ -1,5 +1,4 @@
-"""The optimizer state in Megatron's legacy files: FP32 masters and Adam's moments, by the order of
-the parameters.
+"""The optimizer state in Megatron's legacy files: FP32 masters and moments, in parameters' order.
 
 Megatron's optimizer knows parameters by number only: first all with weight decay, then those
 without (biases and other vectors), each in the order of the model. With half weights there are FP32

@@ -1,5 +1,4 @@
-"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: tensors gathered over all
-ranks, in shards.
+"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: whole tensors in shards.
 
     pytorch_model.bin.index.json                    with its shards:
     pytorch_model-00001.bin                         without pipeline stages

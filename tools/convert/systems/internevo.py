@@ -1,5 +1,4 @@
-"""Reading InternEvo's checkpoints: a file of each rank, model_tp{t}_pp{p}.pt, and the model's dict
-in model_config.pt.
+"""Reading InternEvo's checkpoints: a file of each rank, and what the model is in model_config.pt.
 
     model_tp0_pp0.pt          a rank along tensor and pipeline parallelism
     model_wp0_pp0.pt          weight parallelism: rows of every layer over wp

@@ -1,7 +1,7 @@
 """The package transformers, at work without its own warnings and progress bars.
 
-A line of ours says what came of it. If it failed, that line ends with the version of transformers, unless it is one that megaprec is
-tested with.
+A line of ours says what came of it. If it failed, that line ends with the version of transformers,
+unless it is one that megaprec is tested with.
 """
 
 import importlib

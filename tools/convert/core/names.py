@@ -31,7 +31,8 @@ CORRECTION = f"{_MLP}.router.correction"
 def _weight_and_bias(
     foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME
 ) -> list[NameRule]:
-    """Return the rules of the weight and the bias of a layer; a model without a bias has no match."""
+    """Return the rules of the weight and the bias of a layer; where a model has no bias, one
+    matches nothing."""
     return [
         NameRule(f"{foreign}.weight", (f"{logical}.weight",), how),
         NameRule(f"{foreign}.bias", (f"{logical}.bias",), bias_how),

@@ -1,4 +1,4 @@
-"""The keys of a Hugging Face config.json: kinds of values, defaults, and what nobody has read.
+"""The keys of a Hugging Face config.json: kinds of values, defaults, and keys that are left over.
 
 A key is one of four things: read; known not to change what a model computes (`FREE`, each with the
 reason); known to change it, and accepted with few values only (`ALLOWED`); or unknown. An unknown

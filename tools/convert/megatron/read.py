@@ -24,13 +24,19 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.args import args_of, model_of_args
-from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron.distributed import (
     Contents,
     has_args,
     merge_chunks,
     read_chunked,
     read_common,
+)
+from tools.convert.megatron.flat import (
+    GATHERED,
+    RESHARDABLE,
+    FlatLayout,
+    bucketed_state,
+    sharding_of,
 )
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
@@ -169,7 +175,7 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
     padded = weights[EMBEDDING].shape[0]
     if saved.flat and not unread:
         dtypes = {tensor_name: weight.dtype for tensor_name, weight in merged["weight"].items()}
-        layout = Saved(checkpoint, arguments, model, trained, dtypes, padded)
+        layout = FlatLayout(checkpoint, arguments, model, trained, dtypes, padded)
         merged |= bucketed_state(layout, saved.flat)
     sizes = sizes_of(arguments)
     facts = _facts(common | saved.optimizer, arguments, PerAxis(sizes.tp, sizes.pp, sizes.ep))

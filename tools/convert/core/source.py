@@ -42,12 +42,16 @@ class Origin:
 class Facts:
     """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
-    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress,
-    watch, precision, layout: as in megaprec checkpoints. unread: contents that cannot be read.
-    special: bos_token_id and the like, as in config.json; generation: contents of
-    generation_config.json. documents: the ids "begin" and "end" of the tokens around documents in
-    the training of a run, each None if there was none; empty if that is not known. notes: remarks
-    for the user, a sentence each.
+    steps: optimizer steps that were applied.
+    scaler: state of the loss scaler.
+    rule: numbers of the optimizer's rule.
+    progress, watch, precision, layout: as in megaprec checkpoints.
+    unread: contents that cannot be read.
+    special: bos_token_id and the like, as in config.json.
+    generation: contents of generation_config.json.
+    documents: the ids "begin" and "end" of the tokens around documents in the training of a run,
+        each None if there was none; empty if that is not known.
+    notes: remarks for the user, a sentence each.
     """
 
     steps: int = 0
@@ -65,8 +69,13 @@ class Facts:
 
 
 class Source:
-    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if
-    any."""
+    """An opened model.
+
+    path: the folder of the checkpoint.
+    kind: as `formats.FORMATS` has it.
+    model: what the tensors are of.
+    tokenizer: the files that make it up, if any.
+    """
 
     def __init__(
         self,
@@ -112,7 +121,7 @@ class Source:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
+        """Return weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
         return tuple(dict.fromkeys(tensor_key.split("/", 1)[0] for tensor_key in self.shapes))
 
     def dtype(self, tensor_key: str) -> torch.dtype:

@@ -90,6 +90,7 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     infinite. Collective over the world. Raises UserError, before anything is changed, if a file of
     the checkpoint is damaged.
     """
+    # Checksums of files of ours are known; other formats are checked as they are read.
     if checkpoint := checkpoint_at(folder):
         checkpoint_store = Store(checkpoint)
         require_intact(

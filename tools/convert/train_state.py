@@ -156,6 +156,7 @@ def read_documents(checkpoint: Store) -> dict[str, int | None]:
         raise _damaged(checkpoint, "documents")
     ids = dict[str, int | None]()
     for name, value in saved.items():
+        # Documents have one token at each end, and -1 is none of them.
         if isinstance(value, list) or (value is not None and value < 0):
             raise _damaged(checkpoint, "documents")
         ids[name] = value

@@ -37,6 +37,7 @@ def contents(files: Sequence[Path]) -> list[Any]:
     file is damaged or refers to anything but harmless kinds of objects.
     """
     answers: list[Any] = []
+    # One process for many files: starting Python with torch takes seconds.
     for first in range(0, len(files), AT_ONCE):
         answers += _ask(files[first : first + AT_ONCE])
     return [

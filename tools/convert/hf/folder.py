@@ -239,6 +239,7 @@ def has_weights(folder: Path) -> bool:
 
 def _read_tensors(folder: Path) -> dict[str, Stored]:
     """Return all tensors of the folder by their names in it."""
+    # Before anything is read: what lies beside the weights may make them another model.
     require_plain(folder, {weights.index: weights.single for weights in WEIGHTS})
     for weights in WEIGHTS:
         if (folder / weights.index).is_file():
@@ -319,6 +320,7 @@ def check_tied(
     embedding = next(match.foreign for match in expected if match.logical == ("embedding.weight",))
     # As the families call it; GPT-NeoX is the second.
     for head in ("lm_head.weight", "embed_out.weight"):
+        # transformers leaves out a tied head; other programs may save it.
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
                 raise UserError.of(
@@ -337,6 +339,7 @@ def check_tensors(folder: Path, expected: Sequence[Match], tensors: Mapping[str,
     shapes = {match.foreign: match.shape for match in expected}
     _check_not_wrapped(folder, next(iter(shapes), ""), tensors)
     problems = [*_tensor_problems(folder, shapes, tensors)]
+    # Of another model every tensor is a problem.
     unnamed = len(problems) - MOST_PROBLEMS
     if unnamed > 0:
         problems = problems[:MOST_PROBLEMS]
@@ -558,6 +561,7 @@ def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]
         # A tied model's head is its embedding, and so is the module's.
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
+            # Published files have copies; a module trained apart would be another model.
             if not same_values(stored[match.foreign].read(), stored[original].read()):
                 raise UserError.of(
                     "convert.hf_mtp_copy_differs",

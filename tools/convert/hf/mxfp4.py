@@ -89,6 +89,7 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
         it does not say what is stored, or for a half of a pair.
     """
     halves = [tensor_name for tensor_name in stored if tensor_name.endswith((_BLOCKS, _SCALES))]
+    # What is stored and what is said of it must go together.
     if bool(halves) != bool(quantization):
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"

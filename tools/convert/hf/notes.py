@@ -49,6 +49,7 @@ def _notes_on_code(config: Json, architecture: str) -> Iterator[str]:
     """Yield remarks on a class or on code that a config.json names and that is not run."""
     architectures = config.get("architectures")
     family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+    # By their beginning: a class for another task has the same layers.
     if isinstance(architectures, list):
         others = [name for name in architectures if not str(name).lower().startswith(family)]
         if others:

@@ -233,6 +233,7 @@ def class_note(tokenizer_files: Sequence[Path]) -> list[str]:
 
 def require_writable(tokenizer_files: Sequence[Path]) -> None:
     """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
+    # Written for real, since only the result tells whether it splits alike.
     with TemporaryDirectory() as folder:
         try:
             write_tokenizer(tokenizer_files, Path(folder))
@@ -301,6 +302,7 @@ def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
         )
         if not is_other:
             mergeable[piece] = token_id
+    # Bytes stand for characters that no piece has.
     byte_fallback = any(map(model.is_byte, pieces.values()))
     return {
         "version": "1.0",

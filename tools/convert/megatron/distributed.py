@@ -165,6 +165,7 @@ def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the first optimizer's first rank, which are the same for all: name ->
     content."""
     settings: dict[str, Any] = {}
+    # Sorted: of several chained optimizers the first one counts.
     for entry_name in sorted(objects):
         if match := _OPTIMIZER_OBJECT.fullmatch(entry_name):
             (content,) = objects[entry_name]
@@ -309,6 +310,7 @@ def _merge(
     checkpoint: Path, match: Match, parts: Sequence[Chunked], indices: tuple[StackIndex, ...]
 ) -> MergedTensor:
     """Return parts one below the other. What pads the vocabulary is left out."""
+    # A layer that no chunk covers was lost with the file of its rank.
     if not all(part.chunks for part in parts):
         numbers = [index.number for index in indices]
         raise UserError.of(
@@ -327,6 +329,7 @@ def _merge(
     if not first.shape:
         raise UserError.of("convert.megatron_scalar", path=checkpoint, name=first.name)
     saved_rows = sum(part.shape[0] for part in parts)
+    # The vocabulary is padded for the ranks of the run that saved it.
     rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows
     saved_shape = (saved_rows, *first.shape[1:])
     dtype = stored_chunks[0].dtype

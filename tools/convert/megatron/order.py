@@ -89,6 +89,7 @@ def stages_of(
             stage = 0 if match.foreign.startswith("embedding.") else last
         stages[stage].append(match)
     embedding = next(match for match in expected if match.foreign == EMBEDDING)
+    # Both end stages have a tied weight, which a sum of gradients keeps equal.
     if model.tied and last:
         stages[-1].append(replace(embedding, foreign=HEAD))
     # Modules on the last stage compute with an embedding of their own.

@@ -385,6 +385,7 @@ def _check_one_owner(
 ) -> None:
     """Raise UserError if an expert is on two ep ranks."""
     for copies in parts.values():
+        # Copies along tp are of one ep rank; two of these would each have trained it.
         if len({ep for ep, _ in copies}) > 1:
             raise UserError.of("convert.megatron_name_on_ranks", path=checkpoint, name=tensor_name)
 

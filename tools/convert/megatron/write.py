@@ -130,6 +130,7 @@ def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
+    # Each rank has as many experts, and each stage as many layers.
     if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
         raise UserError.of("convert.target_expert_ranks", ep=layout.ep, experts=model.experts)
     if layout.grouped and not model.experts:
@@ -299,6 +300,7 @@ class _Writer:
     def _content(self, tensors: Sequence[_LocalTensor], rank: int, slots: _Slots) -> dict[str, Any]:
         """Return what a rank's file holds, with tensors without values."""
         progress = self.source.facts.progress
+        # Megatron counts samples, and reckons steps and tokens from them.
         samples = progress.get("samples", 0)
         args = {**self.args, "consumed_train_samples": samples, "rank": rank}
         if samples:
@@ -325,6 +327,7 @@ class _Writer:
     def _optimizers(self, tensors: Sequence[_LocalTensor], slots: _Slots) -> Any:
         """Return the state of one optimizer, or of two in a list where a rank has experts of its
         own."""
+        # Experts are reduced over other ranks than all else, so Megatron has two then.
         if self.layout.ep == 1:
             return self._optimizer(tensors, slots)
         dense = [tensor for tensor in tensors if tensor.expert is None]

@@ -276,6 +276,7 @@ def _part_of(rank_files: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
     """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
     ends of the model over tp where files name both."""
     is_in_layer = LAYER.match(tensor_name) is not None
+    # Older versions cut embedding and head over tp, and name both axes.
     if rank_files.weight_parallel and (is_in_layer or rank_files.sizes.tp == 1):
         return Part(rank.wp, rank_files.sizes.wp)
     return Part(rank.tp, rank_files.sizes.tp)
@@ -297,6 +298,7 @@ def _feed_forward(
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
         raise UserError.of("convert.internevo_not_internlm", path=checkpoint, export=EXPORT)
+    # Only a width other than hidden tells the closing layer from the others.
     if shapes["w2"] == shapes["w3"]:
         raise UserError.of(
             "convert.internevo_feed_forward",

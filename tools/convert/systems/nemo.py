@@ -95,6 +95,7 @@ def open_nemo(checkpoint: Path, vocab: int | None = None) -> Source:
     weights = merge_chunks(folder, expected, tensors, model)
     layout = {}
     for axis in ("tensor", "pipeline"):
+        # It decides nothing: a distributed checkpoint has whole tensors.
         ranks = config.get(f"{axis}_model_parallel_size")
         if isinstance(ranks, int):
             layout[axis] = ranks
@@ -174,6 +175,7 @@ def _check_rows(folder: Path, tensors: Mapping[str, Chunked], vocab: int | None)
     """Raise UserError if the embedding has not as many rows as model.yaml says. Without its word
     NeMo pads."""
     embedding = tensors.get(EMBEDDING)
+    # NeMo states the padded vocabulary, so it has as many rows.
     if vocab and embedding and embedding.shape[0] != vocab:
         raise UserError.of(
             "convert.nemo_vocab", folder=folder, shape=embedding.shape[0], model=MODEL, vocab=vocab
@@ -505,6 +507,7 @@ def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
 def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return the scaling of rotary positions: the four keys of Llama 3.1, all or none."""
     settings = {ours: config[key] for key, ours in SCALING.items() if key in config}
+    # Classes of Llama 3.1 and newer stretch positions also where the file has no key of it.
     if not settings and not STRETCHED.search(config["_target_"]):
         return {}
     if len(settings) < len(SCALING):

@@ -101,6 +101,7 @@ def find_nxd(path: Path) -> Path | None:
         for candidate in sorted(path.iterdir())
         if (candidate / "checkpoint").is_file() and _has_ranks(candidate / "model")
     ]
+    # One that was interrupted is left out, unless there is no other.
     complete = [candidate for candidate in candidates if (candidate / "done").is_file()]
     if len(complete) > 1:
         names = ", ".join(candidate.name for candidate in complete)
@@ -460,6 +461,7 @@ def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
     """Return rows [top, bottom) of a tensor."""
 
     def read() -> Tensor:
+        # A stored tensor is read by rows; a merged one would be made whole for each part.
         if isinstance(tensor, Stored):
             return tensor.rows(top, bottom)
         return tensor.read()[top:bottom]
@@ -471,6 +473,7 @@ def _merge(
     checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
 ) -> TensorSource:
     """Return the ranks' parts put together."""
+    # Norms and biases of closing layers are whole on every rank.
     if len(shards) == 1 or not (ROWS.fullmatch(tensor_name) or COLUMNS.fullmatch(tensor_name)):
         return checked_copy(checkpoint, tensor_name, shards)
     # shard_across_embedding
@@ -503,6 +506,7 @@ def _find_copies(
     # With as many heads as there must be nothing is repeated; `check_tensors` speaks of others.
     if key is None or key.shape[0] <= rows or key.shape[0] % rows:
         return None
+    # Copies make as many key/value heads as ranks, which must divide the queries.
     if model.heads % (key.shape[0] // model.head_dim):
         return None
     count = key.shape[0] // rows
@@ -513,6 +517,7 @@ def _find_copies(
     fitting = [order for order in orders if order.drop_copies(values) is not None]
     if not fitting:
         raise UserError.of("convert.nxd_copies_differ", path=checkpoint, count=count)
+    # All heads alike fit both orders; with one head the orders are one.
     if len(fitting) > 1 and model.kv_heads > 1:
         raise UserError.of("convert.nxd_copies_order", path=checkpoint)
     return fitting[0]

@@ -132,32 +132,30 @@ class Slices:
         self.source = source
         self.not_finite = dict[str, int]()
 
-    def read_range(self, kind: str, tensor_part: Part, first: int, last: int) -> Tensor:
-        """Return elements [first, last) of the flattened slice `tensor_part`."""
-        tensor_key = f"{kind}/{tensor_part.name}"
+    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
+        """Return elements [first, last) of the flattened slice `part`."""
+        tensor_key = f"{kind}/{part.name}"
         shape = self.source.shapes.get(tensor_key)
-        if shape != tensor_part.shape:
-            problem = f"does not hold {tensor_part.name}"
+        if shape != part.shape:
+            problem = f"does not hold {part.name}"
             if shape:
-                problem = f"holds {tensor_part.name} of {list(shape)}"
+                problem = f"holds {part.name} of {list(shape)}"
             raise UserError.of(
                 "convert.megatron_range",
                 path=self.source.path,
                 problem=problem,
-                shape=list(tensor_part.shape),
+                shape=list(part.shape),
             )
         # Read the rows that have the elements, and cut the rest off.
-        row_elements = prod(tensor_part.local[1:])
+        row_elements = prod(part.local[1:])
         top = first // row_elements
         bottom = -(-last // row_elements)
-        first_row = tensor_part.start if tensor_part.dim == 0 else 0
+        first_row = part.start if part.dim == 0 else 0
         rows = self.source.rows(tensor_key, first_row + top, first_row + bottom)
-        if tensor_part.dim:
-            rows = rows.narrow(
-                tensor_part.dim, tensor_part.start, tensor_part.local[tensor_part.dim]
-            )
+        if part.dim:
+            rows = rows.narrow(part.dim, part.start, part.local[part.dim])
         skipped = top * row_elements
         values = rows.reshape(-1)[first - skipped : last - skipped]
         if count := not_finite(values):
-            self.not_finite[f"{tensor_key} {tensor_part.dim} {tensor_part.start} {first}"] = count
+            self.not_finite[f"{tensor_key} {part.dim} {part.start} {first}"] = count
         return values

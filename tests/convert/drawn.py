@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from tools.convert.hf.defaults import DEFAULTS
+from tools.convert.hf.families import FAMILIES
 
 LONGEST = 40
 BY_TYPE = ("gemma2", "gemma3_text", "olmo3", "gpt_oss")  # families whose layers have a type
@@ -40,7 +40,7 @@ DIVIDED = (
 def drawn(seed: int) -> dict[str, Any]:
     """Return a config.json. Families take turns, so that a run of seeds has all of them."""
     dice = Random(seed)
-    kind = [*DEFAULTS][seed % len(DEFAULTS)]
+    kind = [*FAMILIES][seed % len(FAMILIES)]
     config = {"model_type": kind, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config["vocab_size"] = dice.randint(5, 70)
     config["tie_word_embeddings"] = dice.random() < 0.4

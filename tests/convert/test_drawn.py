@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.convert.drawn import drawn
 from tools.cli import main
-from tools.convert.hf.defaults import DEFAULTS
+from tools.convert.hf.families import FAMILIES
 
 transformers: Any = pytest.importorskip(
     "transformers",
@@ -87,4 +87,4 @@ def test_a_drawn_model_comes_back_with_the_same_logits_or_one_line_refuses(
 
 
 def test_families_take_turns() -> None:
-    assert {drawn(seed)["model_type"] for seed in SEEDS[: len(DEFAULTS)]} == DEFAULTS.keys()
+    assert {drawn(seed)["model_type"] for seed in SEEDS[: len(FAMILIES)]} == FAMILIES.keys()

@@ -14,7 +14,7 @@ import pytest
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, usually
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.defaults import ALIASES, DEFAULTS
+from tools.convert.hf.families import FAMILIES
 from tools.convert.probe import BOUND, check_config, difference, reduced
 
 transformers: Any = pytest.importorskip(
@@ -23,14 +23,14 @@ transformers: Any = pytest.importorskip(
     exc_type=ImportError,
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
-FAMILIES = tuple(DEFAULTS)
+KINDS = tuple(FAMILIES)
 # of which a quarter can turn too
 NEOX = {
     **CONFIGS["gpt_neox"],
     "hidden_size": 32,
     "rotary_pct": 0.5,
 }
-SMALL = {kind: NEOX if kind == "gpt_neox" else CONFIGS[kind] for kind in FAMILIES}
+SMALL = {kind: NEOX if kind == "gpt_neox" else CONFIGS[kind] for kind in KINDS}
 YARN = {
     "rope_type": "yarn",
     "factor": 2.0,
@@ -230,7 +230,7 @@ def names_in(key: str, value: Any) -> set[str]:
 
 
 @pytest.mark.cases(0, sample=1)
-@pytest.mark.parametrize("kind", usually(("qwen3",), FAMILIES))
+@pytest.mark.parametrize("kind", usually(("qwen3",), KINDS))
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     verdicts = [(change, judge({**SMALL[kind], **change}, change)) for change in changes(kind)]
     wrong = [
@@ -243,11 +243,11 @@ def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> N
     assert sum(verdict == "refused" for _, verdict in verdicts) > 20
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
     theirs = fields_of(kind)
     wrong = []
-    for key, ours in DEFAULTS[kind].items():
+    for key, ours in FAMILIES[kind].defaults.items():
         if key in theirs and not (
             theirs[key] == ours and isinstance(theirs[key], bool) == isinstance(ours, bool)
         ):
@@ -257,13 +257,13 @@ def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
         base = "rotary_emb_base" if kind == "gpt_neox" else "rope_theta"
         assert (
             made.rope_parameters.get("full_attention", made.rope_parameters)["rope_theta"]
-            == DEFAULTS[kind][base]
+            == FAMILIES[kind].defaults[base]
         )
     assert not wrong, wrong
 
 
 @pytest.mark.cases(None, sample=3)
-@pytest.mark.parametrize("kind", usually(("gpt2", "mixtral"), FAMILIES))
+@pytest.mark.parametrize("kind", usually(("gpt2", "mixtral"), KINDS))
 def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
     """Keys that are no sizes, one by one and all together."""
     config = SMALL[kind]
@@ -286,13 +286,15 @@ def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
         assert difference(json.dumps(given)) <= BOUND, left
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, "llama-yarn", "llama-stretched"])
+@pytest.mark.parametrize("kind", [*KINDS, "llama-yarn", "llama-stretched"])
 def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
     """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the
     probe."""
     large = {**CONFIGS[kind], "pad_token_id": 5}
     small = reduced(large)
-    assert small.keys() >= {key for key in large if key not in ALIASES.get(kind, {})}
+    assert small.keys() >= {
+        key for key in large if key not in FAMILIES[large["model_type"]].aliases
+    }
     model = from_hugging_face(small)
     assert not model.window or model.window < model.max_positions
     assert "computes what" in check_config(large, "it")
@@ -340,16 +342,18 @@ def refusal(config: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
     """Also by the other names of a key; null too, where a model cannot be made with it. No other
     error comes out."""
     read = {
         key: value
-        for key, value in DEFAULTS[kind].items()
+        for key, value in FAMILIES[kind].defaults.items()
         if value is not None and not key.endswith("token_id")
     }
-    names = {other: read[key] for other, key in ALIASES.get(kind, {}).items() if key in read} | read
+    names = {
+        other: read[key] for other, key in FAMILIES[kind].aliases.items() if key in read
+    } | read
     for key, usual in names.items():
         if isinstance(usual, bool):
             wrong = [1, "true"]
@@ -361,7 +365,7 @@ def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
             with pytest.raises(UserError, match=rf"config.json has {key} = "):
                 from_hugging_face({**SMALL[kind], key: value})
         said = refusal({**SMALL[kind], key: None})
-        assert not said or ALIASES.get(kind, {}).get(key, key) in said
+        assert not said or FAMILIES[kind].aliases.get(key, key) in said
 
 
 def test_no_rotary_parameters_are_not_those_of_an_older_file() -> None:

@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of
+from tools.convert.megatron.args import args_of
 from tools.convert.verify import load_stage
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core

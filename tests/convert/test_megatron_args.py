@@ -14,9 +14,9 @@ from megaprec.errors import UserError
 from tests.other_systems import FOR_MEGATRON, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
+from tools.convert.megatron.args import model_of_args
 from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
 from tools.convert.megatron.kinds import COUNT, KINDS, NUMBER, SIZE, SWITCH, WORD
-from tools.convert.megatron.layout import model_of_args
 
 # numbers or lists: read by rules
 FORMS = {

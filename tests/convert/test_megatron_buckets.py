@@ -32,7 +32,8 @@ from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, cut_part
+from tools.convert.megatron.args import args_of
+from tools.convert.megatron.layout import cut_part
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core

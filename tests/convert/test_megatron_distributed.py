@@ -19,7 +19,8 @@ from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, rank_folder
+from tools.convert.megatron.args import args_of
+from tools.convert.megatron.layout import rank_folder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core

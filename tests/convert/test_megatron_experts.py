@@ -30,7 +30,8 @@ from tests.other_systems import CONFIGS, FOR_MEGATRON, MEGATRON, NEEDS_MEGATRON,
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, rank_folder
+from tools.convert.megatron.args import args_of
+from tools.convert.megatron.layout import rank_folder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core

@@ -35,7 +35,8 @@ from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.formats import open_source
 from tools.convert.megatron import flat
-from tools.convert.megatron.layout import args_of, cut_part
+from tools.convert.megatron.args import args_of
+from tools.convert.megatron.layout import cut_part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
 PADDED = 256

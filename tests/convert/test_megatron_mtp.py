@@ -37,7 +37,7 @@ from tests.other_systems import (
 from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.megatron.layout import args_of, model_of_args
+from tools.convert.megatron.args import args_of, model_of_args
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -19,7 +19,7 @@ from tools.convert.core.names import megatron
 from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.formats import open_source
-from tools.convert.megatron.layout import args_of
+from tools.convert.megatron.args import args_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's, about saving without ranks

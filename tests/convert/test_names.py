@@ -28,17 +28,19 @@ from tools.convert.core.transforms import (
     GROUPED_INTERLEAVED,
     PACKED,
     PACKED_TRANSPOSED,
-    Heads,
+    HeadSizes,
     Transform,
 )
 from tools.convert.formats import open_source
-from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.config import config_of, from_hugging_face, model_type
 from tools.convert.hf.folder import open_hf
-from tools.convert.hf.write_config import config_of, model_type
-from tools.convert.megatron.layout import args_of, cut_part, join_parts, model_of_args, part_shape
+from tools.convert.megatron.args import args_of, model_of_args
+from tools.convert.megatron.layout import cut_part, join_parts, part_shape
 
 SIZES = st.builds(
-    lambda kv, groups, half, turned: Heads(kv * groups, kv, 2 * half, min(2 * turned, 2 * half)),
+    lambda kv, groups, half, turned: HeadSizes(
+        kv * groups, kv, 2 * half, min(2 * turned, 2 * half)
+    ),
     st.integers(1, 3),
     st.integers(1, 4),
     st.integers(1, 4),
@@ -46,7 +48,7 @@ SIZES = st.builds(
 )
 
 
-def parts(sizes: Heads, columns: int) -> list[Tensor]:
+def parts(sizes: HeadSizes, columns: int) -> list[Tensor]:
     """Query, key and value whose elements are all different."""
     rows = (sizes.query * sizes.dim, sizes.kv * sizes.dim, sizes.kv * sizes.dim)
     numbers = torch.arange(sum(rows) * columns).view(-1, columns)
@@ -55,14 +57,16 @@ def parts(sizes: Heads, columns: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("how", [PACKED, PACKED_TRANSPOSED, GROUPED, GROUPED_INTERLEAVED])
 @given(SIZES, st.integers(1, 3))
-def test_what_is_joined_splits_into_the_same(how: Transform, sizes: Heads, columns: int) -> None:
+def test_what_is_joined_splits_into_the_same(
+    how: Transform, sizes: HeadSizes, columns: int
+) -> None:
     ours = parts(sizes, columns)
     for one, other in zip(how.split(how.join(ours, sizes), sizes), ours, strict=True):
         assert torch.equal(one, other)
 
 
 def test_grouped_rows_stand_group_by_group_queries_before_their_key_and_value() -> None:
-    sizes = Heads(4, 2, 3, 3)
+    sizes = HeadSizes(4, 2, 3, 3)
     stacks = (("q", 4), ("k", 2), ("v", 2))
     query, key, value = (
         [f"{name}{head}.{i}" for head in range(n) for i in range(3)] for name, n in stacks
@@ -79,7 +83,7 @@ def test_grouped_rows_stand_group_by_group_queries_before_their_key_and_value() 
 def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leaves_the_others() -> (
     None
 ):
-    sizes = Heads(1, 1, 6, 4)
+    sizes = HeadSizes(1, 1, 6, 4)
     query, key, value = parts(sizes, 1)
     joined = GROUPED_INTERLEAVED.join([query, key, value], sizes).flatten().tolist()
     assert joined[:6] == [0, 2, 1, 3, 4, 5]

@@ -19,8 +19,7 @@ from tests.nemo import OTHERS, SILU, config_of, write_context
 from tests.other_systems import usually, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
-from tools.convert.systems.nemo import read_yaml
-from tools.convert.systems.nemo_model import SPEC
+from tools.convert.systems.nemo import SPEC, read_yaml
 from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")

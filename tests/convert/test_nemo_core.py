@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES
-from tools.convert.systems.nemo_model import ONLY, REQUIRED, model_of
+from tools.convert.systems.nemo import ONLY, REQUIRED, model_of
 from tools.convert.verify import load_stage
 
 pytestmark = [

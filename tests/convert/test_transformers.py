@@ -169,7 +169,7 @@ def test_a_wrong_rearrangement_is_found_by_the_logits(
     name, wrong = PLANTED[kind]
     right = getattr(transforms, name)
     rules = [
-        names.Rule(rule.foreign, rule.logical, wrong, rule.cut)
+        names.NameRule(rule.foreign, rule.logical, wrong, rule.cut)
         if rule.how is right and (kind == "gpt2" or "q_proj.weight" in rule.foreign)
         else rule
         for rule in names.HUGGING_FACE[kind]

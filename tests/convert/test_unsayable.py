@@ -13,10 +13,10 @@ from models.config import ModelConfig
 from models.equivalence import TRAINING, as_computed
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tools.convert.core.names import HUGGING_FACE
-from tools.convert.core.rules import has_modules
-from tools.convert.hf.write_config import config_of, model_type, omitted_settings
-from tools.convert.megatron.layout import args_of
-from tools.convert.megatron.layout import omitted_fields as unsaid_by_args
+from tools.convert.core.rules import has_module_rules
+from tools.convert.hf.config import config_of, model_type, omitted_settings
+from tools.convert.megatron.args import args_of
+from tools.convert.megatron.args import omitted_fields as unsaid_by_args
 
 SIZES = {"layers": 3, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 53, "max_positions": 16}
 LATENT = {
@@ -95,7 +95,7 @@ def sayable(model: ModelConfig) -> str:
     place are left out."""
     try:
         kind = model_type(model)
-        omitted_settings(model if has_modules(HUGGING_FACE[kind]) else model.alone)
+        omitted_settings(model if has_module_rules(HUGGING_FACE[kind]) else model.alone)
     except UserError as refused:
         return "; ".join(refused.problems)
     return ""

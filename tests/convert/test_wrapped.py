@@ -15,7 +15,7 @@ from tests.other_systems import CONFIGS, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.wrapped import text_config
+from tools.convert.hf.text_models import text_config
 from tools.convert.verify import load_stage
 
 VISION = {

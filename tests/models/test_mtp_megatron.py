@@ -25,7 +25,7 @@ from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, head_sizes, matches
-from tools.convert.megatron.layout import model_of_args
+from tools.convert.megatron.args import model_of_args
 
 # warnings of megatron-core
 pytestmark = [

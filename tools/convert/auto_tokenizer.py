@@ -14,7 +14,7 @@ from typing import Any
 
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from tools.convert.hf.vocabulary import PROBE, main_file, write_tokenizer
-from tools.convert.quiet import quiet_transformers, why_missing
+from tools.convert.transformers_package import quiet_transformers, why_missing
 
 # Numbers, spaces, letters of both cases, signs and lines, which pre-tokenizers treat in different
 # ways.

@@ -14,8 +14,8 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.source import Source
-from tools.convert.hf.beside import require_fetched, require_no_adapter
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
+from tools.convert.hf.other_files import require_fetched, require_no_adapter
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
 from tools.convert.systems.colossalai import find_colossalai, open_colossalai
@@ -65,16 +65,16 @@ TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(
-    path: Path,
+    folder: Path,
     vocab: int | None = None,
     weights_only: bool = False,
     model: ModelConfig | None = None,
 ) -> Source:
     """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
-    if checkpoint := checkpoint_at(path):
+    if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.digests)
-    return open_source(path, vocab, weights_only, model)
+    return open_source(folder, vocab, weights_only, model)
 
 
 def open_source(
@@ -105,7 +105,7 @@ def check_vocab(vocab: int | None, *paths: Path) -> None:
     """Raise UserError for a --vocab below 1, or that none of the folders has a use for."""
     if vocab is not None and vocab < 1:
         raise UserError.of("convert.vocab_option", vocab=vocab)
-    if vocab is not None and not any(format_of(path)[0] in WITH_VOCAB for path in paths):
+    if vocab is not None and not any(format_of(folder)[0] in WITH_VOCAB for folder in paths):
         formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
         raise UserError.of(
             "convert.vocab_unused",

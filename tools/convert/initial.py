@@ -50,6 +50,7 @@ def resolve_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 def initial_model(folder: Path) -> InitialModel:
     """Return what the folder of train.init_from says. Raises UserError."""
+    # Only what says the model is opened: weights are read much later, on every rank.
     kind, checkpoint = format_of(folder)
     if kind == "megaprec":
         model, tokenizer = native_model(checkpoint)
@@ -91,9 +92,13 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     infinite. Collective over the world. Raises UserError, before anything is changed, if a file of
     the checkpoint is damaged.
     """
+    # Checksums of files of ours are known; other formats are checked as they are read.
     if checkpoint := checkpoint_at(folder):
-        store = Store(checkpoint)
-        require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
+        checkpoint_store = Store(checkpoint)
+        require_intact(
+            checkpoint_store, checkpoint_store.files_of("weight"), optimizer.world, optimizer.device
+        )
+    # Every rank opens the folder, and reads no more than it holds.
     slices = Slices(open_initial(folder))
     load_weights(slices, optimizer)
     not_finite_counts = gather_entries(slices.not_finite, optimizer.world, optimizer.device)
@@ -107,13 +112,14 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
 def _describe_not_finite(source: Source, counts: Mapping[str, int]) -> list[str]:
     """Return a line for each tensor with such numbers. counts: by slice, as of
     `Slices.not_finite`."""
+    # Ranks count in slices of a tensor; people know the tensor.
     by_key = Counter[str]()
     for description, count in counts.items():
-        key = description.partition(" ")[0]
-        by_key[key] += count
+        tensor_key = description.partition(" ")[0]
+        by_key[tensor_key] += count
     damage = NotFinite()
-    for key, count in sorted(by_key.items()):
-        damage.counts[key] = count, prod(source.shapes[key])
+    for tensor_key, count in sorted(by_key.items()):
+        damage.counts[tensor_key] = count, prod(source.shapes[tensor_key])
     return damage.lines(())
 
 
@@ -130,8 +136,8 @@ class Slices:
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
-        key = f"{kind}/{part.name}"
-        shape = self.source.shapes.get(key)
+        tensor_key = f"{kind}/{part.name}"
+        shape = self.source.shapes.get(tensor_key)
         if shape != part.shape:
             problem = f"does not hold {part.name}"
             if shape:
@@ -147,11 +153,11 @@ class Slices:
         top = first // row_elements
         bottom = -(-last // row_elements)
         first_row = part.start if part.dim == 0 else 0
-        rows = self.source.rows(key, first_row + top, first_row + bottom)
+        rows = self.source.rows(tensor_key, first_row + top, first_row + bottom)
         if part.dim:
             rows = rows.narrow(part.dim, part.start, part.local[part.dim])
         skipped = top * row_elements
         values = rows.reshape(-1)[first - skipped : last - skipped]
         if count := not_finite(values):
-            self.not_finite[f"{key} {part.dim} {part.start} {first}"] = count
+            self.not_finite[f"{tensor_key} {part.dim} {part.start} {first}"] = count
         return values

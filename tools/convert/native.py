@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial as bind
 from math import prod
+from operator import itemgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,19 @@ OPTIMIZER_FILE = "optimizer-00000.safetensors"
 
 def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """Return the model of a checkpoint and its tokenizer file, if there is one."""
-    store = Store(path)
-    tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
-    require_intact(store, tokenizer_files(store) if "tokenizer" in store.index else [])
-    return read_model(store), tokenizer
+    checkpoint = Store(path)
+    tokenizer = read_tokenizer(checkpoint) if "tokenizer" in checkpoint.index else None
+    require_intact(
+        checkpoint, tokenizer_files(checkpoint) if "tokenizer" in checkpoint.index else []
+    )
+    return read_model(checkpoint), tokenizer
 
 
-def special_ids(store: Store) -> dict[str, Any]:
+def special_ids(checkpoint: Store) -> dict[str, Any]:
     """Return bos_token_id and the like of a checkpoint: of the folder that it was converted from,
     or of its run."""
-    converted = read_ids(store, "special_ids")
-    documents = read_documents(store)
+    converted = read_ids(checkpoint, "special_ids")
+    documents = read_documents(checkpoint)
     if converted or not documents:
         return converted
     return {"bos_token_id": documents["begin"], "eos_token_id": documents["end"]}
@@ -70,85 +73,95 @@ def special_ids(store: Store) -> dict[str, Any]:
 def open_native(path: Path) -> Source:
     """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it
     describes."""
-    store = Store(path)
-    model = read_model(store)
+    checkpoint = Store(path)
+    model = read_model(checkpoint)
     require_builtin(model, "conversion")
-    index = store.index
+    index = checkpoint.index
     logical = {key: entry for key, entry in index["tensors"].items() if not key.startswith(SCALES)}
-    _check_shapes(path, model, store, logical)
-    names = tokenizer_files(store) if index.get("tokenizer") else []
+    _check_shapes(path, model, checkpoint, logical)
+    names = tokenizer_files(checkpoint) if index.get("tokenizer") else []
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
         index["optimizer"].get("rule", {}),
-        progress=asdict(read_progress(store)) if index.get("progress") else {},
-        watch=read_watch(store) if index.get("watch") else {},
-        precision=read_table(store, "precision"),
-        layout=read_table(store, "layout"),
+        progress=asdict(read_progress(checkpoint)) if index.get("progress") else {},
+        watch=read_watch(checkpoint) if index.get("watch") else {},
+        precision=read_table(checkpoint, "precision"),
+        layout=read_table(checkpoint, "layout"),
         unread="" if len(logical) == len(index["tensors"]) else "FP8 scales and amax histories",
-        special=special_ids(store),
-        generation=read_table(store, "generation"),
-        documents=read_documents(store),
+        special=special_ids(checkpoint),
+        generation=read_table(checkpoint, "generation"),
+        documents=read_documents(checkpoint),
     )
-    tokenizer = [store.file(name) for name in names]
-    return Source(path, "megaprec", model, _origins(store, logical), facts, tokenizer)
+    tokenizer = [checkpoint.file(name) for name in names]
+    return Source(path, "megaprec", model, _origins(checkpoint, logical), facts, tokenizer)
 
 
-def _origins(store: Store, logical: Mapping[str, Any]) -> list[Origin]:
+def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
     """Return the origins of logical tensors: all of a tensor after another, whatever their kind.
 
     logical: key -> its entry in the checkpoint's index.
     """
     files = {
-        name: safetensors_in(store.file(name))
-        for name in store.index["files"]
-        if name.endswith(".safetensors")
+        file_name: safetensors_in(checkpoint.file(file_name))
+        for file_name in checkpoint.index["files"]
+        if file_name.endswith(".safetensors")
     }
 
-    def name_then_kind(key: str) -> list[str]:
-        return key.split("/", 1)[::-1]
+    def name_then_kind(tensor_key: str) -> list[str]:
+        return tensor_key.split("/", 1)[::-1]
 
     origins = []
-    for key in sorted(logical, key=name_then_kind):
-        entry = logical[key]
-        load = bind(_assemble, store, key, files)
-        rows = bind(_read_rows, store, key, files)
+    for tensor_key in sorted(logical, key=name_then_kind):
+        entry = logical[tensor_key]
+        load = bind(_assemble, checkpoint, tensor_key, files)
+        rows = bind(_read_rows, checkpoint, tensor_key, files)
         shape = tuple(entry["shape"])
-        origins.append(Origin(key, (key,), (shape,), getattr(torch, entry["dtype"]), load, rows))
+        origins.append(
+            Origin(tensor_key, (tensor_key,), (shape,), getattr(torch, entry["dtype"]), load, rows)
+        )
     return origins
 
 
-def _check_shapes(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
+def _check_shapes(
+    path: Path, model: ModelConfig, checkpoint: Store, logical: Iterable[str]
+) -> None:
     """Raise UserError unless the weights, and the moments that are there, are those of `model`."""
     # Muon's tensors have no other moment, and the others have none of Muon.
-    by_muon = store.shapes(MUON_MOMENTUM).keys()
+    by_muon = checkpoint.shapes(MUON_MOMENTUM).keys()
     for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
-        shapes = store.shapes(kind)
+        shapes = checkpoint.shapes(kind)
         if not shapes:
             continue
         expected = [
-            Match(name, (name,), SAME, "whole", shape)
-            for name, shape in logical_shapes(model).items()
-            if _has_kind(kind, name, name in by_muon)
+            Match(tensor_name, (tensor_name,), SAME, "whole", shape)
+            for tensor_name, shape in logical_shapes(model).items()
+            if _has_kind(kind, tensor_name, tensor_name in by_muon)
         ]
-        stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stand_ins = {
+            tensor_name: torch.empty(shape, device="meta") for tensor_name, shape in shapes.items()
+        }
         check_tensors(path, expected, stand_ins)
 
 
-def _has_kind(kind: str, name: str, by_muon: bool) -> bool:
+def _has_kind(kind: str, tensor_name: str, by_muon: bool) -> bool:
     """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates
     the tensor."""
-    return kind == "weight" or (not is_correction(name) and (kind == MUON_MOMENTUM) == by_muon)
+    return kind == "weight" or (
+        not is_correction(tensor_name) and (kind == MUON_MOMENTUM) == by_muon
+    )
 
 
-def _assemble(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
+def _assemble(
+    checkpoint: Store, tensor_key: str, files: dict[str, dict[str, Stored]]
+) -> list[Tensor]:
     """Return a logical tensor, assembled from the chunks that ranks wrote."""
-    entry = store.index["tensors"][key]
-    kind, name = key.split("/", 1)
+    entry = checkpoint.index["tensors"][tensor_key]
+    kind, name = tensor_key.split("/", 1)
     assembled: Tensor | None = None
     filled = 0
     for chunk in entry["chunks"]:
-        stored = files[chunk["file"]].get(name if kind == "weight" else key)
+        stored = files[chunk["file"]].get(name if kind == "weight" else tensor_key)
         # A file of another save, or half of one: the sum of elements tells it below.
         if stored is None or list(stored.shape) != stored_shape(chunk):
             break
@@ -167,22 +180,24 @@ def _assemble(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> li
             block = values.view(-1)[start : start + prod(shape)]
             assembled[rectangle] = block.view(shape)
     if assembled is None or filled != prod(entry["shape"]):
-        raise UserError.of("convert.part_missing", path=store.path, key=key)
+        raise UserError.of("convert.part_missing", path=checkpoint.path, key=tensor_key)
     return [assembled]
 
 
 def _read_rows(
-    store: Store, key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int
+    checkpoint: Store, tensor_key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int
 ) -> Tensor:
     """Return rows [top, bottom) of a logical tensor."""
-    entry = store.index["tensors"][key]
+    entry = checkpoint.index["tensors"][tensor_key]
     # One chunk that is the whole tensor is read from its file directly.
     if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
-        stored = files[entry["chunks"][0]["file"]].get(_name_in_file(key))
+        stored = files[entry["chunks"][0]["file"]].get(_name_in_file(tensor_key))
         if stored is not None and list(stored.shape) == entry["shape"]:
             return stored.rows(top, bottom)
     row_shape = entry["shape"][1:]
-    return store.rectangle(key, [top, *(0 for _ in row_shape)], [bottom - top, *row_shape])
+    return checkpoint.rectangle(
+        tensor_key, [top, *(0 for _ in row_shape)], [bottom - top, *row_shape]
+    )
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
@@ -190,28 +205,41 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     unchanged."""
     dtypes: dict[str, torch.dtype] = {}
     for kind in source.kinds:
-        for name in logical_shapes(source.model):
-            key = f"{kind}/{name}"
+        for tensor_name in logical_shapes(source.model):
+            tensor_key = f"{kind}/{tensor_name}"
             if kind == "weight":
-                dtypes[key] = source.dtype_in(key, dtype)
-            elif key in source.shapes:  # Muon keeps a moment of matrices, AdamW two of others
-                dtypes[key] = source.dtype_in(key, None)
-    size = sum(prod(source.shapes[key]) * dtype.itemsize for key, dtype in dtypes.items())
+                dtypes[tensor_key] = source.dtype_in(tensor_key, dtype)
+            elif (
+                tensor_key in source.shapes
+            ):  # Muon keeps a moment of matrices, AdamW two of others
+                dtypes[tensor_key] = source.dtype_in(tensor_key, None)
+    size = sum(
+        prod(source.shapes[tensor_key]) * dtype.itemsize for tensor_key, dtype in dtypes.items()
+    )
 
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
-        for file, keys in _keys_by_file(dtypes).items():
-            tensors = {_name_in_file(key): (dtypes[key], source.shapes[key]) for key in keys}
-            starts = reserve_safetensors(folder / file, tensors, write)
-            for key in keys:
-                location = Location(file, starts[_name_in_file(key)], bind(_cast, dtypes[key]))
-                writes.append(Write(key, (key,), _only_part, (location,), straight=True))
+        for safetensors_file, keys in _keys_by_file(dtypes).items():
+            tensors = {
+                _name_in_file(tensor_key): (dtypes[tensor_key], source.shapes[tensor_key])
+                for tensor_key in keys
+            }
+            starts = reserve_safetensors(folder / safetensors_file, tensors, write)
+            for tensor_key in keys:
+                location = Location(
+                    safetensors_file,
+                    starts[_name_in_file(tensor_key)],
+                    methodcaller("to", dtypes[tensor_key]),
+                )
+                writes.append(
+                    Write(tensor_key, (tensor_key,), itemgetter(0), (location,), straight=True)
+                )
         return writes
 
     def finish(folder: Path) -> None:
         if main_file(source.tokenizer):
-            for file in source.tokenizer:
-                (folder / file.name).write_bytes(read_whole(file))
+            for safetensors_file in source.tokenizer:
+                (folder / safetensors_file.name).write_bytes(read_whole(safetensors_file))
         _write_index(folder, source, dtypes)
 
     return Target(
@@ -220,21 +248,13 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
 
 def _keys_by_file(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
-    weights = [key for key in dtypes if key.startswith("weight/")]
-    moments = [key for key in dtypes if not key.startswith("weight/")]
+    weights = [tensor_key for tensor_key in dtypes if tensor_key.startswith("weight/")]
+    moments = [tensor_key for tensor_key in dtypes if not tensor_key.startswith("weight/")]
     return {MODEL_FILE: weights} | ({OPTIMIZER_FILE: moments} if moments else {})
 
 
-def _name_in_file(key: str) -> str:
-    return key.removeprefix("weight/")
-
-
-def _only_part(parts: Any) -> Tensor:
-    return parts[0]
-
-
-def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype)
+def _name_in_file(tensor_key: str) -> str:
+    return tensor_key.removeprefix("weight/")
 
 
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
@@ -243,11 +263,11 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
     tokenizer = main_file(source.tokenizer)
     tensors = {}
     for file_name, keys in _keys_by_file(dtypes).items():
-        for key in keys:
-            shape = list(source.shapes[key])
+        for tensor_key in keys:
+            shape = list(source.shapes[tensor_key])
             chunk = {"file": file_name, "offset": [0] * len(shape), "shape": shape}
-            dtype = str(dtypes[key]).removeprefix("torch.")
-            tensors[key] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
+            dtype = str(dtypes[tensor_key]).removeprefix("torch.")
+            tensors[tensor_key] = {"dtype": dtype, "shape": shape, "chunks": [chunk]}
     files = [file for file in sorted(folder.iterdir()) if file.name != JOURNAL]
     index = {
         "model": json.loads(source.model.model_dump_json()),

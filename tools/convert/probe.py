@@ -28,9 +28,9 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.formats import WITH_CONFIG, format_of
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.defaults import ALIASES, DEFAULTS
+from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
-from tools.convert.quiet import if_untested, quiet_transformers, why_missing
+from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
@@ -55,9 +55,9 @@ CORRECTION = "e_score_correction_bias"
 Json = Mapping[str, Any]
 
 
-def check_config(config: Json, name: str) -> str:
+def check_config(config: Json, config_name: str) -> str:
     """Return a line on the difference of both models. Raises UserError if they are not the same;
-    `name` names the config.
+    `config_name` names the config.
 
     Without transformers the line says that nothing was compared, and why.
     """
@@ -65,14 +65,16 @@ def check_config(config: Json, name: str) -> str:
         their_count = parameters(json.dumps(_without_weights(config)))
         logit_difference = difference(json.dumps(reduced(config)))
     except ImportError as problem:
-        return f"{name} was not compared with transformers, which {why_missing(problem)}"
+        return f"{config_name} was not compared with transformers, which {why_missing(problem)}"
     except UserError as error:
-        raise UserError(*(problem.within(f"{name}: ") for problem in error.problems)) from error
+        raise UserError(
+            *(problem.within(f"{config_name}: ") for problem in error.problems)
+        ) from error
     our_count = from_hugging_face(config).alone.num_parameters
     if their_count != our_count:
         raise UserError.of(
             "convert.probe_size",
-            name=name,
+            name=config_name,
             their_count=their_count,
             our_count=our_count,
             if_untested=if_untested(),
@@ -80,13 +82,13 @@ def check_config(config: Json, name: str) -> str:
     if not logit_difference <= BOUND:  # true of NaN too
         raise UserError.of(
             "convert.probe_logits",
-            name=name,
+            name=config_name,
             logit_difference=logit_difference,
             if_untested=if_untested(),
         )
     return (
-        f"{name}: a small model of this kind computes what that of transformers does (float64, "
-        f"within {logit_difference:.1g})"
+        f"{config_name}: a small model of this kind computes what that of transformers does "
+        f"(float64, within {logit_difference:.1g})"
     )
 
 
@@ -102,11 +104,15 @@ def verify_initial(folder: Path) -> str:
 
 def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
-    model = from_hugging_face(config)
-    names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
-    small = {key: value for key, value in _without_weights(config).items() if key not in names}
-    for key, value in (_sizes(config, model) | _lengths(config, model)).items():
-        small[names.get(key, key)] = value
+    our_model = from_hugging_face(config)
+    names = FAMILIES["gpt2"].aliases if config["model_type"] == "gpt2" else {}
+    small = {
+        config_key: value
+        for config_key, value in _without_weights(config).items()
+        if config_key not in names
+    }
+    for config_key, value in (_sizes(config, our_model) | _lengths(config, our_model)).items():
+        small[names.get(config_key, config_key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -157,16 +163,16 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
 def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     """Return small numbers of experts, in groups of the same number, and layers without experts of
     each kind."""
-    defaults = DEFAULTS[config["model_type"]]
+    defaults = FAMILIES[config["model_type"]].defaults
     has_leading_dense = "first_k_dense_replace" in defaults
-    key = "n_routed_experts" if has_leading_dense else "num_experts"
+    config_key = "n_routed_experts" if has_leading_dense else "num_experts"
     for stated_key in ("num_local_experts", "n_routed_experts", "num_experts"):
         if config.get(stated_key) is not None:
-            key = stated_key
+            config_key = stated_key
             break
     least = max(EXPERTS, model.experts_per_token + 1)
     experts = min(model.experts, model.router.at_least(least, model.experts_per_token))
-    sizes: dict[str, Any] = {key: experts}
+    sizes: dict[str, Any] = {config_key: experts}
     if "moe_intermediate_size" in defaults:
         sizes["moe_intermediate_size"] = FFN
     is_dense = [layer in model.dense_layers for layer in range(model.layers)]
@@ -191,9 +197,9 @@ def _latents(config: Json, model: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": nope_dim,
         "v_head_dim": min(latent.value_dim, HEAD),
     }
-    for key, width in (("head_dim", rope_dim), ("qk_head_dim", rope_dim + nope_dim)):
-        if config.get(key) is not None:
-            sizes[key] = width
+    for config_key, width in (("head_dim", rope_dim), ("qk_head_dim", rope_dim + nope_dim)):
+        if config.get(config_key) is not None:
+            sizes[config_key] = width
     return sizes
 
 
@@ -212,11 +218,11 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
         return min(length, max(least, length * longest // model.max_positions))
 
     lengths: dict[str, Any] = {"max_position_embeddings": longest}
-    for key in ("rope_scaling", "rope_parameters"):
-        if config.get(key):
-            lengths[key] = dict(config[key])
-            if original := config[key].get(ORIGINAL):
-                lengths[key][ORIGINAL] = reduced_length(original, LEAST_ORIGINAL)
+    for config_key in ("rope_scaling", "rope_parameters"):
+        if config.get(config_key):
+            lengths[config_key] = dict(config[config_key])
+            if original := config[config_key].get(ORIGINAL):
+                lengths[config_key][ORIGINAL] = reduced_length(original, LEAST_ORIGINAL)
     if config.get(ORIGINAL):
         lengths[ORIGINAL] = reduced_length(config[ORIGINAL], LEAST_ORIGINAL)
     if model.window:
@@ -281,34 +287,36 @@ def difference(config: str) -> float:
     without transformers.
     """
     settings = json.loads(config)
-    model = from_hugging_face(settings)
-    length = model.max_positions
-    if model.positions != "learned":
-        length = model.max_positions * 3 // 2  # more than any window or length
+    our_model = from_hugging_face(settings)
+    length = our_model.max_positions
+    if our_model.positions != "learned":
+        length = our_model.max_positions * 3 // 2  # more than any window or length
     threads = torch.get_num_threads()
-    ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+    token_ids = torch.randint(
+        our_model.vocab, (2, length), generator=torch.Generator().manual_seed(0)
+    )
     try:
         torch.set_num_threads(1)  # more only wait for each other in so small a model
         with TemporaryDirectory(prefix="megaprec_probe_") as name:
             folder = Path(name)
-            theirs = _logits_of_transformers(settings, folder, ids)
+            theirs = _logits_of_transformers(settings, folder, token_ids)
             (folder / CONFIG).write_text(config)
             # Our model reads the weights that transformers has saved: names and layouts are tried
             # too.
-            ours = load_stage(open_hf(folder), "fp64")(ids.t()).transpose(0, 1).detach()
+            ours = load_stage(open_hf(folder), "fp64")(token_ids.t()).transpose(0, 1).detach()
     finally:
         torch.set_num_threads(threads)
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @torch.no_grad()
-def _logits_of_transformers(config: Json, folder: Path, ids: Tensor) -> Tensor:
+def _logits_of_transformers(config: Json, folder: Path, token_ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it
     saves in `folder`."""
     with quiet_transformers() as transformers, _float32_is_float64():
         try:
             model = _make_model(transformers, config)
-            logits = model(ids).logits
+            logits = model(token_ids).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
             raise _no_model(error) from error
         try:

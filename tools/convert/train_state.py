@@ -1,6 +1,4 @@
-"""The parts of a checkpoint besides tensors: progress of the run, state of the overflow monitor,
-model and tokenizer.
-"""
+"""The parts of a checkpoint besides tensors: progress, overflow monitor, model and tokenizer."""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +40,7 @@ class TrainState:
 
     @property
     def learned_tokens(self) -> int:
-        """Tokens of the applied steps."""
+        """Return the tokens of the applied steps."""
         return self.tokens - self.skipped_tokens
 
 
@@ -54,26 +52,29 @@ def open_newest_checkpoint(folder: Path) -> Store | None:
     if path is None:
         return None
     try:
-        store = Store(path)
+        checkpoint = Store(path)
     except UserError as error:
         raise UserError(
             *error.problems, Problem.of("convert.newest_damaged", path=path, remedy=remedy(path))
         ) from error
     # loading checks those
-    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))
-    return store
+    require_intact(
+        checkpoint, (name for name in checkpoint.digests if not name.endswith(".safetensors"))
+    )
+    return checkpoint
 
 
-def stored_value(store: Store, key: str) -> Any:
+def stored_value(checkpoint: Store, key: str) -> Any:
     """Return the value stored as `key`. Raises UserError for a checkpoint of another program."""
-    if key not in store.index:
-        raise UserError.of("convert.run_keys_missing", path=store.path, key=key)
-    return store.index[key]
+    if key not in checkpoint.index:
+        raise UserError.of("convert.run_keys_missing", path=checkpoint.path, key=key)
+    return checkpoint.index[key]
 
 
-def read_progress(store: Store) -> TrainState:
+def read_progress(checkpoint: Store) -> TrainState:
     """Return the progress of the run. Raises UserError if it is missing or damaged."""
-    saved = _read_counts(store, "progress", asdict(TrainState()), {"skipped_tokens"})
+    # Keys of newer versions are refused there, and those of older ones may be missing.
+    saved = _read_counts(checkpoint, "progress", asdict(TrainState()), {"skipped_tokens"})
     progress = TrainState(**saved)
     if "skipped_tokens" in saved or not progress.samples:
         return progress
@@ -82,61 +83,61 @@ def read_progress(store: Store) -> TrainState:
     return replace(progress, skipped_tokens=progress.tokens * skipped // progress.samples)
 
 
-def read_watch(store: Store) -> dict[str, Any]:
+def read_watch(checkpoint: Store) -> dict[str, Any]:
     """Return the state of the OverflowMonitor. Raises UserError if it is damaged."""
     example = OverflowMonitor(LossScaling()).state_dict()
-    return _read_counts(store, "watch", example, {"bad_losses"})
+    return _read_counts(checkpoint, "watch", example, {"bad_losses"})
 
 
-def read_model(store: Store) -> ModelConfig:
+def read_model(checkpoint: Store) -> ModelConfig:
     """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have
     their defaults."""
-    _require_known(store, "model", stored_value(store, "model"), ModelConfig.model_fields)
-    return make_model(stored_value(store, "model"), f"{store.path}/{INDEX}")
+    _require_known(checkpoint, "model", stored_value(checkpoint, "model"), ModelConfig.model_fields)
+    return make_model(stored_value(checkpoint, "model"), f"{checkpoint.path}/{INDEX}")
 
 
-def read_tokenizer(store: Store) -> Path | None:
+def read_tokenizer(checkpoint: Store) -> Path | None:
     """Return the file of the tokenizer, if there is one. Raises UserError if it is named but
     missing."""
-    name = stored_value(store, "tokenizer")
+    name = stored_value(checkpoint, "tokenizer")
     if not isinstance(name, str):
-        raise _damaged(store, "tokenizer")
-    return store.file(name) if name else None
+        raise _damaged(checkpoint, "tokenizer")
+    return checkpoint.file(name) if name else None
 
 
-def tokenizer_files(store: Store) -> list[str]:
+def tokenizer_files(checkpoint: Store) -> list[str]:
     """Return the names of the tokenizer's file, if there is one, and of the settings that were
     saved beside it.
 
     Raises UserError if the checkpoint does not say whether there is one.
     """
-    tokenizer = read_tokenizer(store)
+    tokenizer = read_tokenizer(checkpoint)
     if tokenizer:
-        return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])]
+        return [tokenizer.name, *(name for name in SETTINGS if name in checkpoint.index["files"])]
     return []
 
 
-def read_table(store: Store, key: str) -> dict[str, Any]:
-    """Return the table stored as `key`, empty if there is none. Raises UserError if it is no
+def read_table(checkpoint: Store, table_name: str) -> dict[str, Any]:
+    """Return the table stored as `table_name`, empty if there is none. Raises UserError if it is no
     table."""
-    saved = store.index.get(key) or {}
-    if not isinstance(saved, dict):
-        raise _damaged(store, key)
-    return saved
+    stored_table = checkpoint.index.get(table_name) or {}
+    if not isinstance(stored_table, dict):
+        raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
-def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
-    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as
-    in config.json.
+def read_ids(checkpoint: Store, table_name: str) -> dict[str, int | list[int] | None]:
+    """Return a stored table of token ids, empty if there is none: an id or several, as in
+    config.json.
 
     Raises UserError if it holds something else.
     """
-    saved = read_table(store, key)
-    for value in saved.values():
+    stored_table = read_table(checkpoint, table_name)
+    for value in stored_table.values():
         ids = value if isinstance(value, list) else [value]
         if value is not None and not all(map(_is_id, ids)):
-            raise _damaged(store, key)
-    return saved
+            raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
 def _is_id(value: Any) -> bool:
@@ -144,49 +145,54 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**31
 
 
-def read_documents(store: Store) -> dict[str, int | None]:
+def read_documents(checkpoint: Store) -> dict[str, int | None]:
     """Return the ids "begin" and "end" of the tokens around documents in the run's training; empty
     if not recorded.
 
     Raises UserError if they are damaged.
     """
-    saved = read_ids(store, "documents")
+    saved = read_ids(checkpoint, "documents")
     if saved and saved.keys() != {"begin", "end"}:
-        raise _damaged(store, "documents")
+        raise _damaged(checkpoint, "documents")
     ids = dict[str, int | None]()
     for name, value in saved.items():
+        # Documents have one token at each end, and -1 is none of them.
         if isinstance(value, list) or (value is not None and value < 0):
-            raise _damaged(store, "documents")
+            raise _damaged(checkpoint, "documents")
         ids[name] = value
     return ids
 
 
 def _read_counts(
-    store: Store, key: str, example: dict[str, Any], optional: Collection[str] = ()
+    checkpoint: Store, table_name: str, example: dict[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the table stored as `key`, if it has the keys of `example` with values of the same
-    types."""
-    saved = stored_value(store, key)
-    _require_known(store, key, saved, example)
-    for name, value in saved.items():
+    """Return a stored table. Raises UserError unless it has the keys of `example`, but for those
+    that are optional, with values of the same types."""
+    stored_table = stored_value(checkpoint, table_name)
+    _require_known(checkpoint, table_name, stored_table, example)
+    for name, value in stored_table.items():
+        # bool is an int to Python, so types are compared and not tested by isinstance.
         is_negative = isinstance(value, int) and value < 0
         if type(value) is not type(example[name]) or is_negative:
-            raise _damaged(store, key)
-    if example.keys() - saved.keys() - set(optional):
-        raise _damaged(store, key)
-    return saved
+            raise _damaged(checkpoint, table_name)
+    if example.keys() - stored_table.keys() - set(optional):
+        raise _damaged(checkpoint, table_name)
+    return stored_table
 
 
-def _require_known(store: Store, key: str, saved: Any, known: Collection[str]) -> None:
+def _require_known(
+    checkpoint: Store, table_name: str, stored_table: Any, known: Collection[str]
+) -> None:
     """Raise UserError for what is no table, or has keys that only a newer version can have
     written."""
-    if not isinstance(saved, dict):
-        raise _damaged(store, key)
-    unknown = sorted(saved.keys() - set(known))
+    if not isinstance(stored_table, dict):
+        raise _damaged(checkpoint, table_name)
+    # What an older program cannot know it would ignore, and go on with another run.
+    unknown = sorted(stored_table.keys() - set(known))
     if unknown:
-        names = ", ".join(f"{key}.{name}" for name in unknown)
-        raise newer_version(store.path, f"says {names}")
+        names = ", ".join(f"{table_name}.{name}" for name in unknown)
+        raise newer_version(checkpoint.path, f"says {names}")
 
 
-def _damaged(store: Store, key: str) -> UserError:
-    return UserError.of("convert.record_damaged", path=store.path, key=key, index=INDEX)
+def _damaged(checkpoint: Store, table_name: str) -> UserError:
+    return UserError.of("convert.record_damaged", path=checkpoint.path, key=table_name, index=INDEX)

@@ -23,7 +23,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
 from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
-from tools.convert.quiet import if_untested, quiet_transformers, why_missing
+from tools.convert.transformers_package import if_untested, quiet_transformers, why_missing
 
 # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 BOUND = 1e-5
@@ -45,12 +45,12 @@ def compare_logits(
     source = open_intact(first, vocab, model=model)
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
-    ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
-    first_logits = logits(first, ids, torch.float32, vocab, model)
-    second_logits = logits(second, ids, torch.float32, vocab)
-    for path, values in ((first, first_logits), (second, second_logits)):
+    token_ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
+    first_logits = logits(first, token_ids, torch.float32, vocab, model)
+    second_logits = logits(second, token_ids, torch.float32, vocab)
+    for folder, values in ((first, first_logits), (second, second_logits)):
         if not values.isfinite().all():
-            raise UserError.of("convert.verify_not_finite", path=path)
+            raise UserError.of("convert.verify_not_finite", path=folder)
     difference = (first_logits - second_logits).abs().max().item()
     largest = first_logits.abs().max().item()
     # `not <=` is true of NaN too
@@ -66,18 +66,18 @@ def compare_logits(
             if_untested=if_untested() if by_transformers else "",
         )
     # In bf16 both round, each in an order of its own: only the choice is compared.
-    first_tokens = logits(first, ids, torch.bfloat16, vocab, model).argmax(-1)
-    second_tokens = logits(second, ids, torch.bfloat16, vocab).argmax(-1)
+    first_tokens = logits(first, token_ids, torch.bfloat16, vocab, model).argmax(-1)
+    second_tokens = logits(second, token_ids, torch.bfloat16, vocab).argmax(-1)
     agreement = (first_tokens == second_tokens).double().mean().item()
     remarks = [
-        f"; {path} is in FP8, which transformers rounds otherwise: megaprec ran it"
-        for path in (first, second)
-        if in_fp8(path)
+        f"; {folder} is in FP8, which transformers rounds otherwise: megaprec ran it"
+        for folder in (first, second)
+        if in_fp8(folder)
     ]
     return (
-        f"logits of {ids.numel()} tokens: FP32 differ by at most {difference:.3g} (largest "
-        f"{largest:.3g}, bound {BOUND:g}), "
-        f"in bf16 {agreement:.1%} of the likeliest tokens agree{''.join(remarks)}"
+        f"logits of {token_ids.numel()} tokens: FP32 differ by at most {difference:.3g} (largest "
+        f"{largest:.3g}, bound {BOUND:g}), in bf16 {agreement:.1%} of the likeliest tokens "
+        f"agree{''.join(remarks)}"
     )
 
 
@@ -97,7 +97,7 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
 @torch.no_grad()
 def logits(
     path: Path,
-    ids: Tensor,
+    token_ids: Tensor,
     dtype: torch.dtype,
     vocab: int | None = None,
     model: ModelConfig | None = None,
@@ -109,7 +109,7 @@ def logits(
         forward = _forward_of_transformers(folder, dtype)
     else:
         forward = _forward_of_megaprec(open_intact(path, vocab, model=model), dtype)
-    return forward(ids).float()
+    return forward(token_ids).float()
 
 
 def _is_run_by_transformers(path: Path) -> bool:
@@ -118,25 +118,25 @@ def _is_run_by_transformers(path: Path) -> bool:
     return kind in ("hf", "colossalai") and not in_fp8(folder)  # one format
 
 
-def _forward_of_transformers(path: Path, dtype: torch.dtype) -> Forward:
+def _forward_of_transformers(folder: Path, dtype: torch.dtype) -> Forward:
     try:
         with quiet_transformers() as transformers:
-            return _load_with_transformers(transformers, path, dtype)
+            return _load_with_transformers(transformers, folder, dtype)
     except ImportError as problem:
         raise UserError.of(
             "convert.verify_transformers", why_missing=why_missing(problem)
         ) from problem
 
 
-def _load_with_transformers(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
+def _load_with_transformers(transformers: Any, folder: Path, dtype: torch.dtype) -> Forward:
     """Return the model that transformers loads. Raises UserError if it cannot, whatever the
     reason."""
     try:
-        settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         # torch's grouped products know only widths of 16 bytes
         settings._experts_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=settings, dtype=dtype, attn_implementation="eager", local_files_only=True
+            folder, config=settings, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
     except ImportError:
         raise
@@ -144,18 +144,18 @@ def _load_with_transformers(transformers: Any, path: Path, dtype: torch.dtype) -
         reason = " ".join(str(error).split())[:MOST_REASON]
         raise UserError.of(
             "convert.verify_not_loaded",
-            path=path,
+            path=folder,
             kind=type(error).__name__,
             reason=reason,
             if_untested=if_untested(),
         ) from error
     model.eval()
-    return lambda ids: model(ids).logits
+    return lambda token_ids: model(token_ids).logits
 
 
 def _forward_of_megaprec(source: Source, dtype: torch.dtype) -> Forward:
     stage = load_stage(source, "fp32" if dtype == torch.float32 else "bf16")
-    return lambda ids: stage(ids.t()).transpose(0, 1)
+    return lambda token_ids: stage(token_ids.t()).transpose(0, 1)
 
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:

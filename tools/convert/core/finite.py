@@ -20,7 +20,7 @@ class NotFinite:
         # Of a tensor's numbers: how many are not finite, and how many there are.
         self.counts: dict[str, tuple[int, int]] = {}
 
-    def seen(self, key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    def seen(self, tensor_key: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pass the pieces of a tensor through, and count in them."""
         bad_count = 0
         total = 0
@@ -29,21 +29,25 @@ class NotFinite:
             total += piece.numel()
             yield piece
         if bad_count:
-            self.counts[key] = bad_count, total
+            self.counts[tensor_key] = bad_count, total
 
     def lines(self, casts: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> list[str]:
         """Return a line for each of the first tensors with such numbers. casts: key, dtype before
         and dtype after."""
-        changed = {key: (before, after) for key, before, after in casts if before != after}
-        lines = [
-            f"{key} has {bad_count:,} of {total:,} numbers that are NaN or "
-            f"infinite{_describe_cast(changed.get(key))}"
-            for key, (bad_count, total) in self.counts.items()
-        ]
+        lines: dict[str, str] = {}
+        for tensor_key, (bad_count, total) in self.counts.items():
+            lines[tensor_key] = (
+                f"{tensor_key} has {bad_count:,} of {total:,} numbers that are NaN or infinite"
+            )
+        for tensor_key, before, after in casts:
+            # The cast itself may have made infinities: FP16 ends at 65,504.
+            if tensor_key in lines and before != after:
+                lines[tensor_key] += f", as {_dtype_name(after)}; it was {_dtype_name(before)}"
         unnamed = len(lines) - MOST_NAMED
         if unnamed > 0:
-            return [*lines[:MOST_NAMED], f"... and {unnamed} more tensors with such numbers"]
-        return lines
+            named = list(lines.values())[:MOST_NAMED]
+            return [*named, f"... and {unnamed} more tensors with such numbers"]
+        return list(lines.values())
 
 
 def same_values(first: Tensor, second: Tensor) -> bool:
@@ -54,8 +58,10 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if torch.equal(first, second):
         return True
     # Integers have no NaN, and of FP8 torch compares only whole tensors.
-    may_have_nan = first.is_floating_point() and first.dtype.itemsize > 1
-    return may_have_nan and bool(((first == second) | (first.isnan() & second.isnan())).all())
+    if not first.is_floating_point() or first.dtype.itemsize == 1:
+        return False
+    both_nan = first.isnan() & second.isnan()
+    return bool(((first == second) | both_nan).all())
 
 
 def not_finite(values: Tensor) -> int:
@@ -69,8 +75,5 @@ def not_finite(values: Tensor) -> int:
     return int((~values.isfinite()).sum())
 
 
-def _describe_cast(dtypes: tuple[torch.dtype, torch.dtype] | None) -> str:
-    if dtypes is None:
-        return ""
-    before, after = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f", as {after}; it was {before}"
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

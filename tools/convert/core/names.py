@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from models.config import ModelConfig
-from tools.convert.core.rules import Cut, Layers, Rule, layers_of_modules
+from tools.convert.core.rules import Cut, Layers, NameRule, layers_of_modules
 from tools.convert.core.transforms import (
     EXPERTS_INTERLEAVED,
     EXPERTS_TRANSPOSED,
@@ -30,49 +30,50 @@ CORRECTION = f"{_MLP}.router.correction"
 
 def _weight_and_bias(
     foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME
-) -> list[Rule]:
-    """The weight and the bias of a layer; which of them a model has, it knows itself."""
+) -> list[NameRule]:
+    """Return the rules of the weight and the bias of a layer; where a model has no bias, one
+    matches nothing."""
     return [
-        Rule(f"{foreign}.weight", (f"{logical}.weight",), how),
-        Rule(f"{foreign}.bias", (f"{logical}.bias",), bias_how),
+        NameRule(f"{foreign}.weight", (f"{logical}.weight",), how),
+        NameRule(f"{foreign}.bias", (f"{logical}.bias",), bias_how),
     ]
 
 
-def _qkv(kind: str) -> tuple[str, ...]:
-    return tuple(f"{_ATTENTION}.{part}.{kind}" for part in QKV)
+def _qkv(suffix: str) -> tuple[str, ...]:
+    return tuple(f"{_ATTENTION}.{part}.{suffix}" for part in QKV)
 
 
-def _gpt2() -> list[Rule]:
-    """Its linear layers are Conv1D: [features in, features out]."""
+def _gpt2() -> list[NameRule]:
+    """Return the rules of GPT-2, whose linear layers are Conv1D: [features in, features out]."""
     layer = "transformer.h.N"
     return [
-        Rule("transformer.wte.weight", ("embedding.weight",)),
-        Rule("transformer.wpe.weight", ("positions.weight",)),
+        NameRule("transformer.wte.weight", ("embedding.weight",)),
+        NameRule("transformer.wpe.weight", ("positions.weight",)),
         *_weight_and_bias(f"{layer}.ln_1", "layers.N.attention_norm"),
-        Rule(f"{layer}.attn.c_attn.weight", _qkv("weight"), PACKED_TRANSPOSED),
-        Rule(f"{layer}.attn.c_attn.bias", _qkv("bias"), PACKED),
+        NameRule(f"{layer}.attn.c_attn.weight", _qkv("weight"), PACKED_TRANSPOSED),
+        NameRule(f"{layer}.attn.c_attn.bias", _qkv("bias"), PACKED),
         *_weight_and_bias(f"{layer}.attn.c_proj", f"{_ATTENTION}.output", TRANSPOSED),
         *_weight_and_bias(f"{layer}.ln_2", "layers.N.mlp_norm"),
         *_weight_and_bias(f"{layer}.mlp.c_fc", f"{_MLP}.up", TRANSPOSED),
         *_weight_and_bias(f"{layer}.mlp.c_proj", f"{_MLP}.down", TRANSPOSED),
         *_weight_and_bias("transformer.ln_f", "final_norm"),
-        Rule("lm_head.weight", ("head.weight",)),
+        NameRule("lm_head.weight", ("head.weight",)),
     ]
 
 
-def _gpt_neox() -> list[Rule]:
+def _gpt_neox() -> list[NameRule]:
     layer = "gpt_neox.layers.N"
     return [
-        Rule("gpt_neox.embed_in.weight", ("embedding.weight",)),
+        NameRule("gpt_neox.embed_in.weight", ("embedding.weight",)),
         *_weight_and_bias(f"{layer}.input_layernorm", "layers.N.attention_norm"),
-        Rule(f"{layer}.attention.query_key_value.weight", _qkv("weight"), GROUPED),
-        Rule(f"{layer}.attention.query_key_value.bias", _qkv("bias"), GROUPED),
+        NameRule(f"{layer}.attention.query_key_value.weight", _qkv("weight"), GROUPED),
+        NameRule(f"{layer}.attention.query_key_value.bias", _qkv("bias"), GROUPED),
         *_weight_and_bias(f"{layer}.attention.dense", f"{_ATTENTION}.output"),
         *_weight_and_bias(f"{layer}.post_attention_layernorm", "layers.N.mlp_norm"),
         *_weight_and_bias(f"{layer}.mlp.dense_h_to_4h", f"{_MLP}.up"),
         *_weight_and_bias(f"{layer}.mlp.dense_4h_to_h", f"{_MLP}.down"),
         *_weight_and_bias("gpt_neox.final_layer_norm", "final_norm"),
-        Rule("embed_out.weight", ("head.weight",)),
+        NameRule("embed_out.weight", ("head.weight",)),
     ]
 
 
@@ -85,47 +86,50 @@ _AFTER = {
 _AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
 
 
-def _projections() -> list[Rule]:
+def _projections() -> list[NameRule]:
     """Return the rules of queries, keys and values of the families after Llama."""
     attention = "model.layers.N.self_attn"
-    rules: list[Rule] = []
+    rules: list[NameRule] = []
     for part in QKV:
         rules += _weight_and_bias(f"{attention}.{part[0]}_proj", f"{_ATTENTION}.{part}")
     return [
         *rules,
-        Rule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
-        Rule(f"{attention}.k_norm.weight", (f"{_ATTENTION}.key_norm.weight",)),
+        NameRule(f"{attention}.q_norm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        NameRule(f"{attention}.k_norm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
-def _latents(interleaved: bool) -> list[Rule]:
+def _latents(interleaved: bool) -> list[NameRule]:
     """Return the rules of queries, keys and values of DeepSeek. interleaved: rotary partners are
     neighbours."""
     attention = "model.layers.N.self_attn"
+    # Published files have partners side by side; rope_interleave = false has them as ours are.
     query = LATENT_QUERY if interleaved else LATENT_QUERY_HALVES
     down = LATENT_DOWN if interleaved else LATENT_DOWN_HALVES
     rules = [
-        Rule(f"{attention}.q_proj.weight", (f"{_ATTENTION}.query.weight",), query),
+        NameRule(f"{attention}.q_proj.weight", (f"{_ATTENTION}.query.weight",), query),
         *_weight_and_bias(f"{attention}.q_a_proj", f"{_ATTENTION}.query_down"),
-        Rule(f"{attention}.q_a_layernorm.weight", (f"{_ATTENTION}.query_down_norm.weight",)),
-        Rule(f"{attention}.q_b_proj.weight", (f"{_ATTENTION}.query_up.weight",), query),
+        NameRule(f"{attention}.q_a_layernorm.weight", (f"{_ATTENTION}.query_down_norm.weight",)),
+        NameRule(f"{attention}.q_b_proj.weight", (f"{_ATTENTION}.query_up.weight",), query),
     ]
-    for kind in ("weight", "bias"):
-        parts = (f"{_ATTENTION}.key_value_down.{kind}", f"{_ATTENTION}.key_rope.{kind}")
-        rules.append(Rule(f"{attention}.kv_a_proj_with_mqa.{kind}", parts, down))
+    for suffix in ("weight", "bias"):
+        parts = (f"{_ATTENTION}.key_value_down.{suffix}", f"{_ATTENTION}.key_rope.{suffix}")
+        rules.append(NameRule(f"{attention}.kv_a_proj_with_mqa.{suffix}", parts, down))
     up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     return [
         *rules,
-        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_ATTENTION}.key_value_down_norm.weight",)),
-        Rule(f"{attention}.kv_b_proj.weight", up_parts, LATENT_UP),
+        NameRule(
+            f"{attention}.kv_a_layernorm.weight", (f"{_ATTENTION}.key_value_down_norm.weight",)
+        ),
+        NameRule(f"{attention}.kv_b_proj.weight", up_parts, LATENT_UP),
     ]
 
 
 def _llama(
-    feed_forward: Sequence[Rule],
+    feed_forward: Sequence[NameRule],
     norms: Mapping[str, str] = _BEFORE,
-    projections: Sequence[Rule] = (),
-) -> list[Rule]:
+    projections: Sequence[NameRule] = (),
+) -> list[NameRule]:
     """Return the rules of the families after Llama.
 
     feed_forward: those of feed-forwards, or of experts.
@@ -133,55 +137,55 @@ def _llama(
     projections: those of queries, keys and values, if they are not the usual ones.
     """
     layer = "model.layers.N"
-    attention_norms: list[Rule] = []
-    mlp_norms: list[Rule] = []
+    attention_norms: list[NameRule] = []
+    mlp_norms: list[NameRule] = []
     for theirs, ours in norms.items():
         of_branch = attention_norms if "attention" in ours else mlp_norms
         of_branch += _weight_and_bias(f"{layer}.{theirs}", f"layers.N.{ours}")
     return [
-        Rule("model.embed_tokens.weight", ("embedding.weight",)),
+        NameRule("model.embed_tokens.weight", ("embedding.weight",)),
         *attention_norms,
         *(projections or _projections()),
-        Rule(f"{layer}.self_attn.sinks", (f"{_ATTENTION}.sinks.weight",)),
+        NameRule(f"{layer}.self_attn.sinks", (f"{_ATTENTION}.sinks.weight",)),
         *_weight_and_bias(f"{layer}.self_attn.o_proj", f"{_ATTENTION}.output"),
         *mlp_norms,
         *feed_forward,
         *_weight_and_bias("model.norm", "final_norm"),
-        Rule("lm_head.weight", ("head.weight",)),
+        NameRule("lm_head.weight", ("head.weight",)),
     ]
 
 
-def _gated() -> list[Rule]:
+def _gated() -> list[NameRule]:
     """Return the rules of gated feed-forwards."""
-    rules: list[Rule] = []
+    rules: list[NameRule] = []
     for part in ("gate", "up", "down"):
         rules += _weight_and_bias(f"model.layers.N.mlp.{part}_proj", f"{_MLP}.{part}")
     return rules
 
 
-def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
+def _experts(moe: str, gate: str, up: str, down: str) -> list[NameRule]:
     """Return the rules of a router and of experts one by one. moe: the module that has them."""
     layer = f"model.layers.N.{moe}"
-    rules = [Rule(f"{layer}.gate.weight", (f"{_MLP}.router.weight",))]
+    rules = [NameRule(f"{layer}.gate.weight", (f"{_MLP}.router.weight",))]
     for theirs, ours in ((gate, "gate"), (up, "up"), (down, "down")):
         logical = f"{_MLP}.experts.E.{ours}.weight"
-        rules.append(Rule(f"{layer}.experts.E.{theirs}.weight", (logical,)))
+        rules.append(NameRule(f"{layer}.experts.E.{theirs}.weight", (logical,)))
     return rules
 
 
-def _shared_expert_rules(shared: str) -> list[Rule]:
+def _shared_expert_rules(shared: str) -> list[NameRule]:
     """Return the rules of the correction of the router's choice, shared experts and their gate."""
     layer = "model.layers.N.mlp"
-    rules = [Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,))]
+    rules = [NameRule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,))]
     for part in ("gate", "up", "down"):
         logical = f"{_MLP}.shared.{part}.weight"
-        rules.append(Rule(f"{layer}.{shared}.{part}_proj.weight", (logical,)))
-    rules.append(Rule(f"{layer}.{shared}_gate.weight", (f"{_MLP}.shared_gate.weight",)))
+        rules.append(NameRule(f"{layer}.{shared}.{part}_proj.weight", (logical,)))
+    rules.append(NameRule(f"{layer}.{shared}_gate.weight", (f"{_MLP}.shared_gate.weight",)))
     return rules
 
 
-def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
-    """Experts with shared ones beside them, and feed-forwards of layers without experts."""
+def _shared_experts(shared: str = "shared_experts") -> list[NameRule]:
+    """Return the rules of experts with shared ones beside them, and of layers without experts."""
     return [
         *_gated(),
         *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -189,30 +193,32 @@ def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
     ]
 
 
-def _stacked_experts() -> list[Rule]:
+def _stacked_experts() -> list[NameRule]:
     """Return the rules of experts of gpt-oss: all of a layer in one tensor, and gate and up of it
     row by row in turn."""
     mlp = "model.layers.N.mlp"
     rules = _weight_and_bias(f"{mlp}.router", f"{_MLP}.router")
+    # Their biases are named by an underscore, for the stacked tensor is no module with a bias.
     for suffix, kind in (("", "weight"), ("_bias", "bias")):
         gate_up = (f"{_MLP}.experts.E.gate.{kind}", f"{_MLP}.experts.E.up.{kind}")
         down = (f"{_MLP}.experts.E.down.{kind}",)
-        rules.append(Rule(f"{mlp}.experts.gate_up_proj{suffix}", gate_up, EXPERTS_INTERLEAVED))
-        rules.append(Rule(f"{mlp}.experts.down_proj{suffix}", down, EXPERTS_TRANSPOSED))
+        rules.append(NameRule(f"{mlp}.experts.gate_up_proj{suffix}", gate_up, EXPERTS_INTERLEAVED))
+        rules.append(NameRule(f"{mlp}.experts.down_proj{suffix}", down, EXPERTS_TRANSPOSED))
     return rules
 
 
-def _with_modules(rules: Sequence[Rule]) -> list[Rule]:
+def _with_modules(rules: Sequence[NameRule]) -> list[NameRule]:
     """Return the rows with those of modules of multi-token prediction after the layers: what is
     around each module's layer, which is numbered as one of the model's, and the layer.
     """
     layer = "model.layers.N"
+    # After the last row of a layer, where the modules' layers are numbered on.
     end = 1 + max(number for number, rule in enumerate(rules) if ".N." in rule.foreign)
     return [
         *rules[:end],
         *_weight_and_bias(f"{layer}.enorm", "mtp.K.embedding_norm"),
         *_weight_and_bias(f"{layer}.hnorm", "mtp.K.hidden_norm"),
-        Rule(f"{layer}.eh_proj.weight", ("mtp.K.projection.weight",)),
+        NameRule(f"{layer}.eh_proj.weight", ("mtp.K.projection.weight",)),
         *_weight_and_bias(f"{layer}.shared_head.norm", "mtp.K.final_norm"),
         *layers_of_modules(rules, layer, layer),
         *rules[end:],
@@ -220,7 +226,7 @@ def _with_modules(rules: Sequence[Rule]) -> list[Rule]:
 
 
 # By the model_type in config.json.
-HUGGING_FACE: dict[str, list[Rule]] = {
+HUGGING_FACE: dict[str, list[NameRule]] = {
     "deepseek_v2": _llama(_shared_experts(), projections=_latents(True)),
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
     "gpt2": _gpt2(),
@@ -240,7 +246,7 @@ HUGGING_FACE: dict[str, list[Rule]] = {
     "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
 }
 # Of folders whose config.json has rope_interleave = false.
-IN_HALVES: dict[str, list[Rule]] = {
+IN_HALVES: dict[str, list[NameRule]] = {
     "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False)))
 }
 # What a folder may leave out before every name: it was saved without the head.
@@ -261,7 +267,7 @@ def megatron(
     model: ModelConfig,
     fused_before_experts: bool = False,
     down: Cut = "whole",
-) -> list[Rule]:
+) -> list[NameRule]:
     """Return the rules of Megatron-core's GPTModel, in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else
@@ -277,29 +283,29 @@ def megatron(
         *_megatron_mlp_norms(layer, fused_norms, fused_norms and fused_before_experts),
         *_megatron_mlp(f"{layer}.mlp", _MLP, model.gated),
         *_weight_and_bias(f"{layer}.mlp.router", f"{_MLP}.router"),
-        Rule(f"{layer}.mlp.router.expert_bias", (CORRECTION,)),
+        NameRule(f"{layer}.mlp.router.expert_bias", (CORRECTION,)),
         *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_MLP}.experts.E", model.gated),
-        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_MLP}.shared_gate.weight",)),
+        NameRule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_MLP}.shared_gate.weight",)),
         *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_MLP}.shared", model.gated),
     ]
     module = "mtp.layers.K"
     return [
-        Rule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),
-        Rule("embedding.position_embeddings.weight", ("positions.weight",)),
+        NameRule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),
+        NameRule("embedding.position_embeddings.weight", ("positions.weight",)),
         *layer_rules,
         *_weight_and_bias("decoder.final_layernorm", "final_norm"),
         *_weight_and_bias(f"{module}.enorm", "mtp.K.embedding_norm"),
         *_weight_and_bias(f"{module}.hnorm", "mtp.K.hidden_norm"),
-        Rule(f"{module}.eh_proj.weight", ("mtp.K.projection.weight",), SAME, "rows"),
+        NameRule(f"{module}.eh_proj.weight", ("mtp.K.projection.weight",), SAME, "rows"),
         *layers_of_modules(layer_rules, layer, f"{module}.transformer_layer"),
         *_weight_and_bias(f"{module}.final_layernorm", "mtp.K.final_norm"),
-        Rule("output_layer.weight", ("head.weight",), SAME, "vocabulary"),
+        NameRule("output_layer.weight", ("head.weight",), SAME, "vocabulary"),
     ]
 
 
 def _megatron_attention(
     layer: str, fused_norms: bool, interleaved: bool, model: ModelConfig, down: Cut
-) -> list[Rule]:
+) -> list[NameRule]:
     """Return the rules of attention and of the norm before it, which is registered with the linear
     layer that it is fused with."""
     attention = f"{layer}.self_attention"
@@ -309,14 +315,16 @@ def _megatron_attention(
     else:
         norm = _norm(f"{layer}.input_layernorm.", "attention_norm")
     output = [
-        Rule(
+        NameRule(
             f"{attention}.core_attention.softmax_offset",
             (f"{_ATTENTION}.sinks.weight",),
             SAME,
             "rows",
         ),
-        Rule(f"{attention}.linear_proj.weight", (f"{_ATTENTION}.output.weight",), SAME, "columns"),
-        Rule(f"{attention}.linear_proj.bias", (f"{_ATTENTION}.output.bias",)),
+        NameRule(
+            f"{attention}.linear_proj.weight", (f"{_ATTENTION}.output.weight",), SAME, "columns"
+        ),
+        NameRule(f"{attention}.linear_proj.bias", (f"{_ATTENTION}.output.bias",)),
     ]
     if model.latent:
         projections = _megatron_latents(attention, fused_norms, down)
@@ -327,10 +335,10 @@ def _megatron_attention(
     return [*norm, *output, *projections]
 
 
-def _megatron_mlp_norms(layer: str, fused: bool, fused_before_experts: bool) -> list[Rule]:
+def _megatron_mlp_norms(layer: str, fused: bool, fused_before_experts: bool) -> list[NameRule]:
     """Return the rules of the norms before feed-forwards, and before experts."""
     fused_in: dict[Layers, bool] = {"dense": fused, "experts": fused_before_experts}
-    rules: list[Rule] = []
+    rules: list[NameRule] = []
     for layers, is_fused in fused_in.items():
         if is_fused:
             rules += _norm(f"{layer}.mlp.linear_fc1.layer_norm_", "mlp_norm", layers)
@@ -339,17 +347,17 @@ def _megatron_mlp_norms(layer: str, fused: bool, fused_before_experts: bool) -> 
     return rules
 
 
-def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
+def _megatron_qkv(attention: str, interleaved: bool) -> list[NameRule]:
     how = GROUPED_INTERLEAVED if interleaved else GROUPED
     return [
-        Rule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
-        Rule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
-        Rule(f"{attention}.q_layernorm.weight", (f"{_ATTENTION}.query_norm.weight",)),
-        Rule(f"{attention}.k_layernorm.weight", (f"{_ATTENTION}.key_norm.weight",)),
+        NameRule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
+        NameRule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
+        NameRule(f"{attention}.q_layernorm.weight", (f"{_ATTENTION}.query_norm.weight",)),
+        NameRule(f"{attention}.k_layernorm.weight", (f"{_ATTENTION}.key_norm.weight",)),
     ]
 
 
-def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule]:
+def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[NameRule]:
     """Return the rules of multi-latent attention, whose rotary partners are neighbours
     (`_apply_rotary_pos_emb_bshd` of rope_utils.py)."""
     query_up = f"{attention}.linear_q_up_proj"
@@ -360,58 +368,61 @@ def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule
     else:
         query_norm_name = f"{attention}.q_layernorm.weight"
         kv_norm_name = f"{attention}.kv_layernorm.weight"
-    query_norm = Rule(query_norm_name, (f"{_ATTENTION}.query_down_norm.weight",))
-    kv_norm = Rule(kv_norm_name, (f"{_ATTENTION}.key_value_down_norm.weight",))
+    query_norm = NameRule(query_norm_name, (f"{_ATTENTION}.query_down_norm.weight",))
+    kv_norm = NameRule(kv_norm_name, (f"{_ATTENTION}.key_value_down_norm.weight",))
     down_parts = (f"{_ATTENTION}.key_value_down.weight", f"{_ATTENTION}.key_rope.weight")
     up_parts = (f"{_ATTENTION}.key_up.weight", f"{_ATTENTION}.value_up.weight")
     query_rules = [
-        Rule(
+        NameRule(
             f"{attention}.linear_q_proj.weight",
             (f"{_ATTENTION}.query.weight",),
             LATENT_QUERY,
             "rows",
         ),
-        Rule(
+        NameRule(
             f"{attention}.linear_q_down_proj.weight",
             (f"{_ATTENTION}.query_down.weight",),
             SAME,
             down,
         ),
     ]
-    query_up_rule = Rule(
+    query_up_rule = NameRule(
         f"{query_up}.weight", (f"{_ATTENTION}.query_up.weight",), LATENT_QUERY, "rows"
     )
-    kv_down_rule = Rule(f"{attention}.linear_kv_down_proj.weight", down_parts, LATENT_DOWN, down)
-    kv_up_rule = Rule(f"{kv_up}.weight", up_parts, LATENT_UP, "rows")
+    kv_down_rule = NameRule(
+        f"{attention}.linear_kv_down_proj.weight", down_parts, LATENT_DOWN, down
+    )
+    kv_up_rule = NameRule(f"{kv_up}.weight", up_parts, LATENT_UP, "rows")
     if fused_norms:  # each is registered with its linear layer
         return [*query_rules, query_norm, query_up_rule, kv_down_rule, kv_norm, kv_up_rule]
     return [*query_rules, query_up_rule, kv_down_rule, kv_up_rule, query_norm, kv_norm]
 
 
-def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[Rule]:
+def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[NameRule]:
     return [
-        Rule(prefix + kind, (f"layers.N.{logical}.{kind}",), layers=layers)
-        for kind in ("weight", "bias")
+        NameRule(prefix + suffix, (f"layers.N.{logical}.{suffix}",), layers=layers)
+        for suffix in ("weight", "bias")
     ]
 
 
-def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
+def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[NameRule]:
     """Return the rules of a feed-forward, whose gate and up are one layer."""
+    # Megatron computes both by one product, and each rank holds its rows of either.
     parts = ("gate", "up") if gated else ("up",)
     how: Transform = STACKED if gated else SAME
     cut: Cut = "halves" if gated else "rows"
     rules = []
-    for kind in ("weight", "bias"):
-        inner = tuple(f"{logical}.{part}.{kind}" for part in parts)
-        rules.append(Rule(f"{foreign}.linear_fc1.{kind}", inner, how, cut))
+    for suffix in ("weight", "bias"):
+        inner = tuple(f"{logical}.{part}.{suffix}" for part in parts)
+        rules.append(NameRule(f"{foreign}.linear_fc1.{suffix}", inner, how, cut))
     return [
         *rules,
-        Rule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),
-        Rule(f"{foreign}.linear_fc2.bias", (f"{logical}.down.bias",)),
+        NameRule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),
+        NameRule(f"{foreign}.linear_fc2.bias", (f"{logical}.down.bias",)),
     ]
 
 
-def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool) -> list[Rule]:
+def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool) -> list[NameRule]:
     """Return the rules of InternEvo's InternLM model (modeling_internlm.py).
 
     mlp: its names of the feed-forward's layers -> ours.
@@ -429,17 +440,17 @@ def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool)
     for theirs, ours in mlp.items():
         cut: Cut = closing if ours == "down" else "rows"
         mlp_rules.append(
-            Rule(f"{layer}.mlp.{theirs}.weight", (f"{_MLP}.{ours}.weight",), SAME, cut)
+            NameRule(f"{layer}.mlp.{theirs}.weight", (f"{_MLP}.{ours}.weight",), SAME, cut)
         )
     return [
-        Rule("embedding.weight", ("embedding.weight",), SAME, embedding),
+        NameRule("embedding.weight", ("embedding.weight",), SAME, embedding),
         *_weight_and_bias(f"{layer}.norm1", "layers.N.attention_norm"),
-        Rule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
-        Rule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
-        Rule(f"{output}.weight", (f"{_ATTENTION}.output.weight",), SAME, closing),
-        Rule(f"{output}.bias", (f"{_ATTENTION}.output.bias",), SAME, closing_bias),
+        NameRule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
+        NameRule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
+        NameRule(f"{output}.weight", (f"{_ATTENTION}.output.weight",), SAME, closing),
+        NameRule(f"{output}.bias", (f"{_ATTENTION}.output.bias",), SAME, closing_bias),
         *_weight_and_bias(f"{layer}.norm2", "layers.N.mlp_norm"),
         *mlp_rules,
         *_weight_and_bias("norm", "final_norm"),
-        Rule("head.weight", ("head.weight",), SAME, "rows"),
+        NameRule("head.weight", ("head.weight",), SAME, "rows"),
     ]

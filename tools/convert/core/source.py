@@ -42,12 +42,16 @@ class Origin:
 class Facts:
     """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
-    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress,
-    watch, precision, layout: as in megaprec checkpoints. unread: contents that cannot be read.
-    special: bos_token_id and the like, as in config.json; generation: contents of
-    generation_config.json. documents: the ids "begin" and "end" of the tokens around documents in
-    the training of a run, each None if there was none; empty if that is not known. notes: remarks
-    for the user, a sentence each.
+    steps: optimizer steps that were applied.
+    scaler: state of the loss scaler.
+    rule: numbers of the optimizer's rule.
+    progress, watch, precision, layout: as in megaprec checkpoints.
+    unread: contents that cannot be read.
+    special: bos_token_id and the like, as in config.json.
+    generation: contents of generation_config.json.
+    documents: the ids "begin" and "end" of the tokens around documents in the training of a run,
+        each None if there was none; empty if that is not known.
+    notes: remarks for the user, a sentence each.
     """
 
     steps: int = 0
@@ -65,8 +69,13 @@ class Facts:
 
 
 class Source:
-    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if
-    any."""
+    """An opened model.
+
+    path: the folder of the checkpoint.
+    kind: as `formats.FORMATS` has it.
+    model: what the tensors are of.
+    tokenizer: the files that make it up, if any.
+    """
 
     def __init__(
         self,
@@ -98,8 +107,8 @@ class Source:
         if not self.model.mtp_layers:
             return self
         retained: dict[Origin, None] = {}  # in order, each once
-        for key, origin in self._origins.items():
-            name = key.partition("/")[2]
+        for tensor_key, origin in self._origins.items():
+            name = tensor_key.partition("/")[2]
             if not name.startswith("mtp."):
                 retained[origin] = None
         return Source(
@@ -108,37 +117,37 @@ class Source:
 
     def keys(self, kind: str) -> Iterator[str]:
         """Return all keys of a kind, in the order of the files' tensors."""
-        return (key for key in self.shapes if key.startswith(f"{kind}/"))
+        return (tensor_key for tensor_key in self.shapes if tensor_key.startswith(f"{kind}/"))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
-        return tuple(dict.fromkeys(key.split("/", 1)[0] for key in self.shapes))
+        """Return weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
+        return tuple(dict.fromkeys(tensor_key.split("/", 1)[0] for tensor_key in self.shapes))
 
-    def dtype(self, key: str) -> torch.dtype:
+    def dtype(self, tensor_key: str) -> torch.dtype:
         """Return the dtype that a logical tensor is stored in."""
-        return self._origins[key].dtype
+        return self._origins[tensor_key].dtype
 
-    def dtype_in(self, key: str, dtype: torch.dtype | None) -> torch.dtype:
+    def dtype_in(self, tensor_key: str, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as
         corrections do."""
-        return self.dtype(key) if dtype is None or is_correction(key) else dtype
+        return self.dtype(tensor_key) if dtype is None or is_correction(tensor_key) else dtype
 
-    def rows(self, key: str, top: int, bottom: int) -> Tensor:
+    def rows(self, tensor_key: str, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of a logical tensor."""
-        read_rows = self._origins[key].rows
+        read_rows = self._origins[tensor_key].rows
         if read_rows is None:
-            return self.read(key)[top:bottom]
+            return self.read(tensor_key)[top:bottom]
         return read_rows(top, bottom)
 
-    def pieces(self, key: str) -> Iterator[Tensor]:
+    def pieces(self, tensor_key: str) -> Iterator[Tensor]:
         """Yield the rows of a logical tensor in order, some at a time; all at once if they cannot
         be read separately.
         """
-        origin = self._origins[key]
-        shape = self.shapes[key]
+        origin = self._origins[tensor_key]
+        shape = self.shapes[tensor_key]
         if origin.rows is None or not shape:
-            yield self.read(key)
+            yield self.read(tensor_key)
             return
         self.loads[origin.name] += 1
         # Pieces of about PIECE bytes, but of whole rows.
@@ -147,14 +156,14 @@ class Source:
         for top in range(0, shape[0], step):
             yield origin.rows(top, min(top + step, shape[0]))
 
-    def read(self, key: str) -> Tensor:
+    def read(self, tensor_key: str) -> Tensor:
         """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they
         are read next."""
-        origin = self._origins[key]
-        if self._loaded_name != origin.name or key not in self._loaded:
+        origin = self._origins[tensor_key]
+        if self._loaded_name != origin.name or tensor_key not in self._loaded:
             # Let go of the old tensor first: two need not be in memory at once.
             self._loaded = {}
             self._loaded = dict(zip(origin.keys, origin.load(), strict=True))
             self._loaded_name = origin.name
             self.loads[origin.name] += 1
-        return self._loaded.pop(key)
+        return self._loaded.pop(tensor_key)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.durable import read_whole, sync
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json
 from tools.convert.core.finite import NotFinite
 from tools.convert.core.source import Source
@@ -100,6 +100,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
     Returns a line for each tensor that has numbers that are NaN or infinite.
     """
     damage = NotFinite()
+    # Beside the destination, so that it gets its name in one step on the same disk.
     partial = destination.with_name(f".{destination.name}.partial")
     with _report_disk_errors(destination):
         journal = Journal(partial / JOURNAL, _identity(source, target))
@@ -107,11 +108,14 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
             _make_folder(partial, target.size)
         with _remove_if_refused(partial):
             _write_all(source, target, partial, journal, report)
+            # Read back by the format's own reader: a wrong file is found before it has its name.
             _compare(target.reopen(partial), journal.by_key(), damage, report)
         # Only the files of the format remain.
         journal.path.unlink()
         _publish(partial, destination)
-    return damage.lines((key, source.dtype(key), dtype) for key, dtype in target.dtypes.items())
+    return damage.lines(
+        (tensor_key, source.dtype(tensor_key), dtype) for tensor_key, dtype in target.dtypes.items()
+    )
 
 
 def _write_all(
@@ -121,10 +125,10 @@ def _write_all(
     writes = _in_order_of_source(target.reserve(partial, not journal.begun), source)
     _check_complete(writes, target, source)
     journal.begin()
-    for write in writes:
-        if write.name not in journal.digests:
-            journal.add(write.name, _write(write, source, target, partial))
-        report(_nbytes(write.keys, source, target), f"writing {write.name}")
+    for tensor_write in writes:
+        if tensor_write.name not in journal.digests:
+            journal.add(tensor_write.name, _write(tensor_write, source, target, partial))
+        report(_nbytes(tensor_write.keys, source, target), f"writing {tensor_write.name}")
     target.finish(partial)
 
 
@@ -152,8 +156,8 @@ class Journal:
     """The journal of a conversion: a line that identifies it, then a line per tensor that was
     written."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, journal_path: Path, identity: dict[str, Any]) -> None:
+        self.path = journal_path
         self.identity = identity
         lines = self._read_complete_lines()
         self.begun = bool(lines) and lines[0] == identity
@@ -217,6 +221,7 @@ def _report_disk_errors(destination: Path) -> Iterator[None]:
 def _identity(source: Source, target: Target) -> dict[str, Any]:
     """Return a line that identifies the conversion, including the files of the source."""
     stamps = []
+    # Sizes and times tell a changed source; to read gigabytes for digests would take too long.
     for file in sorted(path for path in source.path.rglob("*") if path.is_file()):
         status = file.stat()
         stamps.append((str(file.relative_to(source.path)), status.st_size, status.st_mtime_ns))
@@ -227,6 +232,7 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
 
 def _make_folder(partial: Path, size: int) -> None:
     """Make an empty folder. Raises UserError if its disk has not `size` bytes free."""
+    # What another conversion left there cannot be resumed.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free
@@ -237,10 +243,10 @@ def _make_folder(partial: Path, size: int) -> None:
 
 def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
     """Return the writes in the order of the source, so that each of its tensors is read once."""
-    positions = {key: number for number, key in enumerate(source.shapes)}
+    positions = {tensor_key: number for number, tensor_key in enumerate(source.shapes)}
 
     def first_position(write: Write) -> int:
-        return min(positions.get(key, -1) for key in write.keys)
+        return min(positions.get(tensor_key, -1) for tensor_key in write.keys)
 
     return sorted(writes, key=first_position)
 
@@ -248,36 +254,39 @@ def _in_order_of_source(writes: list[Write], source: Source) -> list[Write]:
 def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> None:
     """Raise UserError unless each logical tensor of the source is written exactly once."""
     needed: list[str] = []
-    for write in writes:
-        needed += write.keys
-    repeated = [key for key, count in Counter(needed).items() if count > 1]
+    for tensor_write in writes:
+        needed += tensor_write.keys
+    repeated = [tensor_key for tensor_key, count in Counter(needed).items() if count > 1]
     assert not repeated, f"the table of the target has {repeated} twice"
     missing = sorted(set(needed) - source.shapes.keys())
     surplus = sorted(set(target.dtypes) - set(needed))
-    problems = [f"{source.path} lacks {key}, which the target needs" for key in missing]
-    problems += [f"{source.path} holds {key}, which the target has no place for" for key in surplus]
+    problems = [Problem.of("convert.source_lacks", path=source.path, key=key) for key in missing]
+    for key in surplus:
+        problems.append(Problem.of("convert.source_surplus", path=source.path, key=key))
     if problems:
         raise UserError(*problems[:MOST_PROBLEMS])
 
 
 def _nbytes(keys: Sequence[str], source: Source, target: Target) -> int:
     """Return the bytes that logical tensors take in the target."""
-    return sum(prod(source.shapes[key]) * target.dtypes[key].itemsize for key in keys)
+    return sum(
+        prod(source.shapes[tensor_key]) * target.dtypes[tensor_key].itemsize for tensor_key in keys
+    )
 
 
-def _write(write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
+def _write(tensor_write: Write, source: Source, target: Target, partial: Path) -> dict[str, str]:
     """Write one tensor of the target; return the checksums of its logical tensors by key."""
-    if write.straight:
-        (key,) = write.keys
-        return {key: _copy_pieces(write, source, target.dtypes[key], partial)}
-    parts = [source.read(key) for key in write.keys]
+    if tensor_write.straight:
+        (tensor_key,) = tensor_write.keys
+        return {tensor_key: _copy_pieces(tensor_write, source, target.dtypes[tensor_key], partial)}
+    parts = [source.read(tensor_key) for tensor_key in tensor_write.keys]
     digests = {
-        key: _checksum_as(target.dtypes[key], part)
-        for key, part in zip(write.keys, parts, strict=True)
+        tensor_key: _checksum_as(target.dtypes[tensor_key], part)
+        for tensor_key, part in zip(tensor_write.keys, parts, strict=True)
     }
-    joined = write.join(parts)
+    joined = tensor_write.join(parts)
     del parts  # memory that is not needed twice
-    for location in write.locations:
+    for location in tensor_write.locations:
         fill(partial / location.file, location.start, location.take(joined))
     return digests
 
@@ -286,20 +295,20 @@ def _checksum_as(dtype: torch.dtype, values: Tensor) -> str:
     return checksum(dtype, values.shape, [values.to(dtype)])
 
 
-def _copy_pieces(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
+def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
     """Write a tensor piece by piece; return its checksum."""
-    (key,) = write.keys
-    (location,) = write.locations
+    (tensor_key,) = tensor_write.keys
+    (location,) = tensor_write.locations
 
     def written_pieces() -> Iterator[Tensor]:
         start = location.start
-        for piece in source.pieces(key):
+        for piece in source.pieces(tensor_key):
             values = location.take(piece)
             fill(partial / location.file, start, values)
             start += values.nbytes
             yield values
 
-    return checksum(dtype, source.shapes[key], written_pieces())
+    return checksum(dtype, source.shapes[tensor_key], written_pieces())
 
 
 def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report: Report) -> None:
@@ -311,12 +320,12 @@ def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report
             path=written.path,
             shapes=written.shapes.keys() ^ digests.keys(),
         )
-    for key, expected in digests.items():
-        shape = written.shapes[key]
-        dtype = written.dtype(key)
-        if checksum(dtype, shape, damage.seen(key, written.pieces(key))) != expected:
-            raise UserError.of("convert.read_back_differs", path=written.path, key=key)
-        report(prod(shape) * dtype.itemsize, f"checking {key}")
+    for tensor_key, expected in digests.items():
+        shape = written.shapes[tensor_key]
+        dtype = written.dtype(tensor_key)
+        if checksum(dtype, shape, damage.seen(tensor_key, written.pieces(tensor_key))) != expected:
+            raise UserError.of("convert.read_back_differs", path=written.path, key=tensor_key)
+        report(prod(shape) * dtype.itemsize, f"checking {tensor_key}")
 
 
 def checksum(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Tensor]) -> str:

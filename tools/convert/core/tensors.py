@@ -67,12 +67,12 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Return the bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def _span(self) -> int:
-        """Elements in the file from the first one to the last one."""
+        """Return the elements in the file from the first one to the last one."""
         if self.strides is None:
             return prod(self.shape)
         steps = zip(self.shape, self.strides, strict=True)
@@ -141,35 +141,37 @@ class Stored:
         return values.view(self.dtype)
 
 
-def safetensors_in(file: Path) -> dict[str, Stored]:
+def safetensors_in(safetensors_file: Path) -> dict[str, Stored]:
     """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds
     it damaged."""
     try:
         # The library checks the header; the values are read here, without a map of the file.
-        with safe_open(file, "pt"):
+        with safe_open(safetensors_file, "pt"):
             pass
-        with reading(file) as opened:
+        with reading(safetensors_file) as opened:
             (header_length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(header_length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
-        raise UserError.of("convert.not_safetensors", file=file, error=error) from error
+        raise UserError.of("convert.not_safetensors", file=safetensors_file, error=error) from error
     # What the writer said about the file, and no tensor.
     header.pop("__metadata__", None)
     unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if unknown:
         raise UserError.of(
-            "convert.dtype_unsupported", file=file, unknown=", ".join(sorted(unknown))
+            "convert.dtype_unsupported", file=safetensors_file, unknown=", ".join(sorted(unknown))
         )
     values_start = 8 + header_length
     tensors = {}
     for name, entry in header.items():
         start = values_start + entry["data_offsets"][0]
-        tensors[name] = Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+        tensors[name] = Stored(
+            safetensors_file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start
+        )
     return tensors
 
 
 def reserve_safetensors(
-    file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
+    safetensors_file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
 ) -> dict[str, int]:
     """Return the first byte of each tensor in a safetensors file with room for all of them.
 
@@ -190,7 +192,7 @@ def reserve_safetensors(
     content += b" " * (-len(content) % 8)  # values begin at a multiple of 8 bytes
     values_start = 8 + len(content)
     if write:
-        with open(file, "wb") as opened:
+        with open(safetensors_file, "wb") as opened:
             opened.write(struct.pack("<Q", len(content)) + content)
             allocate(opened.fileno(), values_start + end)
     return {name: values_start + offset for name, offset in offsets.items()}

@@ -37,9 +37,12 @@ def contents(files: Sequence[Path]) -> list[Any]:
     file is damaged or refers to anything but harmless kinds of objects.
     """
     answers: list[Any] = []
+    # One process for many files: starting Python with torch takes seconds.
     for first in range(0, len(files), AT_ONCE):
         answers += _ask(files[first : first + AT_ONCE])
-    return [_build_value(file, answer) for file, answer in zip(files, answers, strict=True)]
+    return [
+        _build_value(torch_file, answer) for torch_file, answer in zip(files, answers, strict=True)
+    ]
 
 
 def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -63,26 +66,26 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
     return tensors, optimizer
 
 
-def tensors_in(file: Path) -> dict[str, Stored]:
+def tensors_in(torch_file: Path) -> dict[str, Stored]:
     """Return the tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
-    (content,) = contents([file])
-    return state_in(file, content)
+    (content,) = contents([torch_file])
+    return state_in(torch_file, content)
 
 
-def state_in(file: Path, content: Any, with_references: bool = False) -> dict[str, Any]:
+def state_in(torch_file: Path, content: Any, with_references: bool = False) -> dict[str, Any]:
     """Return what a file holds if it is a state dict: tensors by name.
 
     with_references: some tensors may be in other files.
     Raises UserError by the name of what is no tensor.
     """
     if not isinstance(content, dict):
-        raise UserError.of("convert.not_a_state", file=file)
+        raise UserError.of("convert.not_a_state", file=torch_file)
     kinds = (Stored, Reference) if with_references else Stored
     for name, value in content.items():
         if not isinstance(name, str):
-            raise UserError.of("convert.state_key_not_name", file=file, name=name)
+            raise UserError.of("convert.state_key_not_name", file=torch_file, name=name)
         if not isinstance(value, kinds):
-            raise UserError.of("convert.state_value_not_tensor", file=file, name=name)
+            raise UserError.of("convert.state_value_not_tensor", file=torch_file, name=name)
     return content
 
 
@@ -111,19 +114,19 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
         raise UserError.of("convert.pickle_refused", parent=paths[0].parent, error=error) from error
 
 
-def _build_value(file: Path, answer: Any, base: int = 0) -> Any:
+def _build_value(torch_file: Path, answer: Any, base: int = 0) -> Any:
     """Return the value of an answer. base: byte where the inner file begins in the file."""
     kind, content = answer
     if kind == "tensor":
         dtype, shape, strides, start, crc = content
         return _build_stored(
-            file,
+            torch_file,
             {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start, "crc": crc},
         )
     if kind == "dict":
-        return {key: _build_value(file, value, base) for key, value in content}
+        return {key: _build_value(torch_file, value, base) for key, value in content}
     if kind == "list":
-        return [_build_value(file, value, base) for value in content]
+        return [_build_value(torch_file, value, base) for value in content]
     # A tensor that the file only points to.
     if kind == "reference":
         return Reference(content)

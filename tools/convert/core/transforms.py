@@ -24,7 +24,7 @@ Parts = Sequence[Tensor]  # megaprec's tensors, of which another system's consis
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSizes:
     """The sizes that a rearrangement needs.
 
     query: number of query heads.
@@ -49,99 +49,79 @@ class Transform:
     split: the inverse.
     """
 
-    join: Callable[[Parts, Heads], Tensor]
-    split: Callable[[Tensor, Heads], Parts]
+    join: Callable[[Parts, HeadSizes], Tensor]
+    split: Callable[[Tensor, HeadSizes], Parts]
 
 
-def _join_same(parts: Parts, heads: Heads) -> Tensor:
-    return parts[0]
-
-
-def _split_same(joined: Tensor, heads: Heads) -> Parts:
-    return [joined]
-
-
-def _join_transposed(parts: Parts, heads: Heads) -> Tensor:
-    return parts[0].t()
-
-
-def _split_transposed(joined: Tensor, heads: Heads) -> Parts:
-    return [joined.t()]
-
-
-def _join_stacked(parts: Parts, heads: Heads) -> Tensor:
+def _join_stacked(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     return torch.cat(list(parts))
 
 
-def _split_stacked(joined: Tensor, heads: Heads) -> Parts:
-    return joined.chunk(2)
-
-
-def _split_packed(joined: Tensor, heads: Heads) -> Parts:
-    query_rows = heads.query * heads.dim
-    kv_rows = heads.kv * heads.dim
+def _split_packed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    query_rows = head_sizes.query * head_sizes.dim
+    kv_rows = head_sizes.kv * head_sizes.dim
     return joined.split([query_rows, kv_rows, kv_rows])
 
 
-def _join_packed_transposed(parts: Parts, heads: Heads) -> Tensor:
-    return _join_stacked(parts, heads).t()
+def _join_per_head(parts: Parts, head_count: int) -> Tensor:
+    """Return rows of all parts for the first head, then for the second, and so on."""
+    per_head = [part.unflatten(0, (head_count, -1)) for part in parts]
+    joined = torch.cat(per_head, 1)
+    return joined.flatten(0, 1)
 
 
-def _split_packed_transposed(joined: Tensor, heads: Heads) -> Parts:
-    return _split_packed(joined.t(), heads)
-
-
-def _join_per_head(parts: Parts, count: int) -> Tensor:
-    """Return rows of all parts for the first of `count` heads, then for the second, and so on."""
-    per_head = [part.unflatten(0, (count, -1)) for part in parts]
-    return torch.cat(per_head, 1).flatten(0, 1)
-
-
-def _split_per_head(joined: Tensor, count: int, rows: Sequence[int]) -> Parts:
+def _split_per_head(joined: Tensor, head_count: int, rows: Sequence[int]) -> Parts:
     """Invert `_join_per_head`. rows: of each part, for one head."""
-    per_head = joined.unflatten(0, (count, -1)).split(list(rows), 1)
-    return [part.flatten(0, 1) for part in per_head]
+    heads = joined.unflatten(0, (head_count, -1))
+    parts = heads.split(list(rows), 1)
+    return [part.flatten(0, 1) for part in parts]
 
 
-def _join_grouped(parts: Parts, heads: Heads) -> Tensor:
-    return _join_per_head(parts, heads.kv)
+def _join_grouped(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    return _join_per_head(parts, head_sizes.kv)
 
 
-def _split_grouped(joined: Tensor, heads: Heads) -> Parts:
-    query_rows = heads.query // heads.kv * heads.dim
-    return _split_per_head(joined, heads.kv, [query_rows, heads.dim, heads.dim])
+def _split_grouped(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    # Of a group: all its queries, and one head of keys and values each.
+    head_rows = head_sizes.dim
+    query_rows = head_sizes.query // head_sizes.kv * head_rows
+    return _split_per_head(joined, head_sizes.kv, [query_rows, head_rows, head_rows])
 
 
-def _interleave(x: Tensor, heads: Heads) -> Tensor:
+def _interleave(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
     """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
-    x = x.unflatten(0, (-1, heads.dim))
     # The first halves of all pairs, then the second halves: [heads, 2, r/2, ...].
-    halves = x[:, : heads.rotary].unflatten(1, (2, -1))
-    rotary = halves.transpose(1, 2).flatten(1, 2)
-    unrotated = x[:, heads.rotary :]
-    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
+    return _transpose_pairs(weight, head_sizes, (2, -1))
 
 
-def _deinterleave(x: Tensor, heads: Heads) -> Tensor:
+def _deinterleave(weight: Tensor, head_sizes: HeadSizes) -> Tensor:
     """Invert `_interleave`."""
-    x = x.unflatten(0, (-1, heads.dim))
-    pairs = x[:, : heads.rotary].unflatten(1, (-1, 2))  # [heads, r/2, 2, ...]
-    rotary = pairs.transpose(1, 2).flatten(1, 2)
-    unrotated = x[:, heads.rotary :]
-    return torch.cat((rotary, unrotated), 1).flatten(0, 1)
+    # Pair after pair: [heads, r/2, 2, ...].
+    return _transpose_pairs(weight, head_sizes, (-1, 2))
 
 
-def _join_grouped_interleaved(parts: Parts, heads: Heads) -> Tensor:
+def _transpose_pairs(weight: Tensor, head_sizes: HeadSizes, pairs: tuple[int, int]) -> Tensor:
+    """Return [heads dim, ...] with the rotary features of each head, which lie as `pairs`,
+    transposed."""
+    heads = weight.unflatten(0, (-1, head_sizes.dim))
+    rotary = heads[:, : head_sizes.rotary].unflatten(1, pairs)
+    transposed = rotary.transpose(1, 2).flatten(1, 2)
+    # Features beyond the rotary ones have no partner, and stay.
+    unrotated = heads[:, head_sizes.rotary :]
+    return torch.cat((transposed, unrotated), 1).flatten(0, 1)
+
+
+def _join_grouped_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     query, key, value = parts  # values have no positions
-    query = _interleave(query, heads)
-    key = _interleave(key, heads)
-    return _join_grouped([query, key, value], heads)
+    query = _interleave(query, head_sizes)
+    key = _interleave(key, head_sizes)
+    return _join_grouped([query, key, value], head_sizes)
 
 
-def _split_grouped_interleaved(joined: Tensor, heads: Heads) -> Parts:
-    query, key, value = _split_grouped(joined, heads)
-    query = _deinterleave(query, heads)
-    key = _deinterleave(key, heads)
+def _split_grouped_interleaved(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    query, key, value = _split_grouped(joined, head_sizes)
+    query = _deinterleave(query, head_sizes)
+    key = _deinterleave(key, head_sizes)
     return [query, key, value]
 
 
@@ -152,23 +132,25 @@ def _latent_query(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours there.
     """
 
-    def join(parts: Parts, heads: Heads) -> Tensor:
+    def join(parts: Parts, head_sizes: HeadSizes) -> Tensor:
         (query,) = parts
         if interleaved:
-            query = _interleave(query, heads)
-        query = query.unflatten(0, (-1, heads.dim))
-        rotary = query[:, : heads.rotary]
-        unrotated = query[:, heads.rotary :]
-        return torch.cat((unrotated, rotary), 1).flatten(0, 1)
+            query = _interleave(query, head_sizes)
+        query = query.unflatten(0, (-1, head_sizes.dim))
+        rotary = query[:, : head_sizes.rotary]
+        unrotated = query[:, head_sizes.rotary :]
+        query = torch.cat((unrotated, rotary), 1)
+        return query.flatten(0, 1)
 
-    def split(joined: Tensor, heads: Heads) -> Parts:
-        query = joined.unflatten(0, (-1, heads.dim))
-        unrotated_dim = heads.dim - heads.rotary
+    def split(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+        query = joined.unflatten(0, (-1, head_sizes.dim))
+        unrotated_dim = head_sizes.dim - head_sizes.rotary
         rotary = query[:, unrotated_dim:]
         unrotated = query[:, :unrotated_dim]
-        query = torch.cat((rotary, unrotated), 1).flatten(0, 1)
+        query = torch.cat((rotary, unrotated), 1)
+        query = query.flatten(0, 1)
         if interleaved:
-            query = _deinterleave(query, heads)
+            query = _deinterleave(query, head_sizes)
         return [query]
 
     return Transform(join, split)
@@ -180,41 +162,42 @@ def _latent_down(interleaved: bool) -> Transform:
     interleaved: rotary partners are neighbours in the other system.
     """
 
-    def join(parts: Parts, heads: Heads) -> Tensor:
+    def join(parts: Parts, head_sizes: HeadSizes) -> Tensor:
         latent, key_rope = parts
         if interleaved:  # as a head that has nothing but rotary features
-            rope_heads = replace(heads, dim=heads.rotary)
+            rope_heads = replace(head_sizes, dim=head_sizes.rotary)
             key_rope = _interleave(key_rope, rope_heads)
         return torch.cat((latent, key_rope))
 
-    def split(joined: Tensor, heads: Heads) -> Parts:
-        latent, key_rope = joined.split([len(joined) - heads.rotary, heads.rotary])
+    def split(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+        latent_rows = len(joined) - head_sizes.rotary
+        latent, key_rope = joined.split([latent_rows, head_sizes.rotary])
         if interleaved:
-            rope_heads = replace(heads, dim=heads.rotary)
+            rope_heads = replace(head_sizes, dim=head_sizes.rotary)
             key_rope = _deinterleave(key_rope, rope_heads)
         return [latent, key_rope]
 
     return Transform(join, split)
 
 
-def _join_latent_up(parts: Parts, heads: Heads) -> Tensor:
-    return _join_per_head(parts, heads.query)
+def _join_latent_up(parts: Parts, head_sizes: HeadSizes) -> Tensor:
+    return _join_per_head(parts, head_sizes.query)
 
 
-def _split_latent_up(joined: Tensor, heads: Heads) -> Parts:
-    nope_dim = heads.dim - heads.rotary  # features of a key without positions
-    return _split_per_head(joined, heads.query, [nope_dim, heads.value])
+def _split_latent_up(joined: Tensor, head_sizes: HeadSizes) -> Parts:
+    nope_dim = head_sizes.dim - head_sizes.rotary  # features of a key without positions
+    return _split_per_head(joined, head_sizes.query, [nope_dim, head_sizes.value])
 
 
-def _join_experts_transposed(parts: Parts, heads: Heads) -> Tensor:
+def _join_experts_transposed(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     return torch.stack([part.t() for part in parts])
 
 
-def _split_experts_transposed(joined: Tensor, heads: Heads) -> Parts:
+def _split_experts_transposed(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     return [expert.t() for expert in joined]
 
 
-def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
+def _join_experts_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:
     """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases
     without h."""
     experts = []
@@ -224,7 +207,7 @@ def _join_experts_interleaved(parts: Parts, heads: Heads) -> Tensor:
     return torch.stack(experts)
 
 
-def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Parts:
+def _split_experts_interleaved(joined: Tensor, head_sizes: HeadSizes) -> Parts:
     """Invert `_join_experts_interleaved`."""
     parts: list[Tensor] = []
     for expert in joined:
@@ -233,12 +216,20 @@ def _split_experts_interleaved(joined: Tensor, heads: Heads) -> Parts:
     return parts
 
 
-SAME = Transform(_join_same, _split_same)
-TRANSPOSED = Transform(_join_transposed, _split_transposed)
+def _transposed(transform: Transform) -> Transform:
+    """Return the transform whose joined tensor is the transpose of another's."""
+    return Transform(
+        lambda parts, head_sizes: transform.join(parts, head_sizes).t(),
+        lambda joined, head_sizes: transform.split(joined.t(), head_sizes),
+    )
+
+
+SAME = Transform(lambda parts, _: parts[0], lambda joined, _: [joined])
+TRANSPOSED = _transposed(SAME)
 # Two of one size, such as gate and up.
-STACKED = Transform(_join_stacked, _split_stacked)
+STACKED = Transform(_join_stacked, lambda joined, _: joined.chunk(2))
 PACKED = Transform(_join_stacked, _split_packed)
-PACKED_TRANSPOSED = Transform(_join_packed_transposed, _split_packed_transposed)
+PACKED_TRANSPOSED = _transposed(PACKED)
 GROUPED = Transform(_join_grouped, _split_grouped)
 GROUPED_INTERLEAVED = Transform(_join_grouped_interleaved, _split_grouped_interleaved)
 LATENT_QUERY = _latent_query(True)

@@ -121,16 +121,16 @@ def limit(seconds: int = SECONDS) -> None:
         resource.setrlimit(kind, (maximum, maximum))
 
 
-def describe(file: Path | BinaryIO) -> Any:
+def describe(torch_file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file as a JSON value: [kind, content].
 
     Raises ValueError for more than MOST_VALUES values and characters, for a small file that refers
     to the same list again and again would be a huge answer, and as `_unpickle` and `_locate` do.
     """
-    if isinstance(file, Path):
-        _require_zip(file)
-    storages = _read_storages(file)
-    return _Description(storages).describe(_unpickle(file))
+    if isinstance(torch_file, Path):
+        _require_zip(torch_file)
+    storages = _read_storages(torch_file)
+    return _Description(storages).describe(_unpickle(torch_file))
 
 
 class _Description:
@@ -188,7 +188,7 @@ def _key(key: Any) -> str | int:
     return str(key)
 
 
-def _read_storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
+def _read_storages(torch_file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
     """Return where values begin in a torch file, how many bytes from there on are of one storage,
     and their CRC-32.
 
@@ -197,12 +197,12 @@ def _read_storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
     """
     storages: dict[int, tuple[int, int]] = {}
     try:
-        directory = zipfile.ZipFile(file)
+        directory = zipfile.ZipFile(torch_file)
     except zipfile.BadZipFile as error:
         raise ValueError(
             "it lacks its end, which lists its parts: it was not saved or fetched whole"
         ) from error
-    opening = file.open("rb") if isinstance(file, Path) else nullcontext(file)
+    opening = torch_file.open("rb") if isinstance(torch_file, Path) else nullcontext(torch_file)
     with directory as archive, opening as opened:
         for entry in archive.infolist():
             is_byte_order = entry.filename.endswith("/byteorder")
@@ -260,14 +260,14 @@ def _locate(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tup
     return start, crc or None if is_whole_storage else None
 
 
-def _unpickle(file: Path | BinaryIO) -> Any:
+def _unpickle(torch_file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file, tensors without values. Raises if it is damaged or
     refers to anything harmful.
     """
-    if not isinstance(file, Path):
-        file.seek(0)
+    if not isinstance(torch_file, Path):
+        torch_file.seek(0)
     # reads the names, makes nothing
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(torch_file)
     known_names = ("argparse.Namespace", *DICTS, *REFERENCES)
     foreign = [name for name in names if not name.startswith(HARMLESS) and name not in known_names]
     if foreign:
@@ -283,15 +283,15 @@ def _unpickle(file: Path | BinaryIO) -> Any:
             stand_ins.append((Reference, name))
         elif name not in known_names:
             stand_ins.append((Inert, name))
-    if not isinstance(file, Path):
-        file.seek(0)
+    if not isinstance(torch_file, Path):
+        torch_file.seek(0)
     with torch.serialization.safe_globals(stand_ins):
-        return torch.load(file, map_location="meta", weights_only=True)
+        return torch.load(torch_file, map_location="meta", weights_only=True)
 
 
-def _require_zip(file: Path) -> None:
+def _require_zip(torch_file: Path) -> None:
     """Raise if a file is not one of torch.save since torch 1.6, and say what it is instead."""
-    with open(file, "rb") as opened:
+    with open(torch_file, "rb") as opened:
         beginning = opened.read(32)
     if beginning.startswith(b"\x80"):
         raise ValueError(
@@ -397,52 +397,56 @@ def describe_distributed(folder: Path) -> Any:
     with open(folder / ".metadata", "rb") as file:
         metadata = MetadataUnpickler(file).load()
     storage_infos = {}
-    for index, info in metadata.storage_data.items():
+    for index, location in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
-        storage_infos[index.fqn, offset] = info
+        storage_infos[index.fqn, offset] = location
 
-    def storage_info(name: str, offset: tuple[int, ...] | None) -> Any:
-        if (name, offset) not in storage_infos:
-            raise ValueError(f".metadata does not say where {name} lies, or one of its parts")
-        return storage_infos[name, offset]
+    def storage_info(tensor_name: str, offset: tuple[int, ...] | None) -> Any:
+        if (tensor_name, offset) not in storage_infos:
+            raise ValueError(
+                f".metadata does not say where {tensor_name} lies, or one of its parts"
+            )
+        return storage_infos[tensor_name, offset]
 
     tensors = {}
     optimizer = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for tensor_name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             chunks = []
             for chunk in entry.chunks:
-                info = storage_info(name, tuple(chunk.offsets))
-                chunks.append(_describe_chunk(folder, info, [*chunk.offsets], [*chunk.sizes]))
-            tensors[name] = {"shape": list(entry.size), "chunks": chunks}
+                location = storage_info(tensor_name, tuple(chunk.offsets))
+                chunks.append(_describe_chunk(folder, location, [*chunk.offsets], [*chunk.sizes]))
+            tensors[tensor_name] = {"shape": list(entry.size), "chunks": chunks}
         # Other objects of a checkpoint, such as random states, are not needed.
-        elif any(known in name for known in OPTIMIZER_OBJECTS):
-            optimizer[name] = _describe_inside(folder, storage_info(name, None))
+        elif any(known in tensor_name for known in OPTIMIZER_OBJECTS):
+            optimizer[tensor_name] = _describe_inside(folder, storage_info(tensor_name, None))
     return {"tensors": tensors, "optimizer": optimizer}
 
 
-def _describe_inside(folder: Path, info: Any) -> dict[str, Any]:
+def _describe_inside(folder: Path, location: Any) -> dict[str, Any]:
     """Return the contents of a file of torch.save inside of a file, and the byte where it begins in
     the outer one."""
-    file = folder / info.relative_path
+    file = folder / location.relative_path
     if file.parent != folder or not file.is_file():
-        raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
-    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f".metadata names {location.relative_path}, which is not in the folder")
+    if getattr(location, "transform_descriptors", None):
         raise ValueError(
             f"{file.name} holds values that are transformed, such as compressed, which are not read"
         )
-    if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
+    if not 0 <= location.offset <= location.offset + location.length <= file.stat().st_size:
         raise ValueError(
             f".metadata names bytes of {file.name} that it does not have: it is not whole"
         )
     with open(file, "rb", buffering=0) as opened:
-        inside = io.BufferedReader(Part(opened, info.offset, info.length))
-        return {"file": file.name, "start": info.offset, "content": describe(inside)}
+        inside = io.BufferedReader(Part(opened, location.offset, location.length))
+        return {"file": file.name, "start": location.offset, "content": describe(inside)}
 
 
-def _describe_chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
+def _describe_chunk(
+    folder: Path, location: Any, offset: list[int], shape: list[int]
+) -> dict[str, Any]:
     """Return where a part of a tensor lies, and where in the tensor it begins."""
-    inside = _describe_inside(folder, info)
+    inside = _describe_inside(folder, location)
     kind, content = inside["content"]
     # The file itself says its shape too.
     if kind != "tensor" or content[1] != shape:

@@ -1,30 +1,77 @@
-"""Experts in a config.json: how many there are, the widths of feed-forwards, and the groups of a
-router."""
-
-from typing import Any
+"""Experts in a config.json, and in which layers: their number, widths, and a router's groups."""
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import Keys
+from models.config import ModelConfig
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require, same
+
+# Of experts in all layers, as wide as intermediate_size says.
+LOCAL_EXPERTS = (
+    same("num_local_experts", "experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("router_aux_loss_coef", "router_aux_loss"),
+)
 
 
-def experts(keys: Keys, number: Any, aux: Any) -> dict[str, Any]:
-    """Return the fields of a number of experts. aux: the weight of the loss that balances them."""
-    return {
-        "experts": number,
-        "experts_per_token": keys["num_experts_per_tok"],
-        "router_aux_loss": aux,
-    }
+def experts_of_qwen(shared: bool) -> Entry:
+    """Return the entry of Qwen's experts, which some layers may lack. shared: there is a shared one
+    with a gate."""
+
+    def read(config: ConfigKeys) -> Fields:
+        routed: Fields = {
+            "experts": config["num_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "router_aux_loss": config["router_aux_loss_coef"],
+            "norm_topk": config["norm_topk_prob"],
+        }
+        if shared:
+            width = config["shared_expert_intermediate_size"]
+            routed |= {"shared_experts": width, "shared_gate": True}
+        # A file may name experts that no layer has.
+        dense = _dense_layers_of_qwen(config)
+        if len(dense) == config["num_hidden_layers"]:
+            return _feed_forwards(config, dense)
+        if shared and not routed["shared_experts"]:
+            raise UserError.of("convert.hf_shared_expert_zero")
+        return {**routed, **_feed_forwards(config, dense)}
+
+    def write(model: ModelConfig) -> Json:
+        config: Fields = {
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "router_aux_loss_coef": model.router_aux_loss,
+            "norm_topk_prob": model.norm_topk,
+            "moe_intermediate_size": model.ffn,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(model.dense_layers),
+            "intermediate_size": model.dense_ffn,
+        }
+        if shared:
+            config["shared_expert_intermediate_size"] = model.shared_experts
+        return config
+
+    return Entry(read, write)
 
 
-def feed_forwards(keys: Keys, dense: list[int]) -> dict[str, Any]:
+def _dense_layers_of_qwen(config: ConfigKeys) -> list[int]:
+    """Return the numbers of the layers without experts."""
+    dense_only = config["mlp_only_layers"] or ()
+    step = config["decoder_sparse_step"]
+    return [
+        layer
+        for layer in range(config["num_hidden_layers"])
+        if layer in dense_only or (layer + 1) % step or not config["num_experts"]
+    ]
+
+
+def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
     """Return the widths of feed-forwards. dense: numbers of the layers without experts; if all,
     there are no experts.
 
     The width of a feed-forward without experts is read and ignored if every layer has them.
     """
-    expert_width = keys["moe_intermediate_size"]
-    dense_width = keys["intermediate_size"]
-    if len(dense) == keys["num_hidden_layers"]:
+    expert_width = config["moe_intermediate_size"]
+    dense_width = config["intermediate_size"]
+    if len(dense) == config["num_hidden_layers"]:
         return {"ffn": dense_width, "experts": 0}
     fields = {"ffn": expert_width}
     if dense:
@@ -32,49 +79,148 @@ def feed_forwards(keys: Keys, dense: list[int]) -> dict[str, Any]:
     return fields
 
 
-def qwen_experts(keys: Keys, shared: bool = False) -> dict[str, Any]:
-    """Return the fields of Qwen's experts, which some layers may lack. shared: there is a shared
-    one with a gate."""
-    layers = keys["num_hidden_layers"]
-    dense_only = keys["mlp_only_layers"] or ()
-    step = keys["decoder_sparse_step"]
-    routed = {
-        **experts(keys, keys["num_experts"], keys["router_aux_loss_coef"]),
-        "norm_topk": keys["norm_topk_prob"],
+def _read_glm4_moe(config: ConfigKeys) -> Fields:
+    first = config["first_k_dense_replace"]
+    layers = config["num_hidden_layers"]
+    # Several shared experts compute what one of their widths together does.
+    shared = config["n_shared_experts"] * config["moe_intermediate_size"]
+    if first >= layers:
+        raise UserError.of("convert.hf_glm4_dense_layers", first=first, layers=layers)
+    if not shared > 0:
+        raise UserError.of("convert.hf_shared_experts", n_shared_experts=config["n_shared_experts"])
+    return {
+        "experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "norm_topk": config["norm_topk_prob"],
+        "shared_experts": shared,
+        "router_aux_loss": 0.0,
+        **_feed_forwards(config, list(range(first))),
+        "router": _corrected_router(config),
     }
-    if shared:
-        width = keys["shared_expert_intermediate_size"]
-        routed |= {"shared_experts": width, "shared_gate": True}
-    dense = []
-    for layer in range(layers):
-        if layer in dense_only or (layer + 1) % step or not routed["experts"]:
-            dense.append(layer)
-    if len(dense) == layers:
-        return feed_forwards(keys, dense)
-    if shared and not routed["shared_experts"]:
-        raise UserError.of("convert.hf_shared_expert_zero")
-    return {**routed, **feed_forwards(keys, dense)}
 
 
-def by_groups(keys: Keys, best: int = 2) -> dict[str, Any]:
+def _corrected_router(config: ConfigKeys) -> Fields:
+    scale = float(config["routed_scaling_factor"])
+    return {"score": "sigmoid", "correction": True, "scale": scale, **_groups(config, best=2)}
+
+
+def _read_deepseek_v2(config: ConfigKeys) -> Fields:
+    """Return the fields of DeepSeek-V2, whose weights of a token's experts transformers never
+    normalizes."""
+    # Without experts these decide nothing, whatever they say.
+    config.mark_read("topk_method", "norm_topk_prob", "n_group", "topk_group")
+    fields = _deepseek_experts(config)
+    if not fields["experts"]:
+        return fields
+    require(config["norm_topk_prob"], "norm_topk_prob", (False, None))
+    router: Fields = {"score": "softmax", "scale": float(config["routed_scaling_factor"])}
+    methods = ("greedy", "group_limited_greedy")
+    if require(config["topk_method"], "topk_method", methods) == "group_limited_greedy":
+        _require_groups(config)
+        router |= _groups(config, best=1)
+    return {**fields, "router": router}
+
+
+def _read_deepseek_v3(config: ConfigKeys) -> Fields:
+    # Without experts these decide nothing, whatever they say.
+    config.mark_read("norm_topk_prob", "n_group", "topk_group")
+    fields = _deepseek_experts(config)
+    if not fields["experts"]:
+        return fields
+    # The class of V3 always chooses among groups.
+    _require_groups(config)
+    router = _corrected_router(config)
+    return {**fields, "norm_topk": bool(config["norm_topk_prob"]), "router": router}
+
+
+def _deepseek_experts(config: ConfigKeys) -> Fields:
+    """Return the fields of experts and feed-forwards; of a model none of whose layers has experts,
+    experts = 0."""
+    shared = config["n_shared_experts"]
+    scale = config["routed_scaling_factor"]
+    routed = {
+        "experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "router_aux_loss": config["aux_loss_alpha"],
+        "norm_topk": False,
+    }
+    dense = min(config["first_k_dense_replace"], config["num_hidden_layers"])
+    fields = _feed_forwards(config, list(range(dense)))
+    if "experts" in fields:
+        return fields
+    if not shared or not scale:
+        raise UserError.of("convert.hf_deepseek_experts", shared=shared, scale=scale)
+    return {**routed, **fields, "shared_experts": shared * config["moe_intermediate_size"]}
+
+
+def _require_groups(config: ConfigKeys) -> None:
+    groups = config["n_group"]
+    chosen_groups = config["topk_group"]
+    if type(groups) is not int or type(chosen_groups) is not int:
+        raise UserError.of("convert.hf_groups_not_numbers", groups=groups, chosen=chosen_groups)
+
+
+def _groups(config: ConfigKeys, best: int) -> Fields:
     """Return the settings of a router's groups of experts. best: experts of a group by whose sum it
     is compared."""
-    groups = keys["n_group"]
-    chosen = keys["topk_group"]
-    experts = keys["n_routed_experts"]
-    if not 1 <= chosen <= groups or experts % groups:
+    groups = config["n_group"]
+    chosen_groups = config["topk_group"]
+    experts = config["n_routed_experts"]
+    # transformers reshapes scores to [tokens, groups, experts of one].
+    if not 1 <= chosen_groups <= groups or experts % groups:
         raise UserError.of(
-            "convert.hf_groups_uneven", groups=groups, chosen=chosen, experts=experts
+            "convert.hf_groups_uneven", groups=groups, chosen=chosen_groups, experts=experts
         )
-    if chosen * (experts // groups) < keys["num_experts_per_tok"]:
+    if chosen_groups * (experts // groups) < config["num_experts_per_tok"]:
         raise UserError.of(
             "convert.hf_groups_too_few",
             groups=groups,
-            chosen=chosen,
+            chosen=chosen_groups,
             experts=experts,
-            num_experts_per_tok=keys["num_experts_per_tok"],
+            num_experts_per_tok=config["num_experts_per_tok"],
         )
-    fields = {"groups": groups, "groups_per_token": chosen}
-    if chosen < groups:
+    fields = {"groups": groups, "groups_per_token": chosen_groups}
+    # What a group is compared by decides nothing where all are chosen.
+    if chosen_groups < groups:
         fields["group_best"] = best
     return fields
+
+
+def _write_after_dense(model: ModelConfig) -> Json:
+    """Return the keys of experts, of those that are shared, and of the first layers, which have
+    none."""
+    return {
+        "intermediate_size": model.dense_ffn,
+        "moe_intermediate_size": model.ffn,
+        "first_k_dense_replace": len(model.dense_layers),
+        "n_routed_experts": model.experts,
+        "n_shared_experts": model.shared_experts // model.ffn,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": model.norm_topk,
+        "routed_scaling_factor": model.router.scale,
+        "n_group": model.router.groups,
+        "topk_group": model.router.groups_per_token,
+    }
+
+
+def _write_deepseek(model: ModelConfig, method: str) -> Json:
+    # Sizes of experts may stay away: no layer has them.
+    if not model.experts:
+        return {"first_k_dense_replace": model.layers}
+    return {
+        **_write_after_dense(model),
+        "scoring_func": model.router.score,
+        "topk_method": method,
+        "aux_loss_alpha": model.router_aux_loss,
+        "seq_aux": True,
+    }
+
+
+def _write_deepseek_v2(model: ModelConfig) -> Json:
+    limits_groups = model.router.limits
+    return _write_deepseek(model, "group_limited_greedy" if limits_groups else "greedy")
+
+
+EXPERTS_OF_GLM4 = Entry(_read_glm4_moe, _write_after_dense)
+EXPERTS_OF_DEEPSEEK_V2 = Entry(_read_deepseek_v2, _write_deepseek_v2)
+EXPERTS_OF_DEEPSEEK_V3 = Entry(_read_deepseek_v3, lambda model: _write_deepseek(model, "noaux_tc"))

@@ -1,12 +1,19 @@
-"""Reading and writing Hugging Face folders: config.json, safetensors (or an older
-pytorch_model.bin), tokenizer files.
+"""Reading and writing Hugging Face folders: config.json, weights, files of the tokenizer.
+
+Weights are in safetensors, or in an older pytorch_model.bin, in one file or in shards.
+
+DeepSeek-V3 and GLM-4.5 store modules of multi-token prediction as layers after the model's own
+(`num_nextn_predict_layers`). Each has copies of the embedding and the head, which here are one
+tensor with the model's own: copies that differ are refused. Folders that transformers has written
+lack these layers, whatever config.json says.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from math import prod
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,38 +22,37 @@ from torch import Tensor
 
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import SETTINGS
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
-from tools.convert.core.rules import Match, Rule, head_sizes, matches
-from tools.convert.core.rules import has_modules as has_rows
+from tools.convert.core.rules import Match, NameRule, has_module_rules, head_sizes, matches
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
-from tools.convert.hf.beside import (
+from tools.convert.hf.config import (
+    config_of,
+    from_hugging_face,
+    model_type,
+    omitted_settings,
+    special_ids,
+)
+from tools.convert.hf.families import FAMILIES
+from tools.convert.hf.notes import notes, rotary_notes
+from tools.convert.hf.other_files import (
     index_notes,
     other_weights,
     require_plain,
     template_notes,
     unread_weights,
 )
-from tools.convert.hf.config import from_hugging_face, special_ids
-from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
-from tools.convert.hf.notes import notes, rotary_notes
 from tools.convert.hf.quantized import quantized_notes, with_quantized
-from tools.convert.hf.stacked import unstack_experts
+from tools.convert.hf.stacked_experts import unstack_experts
+from tools.convert.hf.text_models import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
-from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
-from tools.convert.hf.write_config import (
-    ARCHITECTURES,
-    config_of,
-    model_type,
-    omitted_settings,
-)
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -76,106 +82,107 @@ def find_hf(path: Path) -> Path | None:
     return path if (path / CONFIG).is_file() else None
 
 
-def read_generation(path: Path) -> dict[str, Any]:
+def read_generation(folder: Path) -> dict[str, Any]:
     """Return the contents of a folder's generation_config.json; empty if there is none."""
-    return read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    return read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
 
 
-def write_generation(path: Path, generation: Mapping[str, Any]) -> None:
+def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:
     """Write a folder's generation_config.json."""
-    _write_json(path / GENERATION, generation)
+    _write_json(folder / GENERATION, generation)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json, of a model with other inputs than text that of its text
     model."""
-    return dict(_name_folder_in_errors(path, text_config, read_json(path / CONFIG)))
+    return dict(_name_folder_in_errors(folder, text_config, read_json(folder / CONFIG)))
 
 
-def hf_model(path: Path) -> ModelConfig:
+def hf_model(folder: Path) -> ModelConfig:
     """Return the model of a folder's config.json, with the modules of multi-token prediction that
     its files hold."""
-    model = _name_folder_in_errors(path, from_hugging_face, read_config(path))
-    if model.mtp_layers and has_modules(model, _tensor_names(path)):
+    model = _name_folder_in_errors(folder, from_hugging_face, read_config(folder))
+    if model.mtp_layers and _has_modules(model, _tensor_names(folder)):
         return model
     return model.alone
 
 
 def _name_folder_in_errors(
-    path: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, Any]
+    folder: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, Any]
 ) -> Any:
     """Return what `read` makes of a config.json. UserErrors name the folder."""
     try:
         return read(config)
     except UserError as error:
-        raise UserError(*(problem.within(f"{path}: ") for problem in error.problems)) from error
+        raise UserError(*(problem.within(f"{folder}: ") for problem in error.problems)) from error
 
 
-def in_fp8(path: Path) -> bool:
+def in_fp8(folder: Path) -> bool:
     """Return True if the config.json of a folder says that its weights are in FP8."""
-    if not find_hf(path):
+    if not find_hf(folder):
         return False
-    quantization = read_config(path).get("quantization_config")
+    quantization = read_config(folder).get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
 
 
-def hf_tokenizer(path: Path) -> list[Path]:
+def hf_tokenizer(folder: Path) -> list[Path]:
     """Return the tokenizer files of a folder. Raises UserError for settings that are no JSON
     objects."""
     for name in SETTINGS:
-        if (path / name).is_file():
-            read_json(path / name)
-    return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+        if (folder / name).is_file():
+            read_json(folder / name)
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
+def open_hf(folder: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     """Open a folder, which another system may have written.
 
     system: the kind of the source.
     facts: what that system says besides.
     Raises UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
     """
-    model = hf_model(path)
-    config = read_config(path)
+    model = hf_model(folder)
+    config = read_config(folder)
     # of a model with several kinds of input: with that of its text model inside
-    full_config = read_json(path / CONFIG)
+    full_config = read_json(folder / CONFIG)
     kind = config["model_type"]
-    files = _read_tensors(path)
+    files = _read_tensors(folder)
     tensors = text_tensors(files, full_config)
     tensors = _named_like_the_table(tensors, PREFIXES.get(kind, "model."))
     tensors = unstack_experts(tensors, kind)
-    stored = with_quantized(tensors, config, path)
+    stored = with_quantized(tensors, config, folder)
+    # DeepSeek-V3 may say so; published files have rotary partners side by side.
     in_halves = config.get("rope_interleave", True) is False
     expected = matches((IN_HALVES if in_halves else HUGGING_FACE)[kind], model)
     # Copies are dropped before the tensors are counted.
-    check_tied(path, model, stored, expected)
-    take_copies(path, model, stored)
-    check_tensors(path, expected, stored)
+    check_tied(folder, model, stored, expected)
+    _drop_module_copies(folder, model, stored)
+    check_tensors(folder, expected, stored)
     folder_notes = [
-        *notes(config, ARCHITECTURES[kind], model.mtp_layers > 0),
+        *notes(config, FAMILIES[kind].architecture, model.mtp_layers > 0),
         *wrapped_notes(files, full_config),
         *quantized_notes(config),
         *rotary_notes(model, files),
-        *_notes_on_index(path, files, system),
+        *_notes_on_index(folder, files, system),
     ]
-    if unread := unread_weights(path, {tensor.file for tensor in files.values()}):
+    if unread := unread_weights(folder, {tensor.file for tensor in files.values()}):
         folder_notes.append(unread)
-    named_notes = [f"{path}: {note}" for note in folder_notes]
+    named_notes = [f"{folder}: {note}" for note in folder_notes]
     facts = replace(
         facts,
         special=special_ids(config),
-        generation=read_generation(path),
-        notes=(*facts.notes, *named_notes, *template_notes(path)),
+        generation=read_generation(folder),
+        notes=(*facts.notes, *named_notes, *template_notes(folder)),
     )
     origins = _with_rows(expected, origins_of(expected, stored, model), stored)
-    return Source(path, system, model, origins, facts, hf_tokenizer(path))
+    return Source(folder, system, model, origins, facts, hf_tokenizer(folder))
 
 
-def _notes_on_index(path: Path, files: Mapping[str, Stored], system: str) -> Sequence[str]:
+def _notes_on_index(folder: Path, files: Mapping[str, Stored], system: str) -> Sequence[str]:
     """Return notes on the index of shards that was read, if there is one."""
     for weights in WEIGHTS:
-        if (path / weights.index).is_file():
-            return [*index_notes(path / weights.index, files, system == "hf")]
+        if (folder / weights.index).is_file():
+            return [*index_notes(folder / weights.index, files, system == "hf")]
     return ()
 
 
@@ -211,7 +218,7 @@ def origin_of(
 ) -> Origin:
     """Return the origin whose foreign tensor `read` returns."""
     sizes = head_sizes(model)
-    keys = tuple(f"{kind}/{name}" for name in match.logical)
+    keys = tuple(f"{kind}/{tensor_name}" for tensor_name in match.logical)
     # The shapes of the parts follow from a split without values.
     parts = match.how.split(torch.empty(match.shape, device="meta"), sizes)
     shapes = tuple(tuple(part.shape) for part in parts)
@@ -222,57 +229,65 @@ def origin_of(
     return Origin(f"{kind}/{match.foreign}", keys, shapes, dtype, load)
 
 
-def has_weights(path: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Return True if the folder holds weights in Hugging Face's format."""
     return any(
-        (path / weights.index).is_file() or (path / weights.single).is_file() for weights in WEIGHTS
+        (folder / weights.index).is_file() or (folder / weights.single).is_file()
+        for weights in WEIGHTS
     )
 
 
-def _read_tensors(path: Path) -> dict[str, Stored]:
+def _read_tensors(folder: Path) -> dict[str, Stored]:
     """Return all tensors of the folder by their names in it."""
-    require_plain(path, {weights.index: weights.single for weights in WEIGHTS})
+    # Before anything is read: what lies beside the weights may make them another model.
+    require_plain(folder, {weights.index: weights.single for weights in WEIGHTS})
     for weights in WEIGHTS:
-        if (path / weights.index).is_file():
-            return _read_shards(path, weights)
-        if (path / weights.single).is_file():
-            return weights.read(path / weights.single)
+        if (folder / weights.index).is_file():
+            return _read_shards(folder, weights)
+        if (folder / weights.single).is_file():
+            return weights.read(folder / weights.single)
     none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
     raise UserError.of(
-        "convert.hf_no_weights", path=path, none=none, other_weights=other_weights(path)
+        "convert.hf_no_weights", path=folder, none=none, other_weights=other_weights(folder)
     )
 
 
-def _tensor_names(path: Path) -> set[str]:
+def _tensor_names(folder: Path) -> set[str]:
     """Return the names of all tensors of the folder, of shards by their index; none if it has no
     weights."""
     for weights in WEIGHTS:
-        if (path / weights.index).is_file():
-            weight_map = read_json(path / weights.index).get("weight_map")
+        if (folder / weights.index).is_file():
+            weight_map = read_json(folder / weights.index).get("weight_map")
             return set(weight_map) if isinstance(weight_map, dict) else set()
-        if (path / weights.single).is_file():
-            return set(weights.read(path / weights.single))
+        if (folder / weights.single).is_file():
+            return set(weights.read(folder / weights.single))
     return set()
 
 
-def _read_shards(path: Path, weights: WeightFormat) -> dict[str, Stored]:
+def _read_shards(folder: Path, weights: WeightFormat) -> dict[str, Stored]:
     """Return the tensors of all shards. Raises UserError unless they are those of the index."""
     index = weights.index
-    weight_map = read_json(path / index).get("weight_map")
+    weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
-        raise UserError.of("convert.hf_weight_map", path=path / index)
+        raise UserError.of("convert.hf_weight_map", path=folder / index)
+    # Each file is opened once, however many tensors the index names in it.
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (path / shard).is_file()]
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise UserError(*(f"{path / shard} is missing; {index} names it" for shard in missing))
+        raise UserError(
+            *(
+                Problem.of("convert.shard_missing", path=folder / shard, index=index)
+                for shard in missing
+            )
+        )
     stored: dict[str, Stored] = {}
     for shard in shards:
-        tensors = weights.read(path / shard)
+        tensors = weights.read(folder / shard)
         if repeated := sorted(tensors.keys() & stored.keys()):
-            raise UserError.of("convert.hf_tensor_twice", path=path, repeated=repeated[0])
+            raise UserError.of("convert.hf_tensor_twice", path=folder, repeated=repeated[0])
         stored |= tensors
     if lost := sorted(weight_map.keys() - stored.keys()):
-        raise UserError.of("convert.hf_tensor_missing", path=path, index=index, lost=lost[0])
+        raise UserError.of("convert.hf_tensor_missing", path=folder, index=index, lost=lost[0])
     return stored
 
 
@@ -284,78 +299,98 @@ def _is_file_name(value: Any) -> bool:
 def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
     """Return the tensors without buffers, with the prefix that a folder saved without the head
     omits."""
-    parameters = {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
+    parameters = {
+        tensor_name: stored
+        for tensor_name, stored in tensors.items()
+        if not tensor_name.endswith(BUFFERS)
+    }
     # A folder that was saved with the head has the prefix already.
-    if any(name.startswith(prefix) or f".{prefix}" in name for name in parameters):
+    if any(
+        tensor_name.startswith(prefix) or f".{prefix}" in tensor_name for tensor_name in parameters
+    ):
         return parameters
-    return {prefix + name: stored for name, stored in parameters.items()}
+    return {prefix + tensor_name: stored for tensor_name, stored in parameters.items()}
 
 
 def check_tied(
-    path: Path, model: ModelConfig, stored: dict[str, Any], expected: Sequence[Match]
+    folder: Path, model: ModelConfig, stored: dict[str, Any], expected: Sequence[Match]
 ) -> None:
     """Check that a tied head that was saved nevertheless equals the embedding; it is then
     dropped."""
     embedding = next(match.foreign for match in expected if match.logical == ("embedding.weight",))
     # As the families call it; GPT-NeoX is the second.
     for head in ("lm_head.weight", "embed_out.weight"):
+        # transformers leaves out a tied head; other programs may save it.
         if model.tied and head in stored and embedding in stored:
             if not same_values(stored[head].read(), stored[embedding].read()):
                 raise UserError.of(
                     "convert.hf_tied_differs",
-                    path=path,
+                    path=folder,
                     head=head,
                     embedding=embedding,
-                    config_path=path / CONFIG,
+                    config_path=folder / CONFIG,
                 )
             del stored[head]
 
 
-def check_tensors(path: Path, expected: Sequence[Match], tensors: Mapping[str, Any]) -> None:
+def check_tensors(folder: Path, expected: Sequence[Match], tensors: Mapping[str, Any]) -> None:
     """Raise UserError unless `tensors` are exactly those that are expected, with the same shapes,
     of floats."""
     shapes = {match.foreign: match.shape for match in expected}
-    _check_not_wrapped(path, next(iter(shapes), ""), tensors)
-    problems = [
-        f"{path} lacks the tensor {name} {list(shape)}"
-        for name, shape in shapes.items()
-        if name not in tensors
-    ]
-    problems += [
-        f"{path} has the tensor {name}, which its model has no place for"
-        for name in tensors
-        if name not in shapes
-    ]
-    present = {name: shape for name, shape in shapes.items() if name in tensors}
-    problems += [
-        f"{path}: {name} is {list(tensors[name].shape)}, but the model asks for {list(shape)}"
-        for name, shape in present.items()
-        if tuple(tensors[name].shape) != shape
-    ]
-    for name in present:
-        dtype = tensors[name].dtype
-        # FP8 without scales is no weight.
-        if not dtype.is_floating_point or dtype.itemsize == 1:
-            problems.append(
-                f"{path}: {name} is {str(dtype).removeprefix('torch.')}, not floats: "
-                "such weights are not read"
-            )
+    _check_not_wrapped(folder, next(iter(shapes), ""), tensors)
+    problems = [*_tensor_problems(folder, shapes, tensors)]
+    # Of another model every tensor is a problem.
     unnamed = len(problems) - MOST_PROBLEMS
     if unnamed > 0:
-        problems = [*problems[:MOST_PROBLEMS], f"... and {unnamed} more"]
+        problems = problems[:MOST_PROBLEMS]
+        problems.append(Problem.of("convert.tensor_problems_more", unnamed=unnamed))
     if problems:
         raise UserError(*problems)
 
 
-def _check_not_wrapped(path: Path, first: str, tensors: Mapping[str, Any]) -> None:
+def _tensor_problems(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield a line for each tensor that is missing, surplus, of another shape or not of floats.
+
+    shapes: of those that are expected, by name.
+    """
+    for name, shape in shapes.items():
+        if name not in tensors:
+            yield Problem.of("convert.tensor_missing", path=folder, name=name, shape=list(shape))
+    for name in tensors:
+        if name not in shapes:
+            yield Problem.of("convert.tensor_surplus", path=folder, name=name)
+    present = {name: shape for name, shape in shapes.items() if name in tensors}
+    for name, shape in present.items():
+        actual_shape = tuple(tensors[name].shape)
+        if actual_shape != shape:
+            yield Problem.of(
+                "convert.tensor_shape",
+                path=folder,
+                name=name,
+                shape=list(actual_shape),
+                expected_shape=list(shape),
+            )
+    for name in present:
+        dtype = tensors[name].dtype
+        # FP8 without scales is no weight.
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            dtype_name = str(dtype).removeprefix("torch.")
+            yield Problem.of("convert.tensor_dtype", path=folder, name=name, dtype=dtype_name)
+
+
+def _check_not_wrapped(folder: Path, first: str, tensors: Mapping[str, Any]) -> None:
     """Raise UserError if names have something before them. first: the name of one that is
     expected."""
     if first in tensors:
         return
-    for name in tensors:
-        if name.endswith(f".{first}"):
-            prefix = name.removesuffix(first)
-            raise UserError.of("convert.hf_name_prefix", path=path, prefix=prefix, name=name)
+    for tensor_name in tensors:
+        if tensor_name.endswith(f".{first}"):
+            prefix = tensor_name.removesuffix(first)
+            raise UserError.of(
+                "convert.hf_name_prefix", path=folder, prefix=prefix, name=tensor_name
+            )
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
@@ -368,8 +403,8 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     require_writable(source.tokenizer)
     rules = HUGGING_FACE[model_type(source.model)]
     left_out: tuple[str, ...] = ()
-    if not has_rows(rules):
-        left_out = left_modules(source.model)
+    if not has_module_rules(rules):
+        left_out = _left_out_modules(source.model)
         source = source.alone
     writer = _Writer(source, rules, dtype, shard_bytes)
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
@@ -388,24 +423,25 @@ class _Writer:
     """The files of one conversion. dtype: of the weights; None: their own."""
 
     def __init__(
-        self, source: Source, rules: Sequence[Rule], dtype: torch.dtype | None, shard_bytes: int
+        self, source: Source, rules: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int
     ) -> None:
         self.source = source
         self.matches = matches(rules, source.model)
         # Modules of multi-token prediction have copies of embedding and head of their own.
-        self.copies = [*copies(source.model)]
+        self.copies = [*_module_copies(source.model)]
         self.dtype_of = {
             match: source.dtype_in(f"weight/{match.logical[0]}", dtype)
             for match in (*self.matches, *self.copies)
         }
+        # As transformers splits: in the order of the modules, no file above the limit.
         self.shards = _shards(self.dtype_of, shard_bytes)
         self.size = sum(
             prod(match.shape) * dtype.itemsize for match, dtype in self.dtype_of.items()
         )
         self.dtypes: dict[str, torch.dtype] = {}
         for match in self.matches:
-            for name in match.logical:
-                self.dtypes[f"weight/{name}"] = self.dtype_of[match]
+            for tensor_name in match.logical:
+                self.dtypes[f"weight/{tensor_name}"] = self.dtype_of[match]
 
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Make the shards; return a write for each tensor, with a location for each copy of it."""
@@ -414,7 +450,7 @@ class _Writer:
             tensors = {match.foreign: (self.dtype_of[match], match.shape) for match in of_shard}
             starts = reserve_safetensors(folder / file, tensors, write)
             for match in of_shard:
-                cast = bind(_cast, self.dtype_of[match])
+                cast = methodcaller("to", self.dtype_of[match])
                 locations[match] = Location(file, starts[match.foreign], cast)
         sizes = head_sizes(self.source.model)
         writes = []
@@ -423,8 +459,8 @@ class _Writer:
             writes.append(
                 Write(
                     match.foreign,
-                    tuple(f"weight/{name}" for name in match.logical),
-                    bind(_join, match, sizes),
+                    tuple(f"weight/{tensor_name}" for tensor_name in match.logical),
+                    bind(match.join, sizes),
                     tuple(locations[of_tensor] for of_tensor in (match, *same)),
                     straight=match.how is SAME and not same,
                 )
@@ -446,14 +482,6 @@ class _Writer:
         write_tokenizer(self.source.tokenizer, folder, ids["bos_token_id"])
 
 
-def _cast(dtype: torch.dtype, values: Tensor) -> Tensor:
-    return values.to(dtype)
-
-
-def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
-    return match.how.join(parts, sizes)
-
-
 def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
     """Return file name -> tensors. No file is larger than `shard_bytes`, unless a single tensor
     is."""
@@ -466,6 +494,7 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
             free = shard_bytes
         shards[-1].append(match)
         free -= nbytes
+    # One file needs no index.
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {
@@ -477,6 +506,7 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
 def special_ids_of(source: Source) -> dict[str, Any]:
     """Return the ids of special tokens as a config.json has them: those of the source, or of its
     tokenizer."""
+    # A run of ours has none of its own: its documents are told apart by the tokenizer's.
     ids = source.facts.special or tokenizer_ids(source)
     return {"bos_token_id": None, "eos_token_id": None, **ids}
 
@@ -496,3 +526,54 @@ def tokenizer_ids(source: Source) -> dict[str, int | None]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+def _has_modules(model: ModelConfig, names: set[str]) -> bool:
+    """Return True if a folder with tensors of these names holds something of the model's
+    modules."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in _module_layers(model))
+    return any(tensor_name.startswith(prefixes) for tensor_name in names)
+
+
+def _module_layers(model: ModelConfig) -> range:
+    """Return the numbers of the layers of modules, after those of the model."""
+    return range(model.layers, model.layers + model.mtp_layers)
+
+
+def _module_copies(model: ModelConfig) -> Iterator[Match]:
+    """Yield the copies of embedding and head that each module has in a folder."""
+    shape = (model.vocab, model.hidden)
+    head = "embedding.weight" if model.tied else "head.weight"
+    for layer in _module_layers(model):
+        prefix = f"model.layers.{layer}"
+        yield Match(f"{prefix}.embed_tokens.weight", ("embedding.weight",), SAME, "whole", shape)
+        yield Match(f"{prefix}.shared_head.head.weight", (head,), SAME, "whole", shape)
+
+
+def _drop_module_copies(folder: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
+    """Remove the modules' copies of embedding and head. Raises UserError if one differs from its
+    original."""
+    for match in _module_copies(model):
+        # A tied model's head is its embedding, and so is the module's.
+        original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
+        if match.foreign in stored and original in stored:
+            # Published files have copies; a module trained apart would be another model.
+            if not same_values(stored[match.foreign].read(), stored[original].read()):
+                raise UserError.of(
+                    "convert.hf_mtp_copy_differs",
+                    path=folder,
+                    foreign=match.foreign,
+                    original=original,
+                )
+            del stored[match.foreign]
+
+
+def _left_out_modules(model: ModelConfig) -> tuple[str, ...]:
+    """Return what is said of a model's modules where a format has no place for them."""
+    if model.mtp_layers:
+        return (f"modules of multi-token prediction (model.mtp_layers = {model.mtp_layers})",)
+    return ()

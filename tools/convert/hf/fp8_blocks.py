@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 FP8 = torch.float8_e4m3fn
 SCALES = "_scale_inv"
@@ -117,45 +117,50 @@ def with_blocks(
     quantization: its quantization_config. Raises UserError if that does not say what is stored, for
         a matrix without scales, scales without a matrix, and scales of another shape.
     """
-    quantized = [name for name, tensor in stored.items() if tensor.dtype == FP8]
+    quantized = [tensor_name for tensor_name, tensor in stored.items() if tensor.dtype == FP8]
     if quantization is None:
         if quantized:
             raise UserError.of("convert.fp8_without_config", path=path, quantized=quantized[0])
         return dict(stored)
     if not quantized:
         raise UserError.of("convert.fp8_config_without_weights", path=path)
-    scales = [name for name in stored if name.endswith(SCALES)]
-    for name in scales:
-        matrix = name.removesuffix(SCALES)
+    scales = [tensor_name for tensor_name in stored if tensor_name.endswith(SCALES)]
+    for tensor_name in scales:
+        matrix = tensor_name.removesuffix(SCALES)
         if matrix not in quantized:
             raise UserError.of(
-                "convert.fp8_scale_without_weight", path=path, name=name, matrix=matrix
+                "convert.fp8_scale_without_weight", path=path, name=tensor_name, matrix=matrix
             )
-    for name in quantized:
-        if _is_excepted(name, quantization):
-            raise UserError.of("convert.fp8_excluded_weight", path=path, name=name)
+    for tensor_name in quantized:
+        if _is_excepted(tensor_name, quantization):
+            raise UserError.of("convert.fp8_excluded_weight", path=path, name=tensor_name)
     height, width = quantization.get("weight_block_size", BLOCK)
-    matrices = {name: _matrix(name, stored, (height, width), path) for name in quantized}
+    matrices = {
+        tensor_name: _matrix(tensor_name, stored, (height, width), path)
+        for tensor_name in quantized
+    }
     return {
-        name: matrices.get(name, tensor) for name, tensor in stored.items() if name not in scales
+        tensor_name: matrices.get(tensor_name, tensor)
+        for tensor_name, tensor in stored.items()
+        if tensor_name not in scales
     }
 
 
 def _matrix(
-    name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object
+    tensor_name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object
 ) -> Blocks:
     """Return an FP8 matrix with its scales. Raises UserError if these do not fit it."""
-    codes = stored[name]
-    scales = stored.get(name + SCALES)
+    codes = stored[tensor_name]
+    scales = stored.get(tensor_name + SCALES)
     if scales is None:
-        raise UserError.of("convert.fp8_scale_missing", path=path, name=name, scales=SCALES)
+        raise UserError.of("convert.fp8_scale_missing", path=path, name=tensor_name, scales=SCALES)
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
         cause = ": they are transposed" if scales.shape == expected[::-1] else ""
         raise UserError.of(
             "convert.fp8_scale_shape",
             path=path,
-            name=name,
+            name=tensor_name,
             shape=list(codes.shape),
             block_rows=block[0],
             block_columns=block[1],
@@ -168,11 +173,11 @@ def _matrix(
         raise UserError.of(
             "convert.fp8_scale_dtype",
             path=path,
-            name=name,
+            name=tensor_name,
             scales=SCALES,
             dtype=str(scales.dtype).removeprefix("torch."),
         )
-    return Blocks(name, codes, scales, block)
+    return Blocks(tensor_name, codes, scales, block)
 
 
 def _is_size(block: Any) -> bool:
@@ -186,10 +191,10 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def _is_excepted(name: str, quantization: Mapping[str, Any]) -> bool:
+def _is_excepted(tensor_name: str, quantization: Mapping[str, Any]) -> bool:
     """Return True if a module of `modules_to_not_convert` has the tensor: by its name, its
     beginning or its end."""
-    module = name.removesuffix(".weight")
+    module = tensor_name.removesuffix(".weight")
     modules = quantization.get("modules_to_not_convert") or ()
     ignored = quantization.get("ignored_layers") or ()
     for pattern in (*modules, *ignored):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCK = 32  # numbers that share a scale
@@ -88,26 +88,33 @@ def with_quantized(stored: Mapping[str, Stored], quantization: Any, path: object
     quantization: quantization_config, which says whether there are such pairs. Raises UserError if
         it does not say what is stored, or for a half of a pair.
     """
-    halves = [name for name in stored if name.endswith((_BLOCKS, _SCALES))]
+    halves = [tensor_name for tensor_name in stored if tensor_name.endswith((_BLOCKS, _SCALES))]
+    # What is stored and what is said of it must go together.
     if bool(halves) != bool(quantization):
         stores = f"stores {halves[0]}" if halves else "stores no MXFP4 blocks"
         stated = "mxfp4" if quantization else "missing"
         raise UserError.of("convert.quantization_mismatch", path=path, stores=stores, stated=stated)
     tensors: dict[str, Any] = {
-        name: tensor for name, tensor in stored.items() if name not in halves
+        tensor_name: tensor for tensor_name, tensor in stored.items() if tensor_name not in halves
     }
     for half in halves:
-        name = half.removesuffix(_BLOCKS)
-        if name == half:
+        tensor_name = half.removesuffix(_BLOCKS)
+        if tensor_name == half:
             continue  # scales
-        if name + _SCALES not in stored:
+        if tensor_name + _SCALES not in stored:
             raise UserError.of(
-                "convert.mxfp4_pair_missing", path=path, name=name, blocks=_BLOCKS, scales=_SCALES
+                "convert.mxfp4_pair_missing",
+                path=path,
+                name=tensor_name,
+                blocks=_BLOCKS,
+                scales=_SCALES,
             )
-        tensors[name] = _pair(stored[name + _BLOCKS], stored[name + _SCALES], f"{path}: {name}")
+        tensors[tensor_name] = _pair(
+            stored[tensor_name + _BLOCKS], stored[tensor_name + _SCALES], f"{path}: {tensor_name}"
+        )
     for half in halves:
-        name = half.removesuffix(_SCALES)
-        if name != half and name + _BLOCKS not in stored:
+        tensor_name = half.removesuffix(_SCALES)
+        if tensor_name != half and tensor_name + _BLOCKS not in stored:
             raise UserError.of("convert.mxfp4_blocks_missing", path=path, half=half)
     return tensors
 

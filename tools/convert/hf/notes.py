@@ -10,9 +10,8 @@ from models.attention.rope import frequencies
 from models.config import ModelConfig
 from models.rope_scaling import RopeScaling
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.defaults import DEFAULTS
-from tools.convert.hf.keys import Keys
-from tools.convert.hf.kinds import IDS
+from tools.convert.hf.families import FAMILIES, keys_of
+from tools.convert.hf.keys import IDS
 from tools.convert.hf.rope import BY_LAYER
 
 Json = Mapping[str, Any]
@@ -32,6 +31,7 @@ def notes(config: Json, architecture: str, read: bool) -> list[str]:
     remarks = [*_notes_on_code(config, architecture)]
     remarks += [f"{key} = {config[key]}, {KEPT}" for key in _ids_beyond_vocabulary(config)]
     remarks += _notes_on_versions(config)
+    # transformers leaves these layers out when it saves, but not their number.
     layers = further_layers(config)
     if layers and read:
         remarks.append(
@@ -50,6 +50,7 @@ def _notes_on_code(config: Json, architecture: str) -> Iterator[str]:
     """Yield remarks on a class or on code that a config.json names and that is not run."""
     architectures = config.get("architectures")
     family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+    # By their beginning: a class for another task has the same layers.
     if isinstance(architectures, list):
         others = [name for name in architectures if not str(name).lower().startswith(family)]
         if others:
@@ -63,14 +64,12 @@ def _notes_on_versions(config: Json) -> Iterator[str]:
     if key := _key_with_untruncated(config):
         yield (
             f"truncate = false in {key}: transformers 5 does not read it in a "
-            f"{config['model_type']} model, and so "
-            "it is read here; transformers 4 does"
+            f"{config['model_type']} model, and so it is read here; transformers 4 does"
         )
     if config["model_type"] == "olmo3" and _sliding_base_is_open(config):
         yield (
-            f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers "
-            "without the window alone, and "
-            "so it is read here; transformers 4 takes it for all"
+            f"rope_theta = {config['rope_theta']}, which transformers 5 takes for layers without "
+            "the window alone, and so it is read here; transformers 4 takes it for all"
         )
 
 
@@ -82,6 +81,7 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
     them.
     """
     for name, stored in files.items():
+        # Only old versions of transformers saved this buffer.
         if not name.endswith(ANGLES):
             continue
         has_shape = stored.shape == (model.rotary_dims // 2,)
@@ -95,6 +95,7 @@ def rotary_notes(model: ModelConfig, files: Mapping[str, Stored]) -> Iterator[st
 
 def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
     """Return True if saved angles are those of some layers of a model, or those before scaling."""
+    # Some saved the angles of one type of layer, others those before they are stretched.
     for base in (model.rope_base, model.window_rope_base or model.rope_base):
         for scaling in (model.rope_scaling, RopeScaling()):
             angles = frequencies(scaling, base, model.rotary_dims, model.max_positions)
@@ -106,7 +107,7 @@ def _are_angles(saved: Tensor, model: ModelConfig) -> bool:
 def _ids_beyond_vocabulary(config: Json) -> Iterator[str]:
     """Yield the keys of special tokens with ids that the vocabulary does not have. -1 stands for
     none."""
-    vocab_size = Keys(config, config["model_type"])["vocab_size"]
+    vocab_size = keys_of(config)["vocab_size"]
     for key in IDS:
         ids = config.get(key)
         if not isinstance(ids, list):
@@ -118,9 +119,10 @@ def _ids_beyond_vocabulary(config: Json) -> Iterator[str]:
 def _sliding_base_is_open(config: Json) -> bool:
     """Return True if an OLMo 3 has a base of its own, and nothing says which its layers with the
     window have."""
+    # transformers 4 took this base for all layers, 5 takes it for some.
     base = config.get("rope_theta")
     window_parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    has_own_base = base not in (None, DEFAULTS["olmo3"]["rope_theta"])
+    has_own_base = base not in (None, FAMILIES["olmo3"].defaults["rope_theta"])
     return has_own_base and "rope_theta" not in window_parameters
 
 
@@ -140,7 +142,7 @@ def _key_with_untruncated(config: Json) -> str:
 def further_layers(config: Json) -> int:
     """Return the number of layers after the model's own, for multi-token prediction. They may be in
     its files."""
-    keys = Keys(config, config["model_type"])
-    if "num_mtp_layers" in DEFAULTS[keys.kind]:
-        return int(keys["num_mtp_layers"] or 0)
+    config_keys = keys_of(config)
+    if "num_mtp_layers" in config_keys.family.defaults:
+        return int(config_keys["num_mtp_layers"] or 0)
     return 0

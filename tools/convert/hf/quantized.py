@@ -12,8 +12,7 @@ from typing import Any
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
 from tools.convert.hf import fp8_blocks, mxfp4
-from tools.convert.hf.keys import Keys
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import ConfigKeys, short
 
 KEY = "quantization_config"
 # Files in which other programs say that weights are quantized, with or without a key of
@@ -31,7 +30,7 @@ NOTES = {
 }
 
 
-def require_readable(keys: Keys) -> None:
+def require_readable(keys: ConfigKeys) -> None:
     """Raise UserError unless the weights of a config.json are not quantized, or in a way that is
     read."""
     keys.mark_read(KEY)
@@ -54,19 +53,21 @@ def require_readable(keys: Keys) -> None:
 
 
 def with_quantized(
-    stored: Mapping[str, Stored], config: Mapping[str, Any], path: Path
+    stored: Mapping[str, Stored], config: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """Return the tensors of a folder, with the parts of each quantized one as one tensor. Raises
     UserError."""
     quantization = config.get(KEY)
     if quantization is None:
-        for name in FILES:
-            if (path / name).is_file():
-                raise UserError.of("convert.quantized_by_config", path=path / name, remedy=_FROM)
+        for tensor_name in FILES:
+            if (folder / tensor_name).is_file():
+                raise UserError.of(
+                    "convert.quantized_by_config", path=folder / tensor_name, remedy=_FROM
+                )
     if config["model_type"] == "gpt_oss":
-        plain = fp8_blocks.with_blocks(stored, None, path)
-        return mxfp4.with_quantized(plain, quantization, path)
-    return fp8_blocks.with_blocks(stored, quantization, path)
+        plain = fp8_blocks.with_blocks(stored, None, folder)
+        return mxfp4.with_quantized(plain, quantization, folder)
+    return fp8_blocks.with_blocks(stored, quantization, folder)
 
 
 def quantized_notes(config: Mapping[str, Any]) -> list[str]:

@@ -1,16 +1,19 @@
-"""Rotary positions as a config.json says them: rope_parameters, or rope_scaling beside rope_theta
-in older ones.
+"""Rotary positions in a config.json: rope_parameters, or rope_scaling beside rope_theta in older
+ones.
 
 What two keys say differently is refused: transformers lets one of them win, which one depends on
-its version.
+its version. rope_theta, rope_scaling and rope_local_base_freq are written for transformers 4, vLLM
+and llama.cpp; families in which transformers 5 takes these keys otherwise get its rope_parameters
+besides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megaprec.errors import UserError
-from models.rope_scaling import ORIGINAL, PARAMETERS
-from tools.convert.hf.keys import Keys, require
+from models.config import ModelConfig
+from models.rope import ORIGINAL, PARAMETERS
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
 REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
 DEFAULT = {"rope_type": "default"}
@@ -20,55 +23,201 @@ TYPE_KEYS = ("rope_type", "type")
 # model_type of families that turn layers with the window in their own way
 BY_LAYER = ("olmo3", "gemma3_text")
 STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
+# of rope_scaling in transformers 4's OLMo 2, which takes only `type` and `factor`
+TWO_FIELDS = ("linear", "dynamic")
+GPT_OSS_PARAMETERS = {  # of a config.json that says nothing
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    ORIGINAL: 4096,
+}
 
 
-def rope(
-    keys: Keys, base: float, fraction: float = 1.0, base_key: str = "rope_theta"
-) -> dict[str, Any]:
-    """Return our fields of rotary positions.
+def _read_all_features(config: ConfigKeys) -> Fields:
+    """Return the fields of rotary positions. Raises UserError unless all features turn."""
+    rotary = _fields(_parameters(config), config, config["rope_theta"])
+    require(rotary["rotary_fraction"], "partial_rotary_factor", (1.0,))
+    require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    return rotary
 
-    base, fraction: the family's, or what its other keys say.
-    base_key: the name of the key of `base`.
+
+def _read_some_features(config: ConfigKeys) -> Fields:
+    """Return the fields of rotary positions where partial_rotary_factor may have any value."""
+    fraction = config["partial_rotary_factor"]
+    fraction = 1.0 if fraction is None else fraction
+    return _fields(_parameters(config), config, config["rope_theta"], fraction)
+
+
+def _read_gpt_neox(config: ConfigKeys) -> Fields:
+    """Return the fields of GPT-NeoX, of which transformers goes by rotary_emb_base and
+    rotary_pct."""
+    base = config["rotary_emb_base"]
+    rotary = _fields(_parameters(config), config, base, config["rotary_pct"], "rotary_emb_base")
+    require(config["rope_theta"], "rope_theta", (rotary["rope_base"], None))
+    rotary_fraction = rotary["rotary_fraction"]
+    require(config["partial_rotary_factor"], "partial_rotary_factor", (rotary_fraction, None))
+    return rotary
+
+
+def _read_gpt_oss(config: ConfigKeys) -> Fields:
+    """Return the fields of gpt-oss, whose class has YaRN where the file says nothing."""
+    if not config.has("rope_scaling") and config.stated.get("rope_parameters") is None:
+        config.stated["rope_parameters"] = dict(GPT_OSS_PARAMETERS)
+    rotary = _read_all_features(config)
+    # transformers ignores it
+    original_length = rotary["rope_scaling"].get(ORIGINAL)
+    require(config["initial_context_length"], "initial_context_length", (original_length, None))
+    return rotary
+
+
+def _write(model: ModelConfig) -> Json:
+    """Return the keys of positions that transformers 4 reads."""
+    config = {"rope_theta": model.rope_base, "rope_scaling": _scaling_keys(model)}
+    if model.rope_scaling.kind == "dynamic":
+        # transformers takes this key for the original length
+        original = getattr(model.rope_scaling, ORIGINAL)
+        return config | {"max_position_embeddings": original}
+    return config
+
+
+def _scaling_keys(model: ModelConfig) -> Fields | None:
+    """Return a model's rope_scaling; None if its positions are not scaled."""
+    scaling = model.rope_scaling
+    parameters: Fields = {}
+    for key in PARAMETERS[scaling.kind]:
+        # 0 is not given; max_position_embeddings says the original length of dynamic ones.
+        value = getattr(scaling, key)
+        if value and not (key == ORIGINAL and scaling.kind == "dynamic"):
+            parameters[key] = value
+    if not scaling.truncate:
+        parameters["truncate"] = False
+    return {"rope_type": scaling.kind, **parameters} if parameters else None
+
+
+def _newer_parameters(model: ModelConfig) -> Fields:
+    """Return rope_parameters, as transformers 5 reads them, of layers without the window."""
+    return {**(_scaling_keys(model) or DEFAULT), "rope_theta": model.rope_base}
+
+
+def _write_gpt_neox(model: ModelConfig) -> Json:
+    return {
+        **_write(model),
+        "rotary_pct": model.rotary_fraction,
+        "rotary_emb_base": model.rope_base,
+    }
+
+
+def _write_olmo2(model: ModelConfig) -> Json:
+    config = _write(model)
+    scaling = model.rope_scaling
+    if scaling.kind in TWO_FIELDS:
+        return {**config, "rope_scaling": {"type": scaling.kind, "factor": scaling.factor}}
+    return config
+
+
+ROPE = Entry(_read_all_features, _write)
+ROPE_OF_SOME_FEATURES = Entry(
+    _read_some_features,
+    lambda model: {**_write(model), "partial_rotary_factor": model.rotary_fraction},
+)
+ROPE_OF_GPT_NEOX = Entry(_read_gpt_neox, _write_gpt_neox)
+ROPE_OF_OLMO2 = Entry(_read_all_features, _write_olmo2)
+ROPE_OF_GPT_OSS = Entry(
+    _read_gpt_oss,
+    lambda model: {**_write(model), "rope_parameters": _newer_parameters(model)},
+)
+
+
+def rope_by_layer(windows: Entry, window_base_key: str = "") -> Entry:
+    """Return the entry of a window and of the rotary positions of families whose layers with the
+    window have positions of their own.
+
+    windows: of the window, and of the layers that have it.
+    window_base_key: the key of the base of these layers; "": it is the default of the family.
     """
-    return _fields(_parameters(keys), keys, base, fraction, base_key)
+
+    def read(config: ConfigKeys) -> Fields:
+        fields = windows.read(config)
+        if window_base_key:
+            window_base = config[window_base_key]
+        else:
+            # transformers takes rope_theta for the layers without the window only
+            window_base = config.family.defaults["rope_theta"]
+        rotary = _read_by_layer(config, window_base, has_window=fields["window"] > 0)
+        require(config["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+        return fields | rotary
+
+    def write(model: ModelConfig) -> Json:
+        full = _newer_parameters(model)
+        windowed = full
+        if model.window_rope_base:
+            windowed = {**DEFAULT, "rope_theta": model.window_rope_base}
+        base = {window_base_key: windowed["rope_theta"]} if window_base_key else {}
+        tables = {"full_attention": full, "sliding_attention": windowed}
+        return {**windows.write(model), **_write(model), **base, "rope_parameters": tables}
+
+    return Entry(read, write)
 
 
-def rope_by_layer(
-    keys: Keys, base: float, window_base: float, windows: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return our fields for families whose layers with the window have rotary positions of their
-    own.
+def _read_by_layer(config: ConfigKeys, window_base: float, has_window: bool) -> Fields:
+    """Return the fields of rotary positions, of layers with the window too.
 
-    windows: the window and its layers, as fields. rope_parameters has a table for each type of
-        layer; rope_scaling and rope_theta in older files are those of the layers without the
-        window.
+    rope_parameters has a table for each type of layer; rope_scaling and rope_theta in older files
+    are those of the layers without the window.
     """
-    full, windowed = _tables_by_layer(keys)
-    older = _table(keys, "rope_scaling")
-    if older and "rope_type" not in keys["rope_scaling"]:
-        raise UserError.of("convert.rope_scaling_type", kind=keys.kind)
+    full, windowed = _tables_by_layer(config)
+    older = _table(config, "rope_scaling")
+    if older and "rope_type" not in config["rope_scaling"]:
+        raise UserError.of("convert.rope_scaling_type", kind=config.kind)
     for table in (full, windowed, older):
         # transformers 5 does not look for it by layer, which `notes` says
         table.pop("truncate", None)
-    _require_same(older, full, keys)
-    fields = _fields(full or older or dict(DEFAULT), keys, base, 1.0, "rope_theta")
+    _require_same(older, full, config)
+    fields = _fields(full or older or dict(DEFAULT), config, config["rope_theta"])
     window_fields = _fields(
-        windowed or dict(DEFAULT), keys, window_base, 1.0, "rope_local_base_freq"
+        windowed or dict(DEFAULT), config, window_base, base_key="rope_local_base_freq"
     )
     for each in (fields, window_fields):
         require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
     # Without such layers, or where all turn alike, one set of fields says all.
-    if not windows["window"] or fields == window_fields:
+    if not has_window or fields == window_fields:
         return fields
     if window_fields["rope_scaling"]:
         raise UserError.of("convert.rope_sliding_scaled")
     return {**fields, "window_rope_base": window_fields["rope_base"]}
 
 
-def _tables_by_layer(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
+def olmo2_beyond_transformers_4(model: ModelConfig) -> Iterator[str]:
+    """Yield what transformers 4 cannot do with the positions of an OLMo 2."""
+    rope_type = model.rope_scaling.kind
+    if rope_type not in ("none", *TWO_FIELDS):
+        yield f"scale the rotary positions of an olmo2 model by rope_type {rope_type!r}"
+
+
+def by_layer_beyond_transformers_4(kind: str) -> Callable[[ModelConfig], Iterator[str]]:
+    """Return the function that yields what transformers 4 cannot do with the positions of layers
+    with the window. kind: model_type."""
+
+    def yield_lines(model: ModelConfig) -> Iterator[str]:
+        if not model.window:
+            return
+        if model.rope_scaling.kind != "none" and not model.window_rope_base:
+            yield f"scale the rotary positions of layers with sliding_attention in a {kind} model"
+        elif kind == "olmo3" and model.window_rope_base not in (0, model.rope_base):
+            yield (
+                "give the layers with sliding_attention of an olmo3 model a rope_theta of their "
+                "own, as this one has"
+            )
+
+    return yield_lines
+
+
+def _tables_by_layer(config: ConfigKeys) -> tuple[Fields, Fields]:
     """Return the rope parameters of layers without the window, and of those with it; empty where
     the file does not say them."""
-    tables = keys["rope_parameters"] or {}
+    tables = config["rope_parameters"] or {}
     if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
         raise UserError.of(
             "convert.rope_by_layer", tables=tables, layer_types=" and ".join(LAYER_TYPES)
@@ -81,61 +230,72 @@ def _tables_by_layer(keys: Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fields(
-    parameters: dict[str, Any], keys: Keys, base: float, fraction: float, base_key: str
-) -> dict[str, Any]:
-    """Return our fields of rope parameters, which may say base and fraction too."""
+    parameters: dict[str, Any],
+    config: ConfigKeys,
+    base: float,
+    fraction: float = 1.0,
+    base_key: str = "rope_theta",
+) -> Fields:
+    """Return our fields of rope parameters, which may say base and fraction too.
+
+    base, fraction: what other keys of the file say, or the family.
+    base_key: the name of the key of `base`.
+    """
     stated_base = parameters.pop("rope_theta", None)
-    if stated_base is not None and keys.has(base_key) and stated_base != base:
+    if stated_base is not None and config.has(base_key) and stated_base != base:
         raise UserError.of(
             "convert.rope_theta_differs", base_key=base_key, base=base, stated_base=stated_base
         )
     stated_fraction = parameters.pop("partial_rotary_factor", None)
-    if stated_fraction is not None and keys.has("rotary_pct") and stated_fraction != fraction:
+    if stated_fraction is not None and config.has("rotary_pct") and stated_fraction != fraction:
         raise UserError.of(
             "convert.rotary_pct_differs", fraction=fraction, stated_fraction=stated_fraction
         )
     return {
         "rope_base": float(base if stated_base is None else stated_base),
         "rotary_fraction": float(fraction if stated_fraction is None else stated_fraction),
-        "rope_scaling": _scaling(parameters, keys),
+        "rope_scaling": _scaling(parameters, config),
     }
 
 
-def _parameters(keys: Keys) -> dict[str, Any]:
+def _parameters(config: ConfigKeys) -> dict[str, Any]:
     """Return the rope parameters, their kind as rope_type."""
-    older = _table(keys, "rope_scaling")
-    newer = _table(keys, "rope_parameters")
-    _require_same(older, newer, keys)
+    older = _table(config, "rope_scaling")
+    newer = _table(config, "rope_parameters")
+    _require_same(older, newer, config)
     return newer or older or dict(DEFAULT)
 
 
-def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], keys: Keys) -> None:
+def _require_same(older: Mapping[str, Any], newer: Mapping[str, Any], config: ConfigKeys) -> None:
     """Check rope_scaling (`older`) against rope_parameters (`newer`): the base of the first may
     stand beside it."""
     stated = dict(older)
-    if keys.has("rope_theta") and "rope_theta" in newer:
-        stated.setdefault("rope_theta", keys.stated["rope_theta"])
+    if config.has("rope_theta") and "rope_theta" in newer:
+        stated.setdefault("rope_theta", config.stated["rope_theta"])
     if older and newer and stated != newer:
         raise UserError.of("convert.rope_tables_differ")
 
 
-def _table(keys: Keys, key: str) -> dict[str, Any]:
+def _table(config: ConfigKeys, config_key: str) -> dict[str, Any]:
     """Return the rope parameters under a key; empty if there are none."""
-    table = keys[key] or {}
+    table = config[config_key] or {}
     if not isinstance(table, Mapping):
-        raise UserError.of("convert.rope_not_object", key=key, table=table)
-    return _with_rope_type(table, key)
+        raise UserError.of("convert.rope_not_object", key=config_key, table=table)
+    return _with_rope_type(table, config_key)
 
 
-def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _with_rope_type(table: Mapping[str, Any], config_key: str) -> dict[str, Any]:
     """Return the parameters in `table`, their kind as rope_type."""
     nested = [name for name, value in table.items() if isinstance(value, Mapping)]
     if nested:
-        raise UserError.of("convert.rope_partial", key=key, nested=nested[0])
+        raise UserError.of("convert.rope_partial", key=config_key, nested=nested[0])
     kinds = {str(table[name]) for name in TYPE_KEYS if table.get(name) is not None}
     if len(kinds) > 1:
         raise UserError.of(
-            "convert.rope_two_types", key=key, rope_type=table["rope_type"], type=table["type"]
+            "convert.rope_two_types",
+            key=config_key,
+            rope_type=table["rope_type"],
+            type=table["type"],
         )
     if not table:
         return {}
@@ -143,27 +303,27 @@ def _with_rope_type(table: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {"rope_type": kinds.pop() if kinds else "default", **parameters}
 
 
-def _scaling(parameters: dict[str, Any], keys: Keys) -> dict[str, Any]:
+def _scaling(parameters: dict[str, Any], config: ConfigKeys) -> dict[str, Any]:
     """Return our rope_scaling. Where an original length is not given, theirs is that of the
     model."""
-    kind = parameters.pop("rope_type")
+    rope_type = parameters.pop("rope_type")
     stated = {key: value for key, value in parameters.items() if value is not None}
-    original = keys[ORIGINAL]
-    longest = keys["max_position_embeddings"]
-    if original is not None and kind not in STRETCHED:
-        raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=kind)
-    if kind == "default":
+    original = config[ORIGINAL]
+    longest = config["max_position_embeddings"]
+    if original is not None and rope_type not in STRETCHED:
+        raise UserError.of("convert.rope_key_unread", key=ORIGINAL, value=original, kind=rope_type)
+    if rope_type == "default":
         _require_nothing_else(stated)
         return {}
-    if kind not in KINDS:
-        raise UserError.of("convert.rope_type_unknown", kind=kind, kinds=", ".join(KINDS))
+    if rope_type not in KINDS:
+        raise UserError.of("convert.rope_type_unknown", kind=rope_type, kinds=", ".join(KINDS))
     # Where nothing says the length, the model was trained for its own.
-    if ORIGINAL in PARAMETERS[kind]:
-        stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, kind)
-    if kind == "yarn":
+    if ORIGINAL in PARAMETERS[rope_type]:
+        stated[ORIGINAL] = _original_length(stated.get(ORIGINAL), original, longest, rope_type)
+    if rope_type == "yarn":
         stated |= _yarn_defaults(parameters, stated, longest)
-    _require_complete(kind, stated)
-    return {"kind": kind, **stated}
+    _require_complete(rope_type, stated)
+    return {"kind": rope_type, **stated}
 
 
 def _yarn_defaults(
@@ -183,11 +343,11 @@ def _yarn_defaults(
     return defaults
 
 
-def _require_complete(kind: str, stated: dict[str, Any]) -> None:
+def _require_complete(rope_type: str, stated: dict[str, Any]) -> None:
     """Raise UserError for parameters that a kind needs, and for a factor that leaves nothing."""
-    for key in ("factor", *REQUIRED.get(kind, ())):
+    for key in ("factor", *REQUIRED.get(rope_type, ())):
         if key not in stated:
-            raise UserError.of("convert.rope_key_missing", key=key, kind=kind)
+            raise UserError.of("convert.rope_key_missing", key=key, kind=rope_type)
     if stated.get("attention_factor") == 0:
         raise UserError.of("convert.rope_factor_zero")
 
@@ -198,7 +358,7 @@ def _require_nothing_else(parameters: dict[str, Any]) -> None:
         raise UserError.of("convert.rope_key_without_type", key=key, value=value)
 
 
-def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
+def _original_length(inside: Any, outside: Any, longest: int, rope_type: str) -> Any:
     """Return the length that a model was trained for before its positions were stretched.
 
     inside, outside: what the rope parameters say, and the config.json beside them.
@@ -212,7 +372,7 @@ def _original_length(inside: Any, outside: Any, longest: int, kind: str) -> Any:
         original = inside
     elif outside is not None:
         original = outside
-    if kind == "dynamic" and original != longest:
+    if rope_type == "dynamic" and original != longest:
         raise UserError.of(
             "convert.rope_original_dynamic", key=ORIGINAL, value=original, longest=longest
         )

@@ -70,29 +70,31 @@ def main_file(files: Sequence[Path]) -> Path | None:
     return min(candidates, key=lambda file: file.suffix != ".json", default=None)
 
 
-def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
+def check_tokenizer(tokenizer_files: Sequence[Path], vocab: int) -> Tokenizer | None:
     """Return the tokenizer, if there is one. UserError if it has more tokens than the model's
     vocabulary `vocab`."""
-    file = main_file(files)
-    if file is None:
+    tokenizer_file = main_file(tokenizer_files)
+    if tokenizer_file is None:
         return None
-    tokenizer = load_tokenizer(file)
+    tokenizer = load_tokenizer(tokenizer_file)
     if tokenizer.vocab_size > vocab:
         raise UserError.of(
             "convert.tokenizer_beyond_vocabulary",
-            file=file,
+            file=tokenizer_file,
             vocab_size=tokenizer.vocab_size,
             vocab=vocab,
         )
     return tokenizer
 
 
-def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
-    """Yield notes on files of a tokenizer that are not read, and on two that disagree. files: those
-    that are read."""
-    file = main_file(files)
-    if file is None:
-        names = {each.name for each in files}
+def folder_notes(folder: Path, tokenizer_files: Sequence[Path]) -> Iterator[str]:
+    """Yield notes on files of a tokenizer that are not read, and on two that disagree.
+
+    tokenizer_files: those that are read.
+    """
+    tokenizer_file = main_file(tokenizer_files)
+    if tokenizer_file is None:
+        names = {each.name for each in tokenizer_files}
         for pattern in UNREAD:
             names |= {match.name for match in folder.glob(pattern)}
         if names:
@@ -101,26 +103,31 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
                 f"tokenizer.json: {SAVE_ANEW}"
             )
         return
-    for other in files:
-        if other.suffix == ".model" and other != file:
-            yield from _notes_on_disagreement(file, other)
+    for other in tokenizer_files:
+        if other.suffix == ".model" and other != tokenizer_file:
+            yield from _notes_on_disagreement(tokenizer_file, other)
             return
 
 
-def _notes_on_disagreement(file: Path, pieces: Path) -> Iterator[str]:
+def _notes_on_disagreement(tokenizer_file: Path, pieces: Path) -> Iterator[str]:
     """Yield a note if a SentencePiece model beside a tokenizer.json has other tokens."""
     try:
         model = sentencepiece_encoder(read_whole(pieces))[1]
     except RuntimeError:
-        yield f"{file} is read, not {pieces.name} beside it, which is no SentencePiece model"
+        yield (
+            f"{tokenizer_file} is read, not {pieces.name} beside it, which is no SentencePiece "
+            "model"
+        )
         return
-    tokens = {token_id: token for token, token_id in load_tokenizer(file).vocabulary().items()}
+    tokens = {
+        token_id: token for token, token_id in load_tokenizer(tokenizer_file).vocabulary().items()
+    }
     for token_id in range(model.get_piece_size()):
         if tokens.get(token_id) != model.id_to_piece(token_id):
             yield (
-                f"{file} is read, not {pieces.name} beside it, which disagrees: token {token_id} "
-                f"is {tokens.get(token_id)!r} in "
-                f"the first and {model.id_to_piece(token_id)!r} in the other"
+                f"{tokenizer_file} is read, not {pieces.name} beside it, which disagrees: "
+                f"token {token_id} is {tokens.get(token_id)!r} in the first and "
+                f"{model.id_to_piece(token_id)!r} in the other"
             )
             return
 
@@ -131,8 +138,8 @@ def stated_ids(special: Mapping[str, Any], key: str, known: int) -> list[int]:
     known: number of ids that a token may have; others are left out.
     """
     value = special.get(key)
-    ids = value if isinstance(value, list) else [value]
-    return [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < known]
+    token_ids = value if isinstance(value, list) else [value]
+    return [token_id for token_id in token_ids if type(token_id) is int and 0 <= token_id < known]
 
 
 def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
@@ -147,103 +154,107 @@ def begin_note(source: Source, tokenizer: Tokenizer | None) -> list[str]:
         return []
     instead = "no token stands there" if begin is None else f"they begin after the token {begin}"
     return [
-        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, "
-        "which nothing says to "
-        f"stand before documents: {instead}"
+        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which "
+        f"nothing says to stand before documents: {instead}"
     ]
 
 
-def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
+def write_tokenizer(
+    tokenizer_files: Sequence[Path], folder: Path, begin: int | None = None
+) -> None:
     """Write into `folder` what AutoTokenizer needs. Raises UserError for a model that a
     tokenizer.json cannot say.
 
     begin: id of the token that begins a document, as in config.json, if the files do not name it.
     """
-    file = main_file(files)
-    if file is None:
+    tokenizer_file = main_file(tokenizer_files)
+    if tokenizer_file is None:
         return
-    tokenizer = load_tokenizer(file)
+    tokenizer = load_tokenizer(tokenizer_file)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        content = parse_json(read_text(file))
+        content = parse_json(read_text(tokenizer_file))
     else:
-        content = _as_tokenizer_json(file)
+        content = _as_tokenizer_json(tokenizer_file)
     (folder / "tokenizer.json").write_text(
         json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8"
     )
-    settings = _settings(files, content, tokenizer, begin)
+    settings = _settings(tokenizer_files, content, tokenizer, begin)
     (folder / CONFIG).write_text(
         json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for special_map in _named(files, SPECIAL_MAP):
+    for special_map in _named(tokenizer_files, SPECIAL_MAP):
         (folder / special_map.name).write_bytes(read_whole(special_map))
     # The proof that nothing was lost on the way.
-    probe = PROBE + _text_of_symbols(file)
+    probe = PROBE + _text_of_symbols(tokenizer_file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
-        raise UserError.of("convert.tokenizer_splits", file=file)
+        raise UserError.of("convert.tokenizer_splits", file=tokenizer_file)
 
 
-def _named(files: Sequence[Path], name: str) -> list[Path]:
+def _named(tokenizer_files: Sequence[Path], name: str) -> list[Path]:
     """Return the files of a name."""
-    return [file for file in files if file.name == name]
+    return [tokenizer_file for tokenizer_file in tokenizer_files if tokenizer_file.name == name]
 
 
 def _settings(
-    files: Sequence[Path], content: dict[str, Any], tokenizer: Tokenizer, begin: int | None
+    tokenizer_files: Sequence[Path],
+    content: dict[str, Any],
+    tokenizer: Tokenizer,
+    begin: int | None,
 ) -> dict[str, Any]:
     """Return the tokenizer_config.json of a tokenizer: the one it has, with the roles of tokens
     that no file names. content: of its tokenizer.json."""
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    for file in _named(files, CONFIG)[:1]:
-        settings = parse_json(read_text(file))
+    for tokenizer_file in _named(tokenizer_files, CONFIG)[:1]:
+        settings = parse_json(read_text(tokenizer_file))
     named_roles = set(settings)
-    for file in _named(files, SPECIAL_MAP):
-        named_roles |= set(parse_json(read_text(file)))
+    for tokenizer_file in _named(tokenizer_files, SPECIAL_MAP):
+        named_roles |= set(parse_json(read_text(tokenizer_file)))
     roles = _missing_roles(content, tokenizer, begin, named_roles)
     settings = {**roles, **settings, "tokenizer_class": FROM_FILE}
     settings.pop("auto_map", None)  # code of the folder's own, which is not carried over
     return settings
 
 
-def class_note(files: Sequence[Path]) -> list[str]:
+def class_note(tokenizer_files: Sequence[Path]) -> list[str]:
     """Return a note on a class of tokenizers that the settings name, and that is written as
     another."""
-    configs = _named(files, CONFIG)
-    if not configs or not main_file(files):
+    configs = _named(tokenizer_files, CONFIG)
+    if not configs or not main_file(tokenizer_files):
         return []
     config = configs[0]
     name = parse_json(read_text(config)).get("tokenizer_class")
     if name in (None, FROM_FILE, "TokenizersBackend"):
         return []
     return [
-        f"{config}: tokenizer_class = {name!r} is written as {FROM_FILE!r}, which splits "
-        "texts as tokenizer.json says "
-        "in every version of transformers"
+        f"{config}: tokenizer_class = {name!r} is written as {FROM_FILE!r}, which splits texts as "
+        "tokenizer.json says in every version of transformers"
     ]
 
 
-def require_writable(files: Sequence[Path]) -> None:
+def require_writable(tokenizer_files: Sequence[Path]) -> None:
     """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
+    # Written for real, since only the result tells whether it splits alike.
     with TemporaryDirectory() as folder:
         try:
-            write_tokenizer(files, Path(folder))
+            write_tokenizer(tokenizer_files, Path(folder))
         except UserError as error:
             raise UserError(
                 *(problem.replace(f"{folder}/", "") for problem in error.problems)
             ) from error
 
 
-def _text_of_symbols(file: Path) -> str:
+def _text_of_symbols(tokenizer_file: Path) -> str:
     """Return a text with every user-defined symbol of a SentencePiece model, among others and
     alone."""
-    symbols = [] if file.suffix == ".json" else _user_defined(file)
+    symbols = [] if tokenizer_file.suffix == ".json" else _user_defined(tokenizer_file)
     return "".join(f"a{symbol} {symbol}{symbol}b" for symbol in symbols).replace(SPACE, " ")
 
 
-def _user_defined(file: Path) -> list[str]:
+def _user_defined(tokenizer_file: Path) -> list[str]:
     """Return the pieces that a SentencePiece model splits off wherever they stand, the longest
     first."""
     symbols: list[str] = []
-    for number, value in protobuf_fields(read_whole(file)):
+    for number, value in protobuf_fields(read_whole(tokenizer_file)):
         if number == PIECES_FIELD:
             piece = dict(protobuf_fields(value))
             if piece.get(PIECE_TYPE) == USER_DEFINED:
@@ -260,26 +271,26 @@ def _missing_roles(
     """
     tokens = {token_id: token for token, token_id in tokenizer.vocabulary().items()}
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
+    token_ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
     roles: dict[str, Any] = {}
-    for role, token_id in ids.items():
+    for role, token_id in token_ids.items():
         if role not in named and isinstance(token_id, int) and token_id in tokens:
             roles[role] = tokens[token_id]
     return roles
 
 
-def _as_tokenizer_json(file: Path) -> dict[str, Any]:
+def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
     """Return a SentencePiece BPE model in the words of Hugging Face's tokenizers."""
     model = sentencepiece.SentencePieceProcessor()
-    model.LoadFromSerializedProto(read_whole(file))
-    dummy_prefix = _check_model(file)
+    model.LoadFromSerializedProto(read_whole(tokenizer_file))
+    dummy_prefix = _check_model(tokenizer_file)
     pieces = {model.id_to_piece(token_id): token_id for token_id in range(model.get_piece_size())}
     special = [
         token_id
         for token_id in pieces.values()
         if model.is_control(token_id) or model.is_unknown(token_id)
     ]
-    symbols = _user_defined(file)
+    symbols = _user_defined(tokenizer_file)
     symbol_ids = {pieces[symbol] for symbol in symbols}
     mergeable: dict[str, int] = {}
     for piece, token_id in pieces.items():
@@ -291,6 +302,7 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
         )
         if not is_other:
             mergeable[piece] = token_id
+    # Bytes stand for characters that no piece has.
     byte_fallback = any(map(model.is_byte, pieces.values()))
     return {
         "version": "1.0",
@@ -299,12 +311,15 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
         "added_tokens": [
             _added_token(model.id_to_piece(token_id), token_id) for token_id in sorted(special)
         ],
-        "normalizer": {"type": "Sequence", "normalizers": _normalizers(file, dummy_prefix)},
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": _normalizers(tokenizer_file, dummy_prefix),
+        },
         "pre_tokenizer": _split_symbols(symbols),
         "post_processor": None,
         "decoder": {
             "type": "Sequence",
-            "decoders": _decoders(file, dummy_prefix, byte_fallback),
+            "decoders": _decoders(tokenizer_file, dummy_prefix, byte_fallback),
         },
         "model": {
             "type": "BPE",
@@ -321,29 +336,33 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     }
 
 
-def _escapes(file: Path) -> list[tuple[str, str]]:
+def _escapes(tokenizer_file: Path) -> list[tuple[str, str]]:
     """Return (characters, what stands for them within pieces) of a model that is trained here."""
-    if not _is_lossless(file):
+    if not _is_lossless(tokenizer_file):
         return []
     return [(DLE, ESCAPES[DLE]), (SPACE, ESCAPES[SPACE])]
 
 
-def _normalizers(file: Path, dummy_prefix: bool) -> list[dict[str, Any]]:
+def _normalizers(tokenizer_file: Path, dummy_prefix: bool) -> list[dict[str, Any]]:
     """Return the steps from a text to what is split into pieces."""
-    steps = [_replace(characters, escape) for characters, escape in _escapes(file)]
+    steps = [_replace(characters, escape) for characters, escape in _escapes(tokenizer_file)]
     if dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(_replace(" ", SPACE))
     return steps
 
 
-def _decoders(file: Path, dummy_prefix: bool, byte_fallback: bool) -> list[dict[str, Any]]:
+def _decoders(
+    tokenizer_file: Path, dummy_prefix: bool, byte_fallback: bool
+) -> list[dict[str, Any]]:
     """Return the steps from pieces to a text, in the reverse order of `_normalizers`."""
     steps = [_replace(SPACE, " ")]
     if byte_fallback:
         steps.append({"type": "ByteFallback"})
     steps.append({"type": "Fuse"})
-    steps += [_replace(escape, characters) for characters, escape in reversed(_escapes(file))]
+    steps += [
+        _replace(escape, characters) for characters, escape in reversed(_escapes(tokenizer_file))
+    ]
     if dummy_prefix:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return steps
@@ -393,10 +412,10 @@ def _merges(ids: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
         yield from sorted(known_pairs, key=ids_of)
 
 
-def _is_lossless(file: Path) -> bool:
+def _is_lossless(tokenizer_file: Path) -> bool:
     """Return True if a model rewrites texts by the escapes of the models that are trained here, and
     by nothing else."""
-    parts = dict(protobuf_fields(read_whole(file)))
+    parts = dict(protobuf_fields(read_whole(tokenizer_file)))
     tables = []
     for part in (NORMALIZER, DENORMALIZER):
         fields = dict(protobuf_fields(parts.get(part, b"")))
@@ -404,15 +423,15 @@ def _is_lossless(file: Path) -> bool:
     return tuple(tables) == escapes()
 
 
-def _check_model(file: Path) -> bool:
+def _check_model(tokenizer_file: Path) -> bool:
     """Return True if a space is put before texts. Raises UserError for unsupported kinds of
     models."""
-    fields = dict(protobuf_fields(read_whole(file)))
+    fields = dict(protobuf_fields(read_whole(tokenizer_file)))
     trainer = dict(protobuf_fields(fields.get(TRAINER_FIELD, b"")))
     normalizer = dict(protobuf_fields(fields.get(NORMALIZER_FIELD, b"")))
     if trainer.get(MODEL_TYPE, UNIGRAM) != BPE:
-        raise UserError.of("convert.tokenizer_not_bpe", file=file)
+        raise UserError.of("convert.tokenizer_not_bpe", file=tokenizer_file)
     rewrites = normalizer.get(CHARACTER_MAP) or normalizer.get(REMOVE_SPACES, 1)
-    if not _is_lossless(file) and rewrites:
-        raise UserError.of("convert.tokenizer_rewrites", file=file)
+    if not _is_lossless(tokenizer_file) and rewrites:
+        raise UserError.of("convert.tokenizer_rewrites", file=tokenizer_file)
     return bool(normalizer.get(DUMMY_PREFIX, 1))

@@ -3,60 +3,130 @@
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import Keys, require
+from models.config import ModelConfig
+from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
 LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 
 
-def window_of(keys: Keys) -> Any:
-    """Return sliding_window; null there is 0 here."""
-    window = keys["sliding_window"]
-    if window == 0:
-        raise UserError.of("convert.hf_window_zero")
+def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
+    """Return the entry of a window in the layers that layer_types names, otherwise in all but every
+    `pattern`th.
+
+    pattern: a number, or the key that has it.
+    unused_window: sliding_window of a model without any such layer; not null, for the classes of
+        gpt-oss and Gemma 2 take numbers alone.
+    """
+
+    def read(config: ConfigKeys) -> Fields:
+        # Newer files list the layers; the pattern is of older ones.
+        period = config[pattern] if isinstance(pattern, str) else pattern
+        layers = config["num_hidden_layers"]
+        types = config["layer_types"]
+        if types is not None:
+            has_window = _layers_with_window(types, layers)
+        elif isinstance(period, int) and period > 0:
+            has_window = [bool((number + 1) % period) for number in range(layers)]
+        else:
+            raise UserError.of("convert.hf_window_pattern", pattern=period)
+        return _fields(has_window, _window(config), required=True)
+
+    def write(model: ModelConfig) -> Json:
+        return {
+            "sliding_window": model.window or unused_window,
+            "layer_types": _layer_types(model),
+        }
+
+    return Entry(read, write)
+
+
+def _read_of_all(config: ConfigKeys) -> Fields:
+    window = _window(config)
     # transformers does not read it in these families
-    if keys.has("use_sliding_window") and keys.kind in ("mistral", "mixtral"):
-        require(keys.stated["use_sliding_window"], "use_sliding_window", (window is not None,))
-        keys.mark_read("use_sliding_window")
-    return window or 0
+    if config.has("use_sliding_window"):
+        require(config.stated["use_sliding_window"], "use_sliding_window", (window > 0,))
+        config.mark_read("use_sliding_window")
+    require_layers_alike(config, window, config["num_hidden_layers"])
+    return {"window": window}
 
 
-def windows_of(keys: Keys) -> dict[str, Any]:
+def _read_qwen(config: ConfigKeys) -> Fields:
     """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one
     on."""
-    window = window_of(keys) if keys["use_sliding_window"] else 0
-    layers = keys["num_hidden_layers"]
-    keys.mark_read("sliding_window")
-    first = keys["max_window_layers"]
-    types = keys["layer_types"]
+    window = _window(config) if config["use_sliding_window"] else 0
+    config.mark_read("sliding_window")
+    layers = config["num_hidden_layers"]
+    # Layers before it see all tokens.
+    first = config["max_window_layers"]
+    types = config["layer_types"]
     if types is None:
         return _fields([number >= first for number in range(layers)], window)
     return _fields(_layers_with_window(types, layers), window, required=True)
 
 
-def windows_by_type(keys: Keys, pattern: Any) -> dict[str, Any]:
-    """Return the window and its layers: those of layer_types, otherwise all but every
-    `pattern`th."""
-    layers = keys["num_hidden_layers"]
-    types = keys["layer_types"]
-    if types is not None:
-        has_window = _layers_with_window(types, layers)
-    elif isinstance(pattern, int) and pattern > 0:
-        has_window = [bool((number + 1) % pattern) for number in range(layers)]
-    else:
-        raise UserError.of("convert.hf_window_pattern", pattern=pattern)
-    return _fields(has_window, window_of(keys), required=True)
+def _read_qwen2_moe(config: ConfigKeys) -> Fields:
+    # versions of transformers differ in what that means
+    if config["use_sliding_window"] and config["layer_types"] is None:
+        raise UserError.of("convert.hf_qwen2_moe_window")
+    return _read_qwen(config)
 
 
-def _fields(has_window: list[bool], window: int, required: bool = False) -> dict[str, Any]:
+def _read_qwen3_moe(config: ConfigKeys) -> Fields:
+    window = _window(config) if config["use_sliding_window"] else 0
+    config.mark_read("sliding_window", "max_window_layers")
+    require_layers_alike(config, window, config["num_hidden_layers"])
+    if window:
+        # transformers gives the window to all layers
+        require(config["max_window_layers"], "max_window_layers", (0, None))
+    return {"window": window}
+
+
+def _write_optional(model: ModelConfig) -> Json:
+    return {"use_sliding_window": model.window > 0, "sliding_window": model.window or None}
+
+
+def _write_qwen(model: ModelConfig) -> Json:
+    first = min(model.window_layers, default=0)
+    config = {**_write_optional(model), "max_window_layers": first}
+    if model.window_layers:
+        return {**config, "layer_types": _layer_types(model)}
+    return config
+
+
+def _write_qwen2_moe(model: ModelConfig) -> Json:
+    config = _write_optional(model)
+    return {**config, "layer_types": _layer_types(model)} if model.window else config
+
+
+WINDOW_OF_ALL_LAYERS = Entry(_read_of_all, lambda model: {"sliding_window": model.window or None})
+NO_WINDOW = Entry(lambda config: require_layers_alike(config, 0, config["num_hidden_layers"]))
+WINDOWS_OF_QWEN = Entry(_read_qwen, _write_qwen)
+WINDOWS_OF_QWEN2_MOE = Entry(_read_qwen2_moe, _write_qwen2_moe)
+WINDOW_OF_QWEN3_MOE = Entry(
+    _read_qwen3_moe, lambda model: {**_write_optional(model), "max_window_layers": 0}
+)
+
+
+def _window(config: ConfigKeys) -> Any:
+    """Return sliding_window; null there is 0 here."""
+    window = config["sliding_window"]
+    if window == 0:
+        raise UserError.of("convert.hf_window_zero")
+    return window or 0
+
+
+def _fields(has_window: list[bool], window: int, required: bool = False) -> Fields:
     """Return the fields of layers of which some have the window. required: these layers must have
     one."""
     if required and any(has_window) and not window:
         raise UserError.of("convert.hf_window_missing")
-    chosen = tuple(number for number, has in enumerate(has_window) if has) if window else ()
-    if not chosen:
+    if not window or not any(has_window):
         return {"window": 0, "window_layers": ()}
     # No layers in particular are all layers.
-    return {"window": window, "window_layers": () if all(has_window) else chosen}
+    if all(has_window):
+        return {"window": window, "window_layers": ()}
+    layers_with_window = tuple(number for number, has in enumerate(has_window) if has)
+    return {"window": window, "window_layers": layers_with_window}
 
 
 def _layers_with_window(types: Any, layers: int) -> list[bool]:
@@ -67,9 +137,19 @@ def _layers_with_window(types: Any, layers: int) -> list[bool]:
     return [LAYER_TYPES[require(name, "layer_types", allowed)] for name in types]
 
 
-def require_layers_alike(keys: Keys, window: Any, layers: int) -> None:
-    """Check families whose layers transformers treats alike, whatever layer_types says."""
-    types = keys["layer_types"]
+def _layer_types(model: ModelConfig) -> list[str]:
+    types = []
+    for layer in range(model.layers):
+        has_window = model.of_layer(layer).window > 0
+        types.append("sliding_attention" if has_window else "full_attention")
+    return types
+
+
+def require_layers_alike(config: ConfigKeys, window: int, layers: int) -> Fields:
+    """Return no fields. Raises UserError if layer_types tells layers apart in a family whose layers
+    transformers treats alike."""
+    types = config["layer_types"]
     if types is not None and set(_layers_with_window(types, layers)) - {window > 0}:
         expected = "sliding_attention" if window else "full_attention"
-        raise UserError.of("convert.hf_layers_alike", kind=keys.kind, expected=expected)
+        raise UserError.of("convert.hf_layers_alike", kind=config.kind, expected=expected)
+    return {}

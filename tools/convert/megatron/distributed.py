@@ -69,48 +69,49 @@ class Spelling(NamedTuple):
     indices: tuple[StackIndex, ...]
 
 
-def read_common(path: Path) -> dict[str, Any]:
+def read_common(checkpoint: Path) -> dict[str, Any]:
     """Return everything but tensors: args, progress, groups of the optimizer. Raises UserError
     without args."""
-    common = _common(path)
+    common = _common(checkpoint)
     if "args" not in common:
-        raise UserError.of("convert.megatron_no_args", path=path, way_out=_way_out(path))
+        raise UserError.of(
+            "convert.megatron_no_args", path=checkpoint, way_out=_way_out(checkpoint)
+        )
     return common
 
 
-def has_args(path: Path) -> bool:
+def has_args(checkpoint: Path) -> bool:
     """Return True if a checkpoint says what its model is, as Megatron-LM's do; Megatron-core alone
     saves no args."""
-    return "args" in _common(path)
+    return "args" in _common(checkpoint)
 
 
-def _common(path: Path) -> dict[str, Any]:
-    file = path / "common.pt"
+def _common(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / "common.pt"
     common = contents([file])[0] if file.is_file() else {}
     if isinstance(common, dict) and isinstance(common.get("args"), dict):
         return common
     return {}
 
 
-def _way_out(path: Path) -> str:
+def _way_out(checkpoint: Path) -> str:
     """Return what to do without args, also if the checkpoint is NeMo's or Megatron-Bridge's
     (megatron/bridge/training/checkpointing.py)."""
     with_config = (
         "megaprec convert --config RUN.toml reads the weights as the [model] of a run file says"
     )
-    if path.name == "weights":
+    if checkpoint.name == "weights":
         return (
             f"; NeMo says it in a folder context/ beside weights/, and it is missing; {with_config}"
         )
-    if not (path / BRIDGE).is_file():
+    if not (checkpoint / BRIDGE).is_file():
         return (
             f"; {with_config}, and megaprec import-args makes such a file of Megatron's command "
             "line"
         )
     return (
         f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: "
-        "AutoBridge.export_ckpt of "
-        "megatron.bridge makes a Hugging Face folder of it, which is"
+        "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder of it, which is"
     )
 
 
@@ -129,32 +130,34 @@ class Contents:
     optimizer: dict[str, Any]
 
 
-def read_chunked(path: Path) -> Contents:
+def read_chunked(checkpoint: Path) -> Contents:
     """Return the contents of a checkpoint, of which no values are read."""
-    entries, optimizer_objects = distributed_contents(path)
+    entries, optimizer_objects = distributed_contents(checkpoint)
     by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
     flat: dict[str, Chunked] = {}
-    for key, entry in entries.items():
+    for entry_name, entry in entries.items():
         # Transformer Engine's scales and histories, which are no parameters.
-        if "_extra_state" in key:
+        if "_extra_state" in entry_name:
             continue
-        tensor = Chunked(key, tuple(entry["shape"]), entry["chunks"])
-        _check_inside(path, tensor)
-        state = _STATE.fullmatch(key)
+        tensor = Chunked(entry_name, tuple(entry["shape"]), entry["chunks"])
+        _check_inside(checkpoint, tensor)
+        state = _STATE.fullmatch(entry_name)
         # Flat buffers, without names of parameters.
-        if _OPTIMIZER.match(key) and not state:
-            flat[key] = tensor
+        if _OPTIMIZER.match(entry_name) and not state:
+            flat[entry_name] = tensor
             continue
         kind = "weight"
-        name = key
+        tensor_name = entry_name
         if state:
-            kind, name = state.groups()
+            kind, tensor_name = state.groups()
             if kind in _MASTERS:
                 kind = "master"
         of_kind = by_kind.setdefault(kind, {})
-        if name in of_kind:
-            raise UserError.of("convert.megatron_optimizer_twice", path=path, kind=kind, name=name)
-        of_kind[name] = tensor
+        if tensor_name in of_kind:
+            raise UserError.of(
+                "convert.megatron_optimizer_twice", path=checkpoint, kind=kind, name=tensor_name
+            )
+        of_kind[tensor_name] = tensor
     return Contents(by_kind, flat, _optimizer_settings(optimizer_objects))
 
 
@@ -162,38 +165,41 @@ def _optimizer_settings(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the first optimizer's first rank, which are the same for all: name ->
     content."""
     settings: dict[str, Any] = {}
-    for key in sorted(objects):
-        if match := _OPTIMIZER_OBJECT.fullmatch(key):
-            (content,) = objects[key]
+    # Sorted: of several chained optimizers the first one counts.
+    for entry_name in sorted(objects):
+        if match := _OPTIMIZER_OBJECT.fullmatch(entry_name):
+            (content,) = objects[entry_name]
             settings.setdefault(match[1], content)
     return {"optimizer": settings} if settings else {}
 
 
-def _check_inside(path: Path, tensor: Chunked) -> None:
+def _check_inside(checkpoint: Path, tensor: Chunked) -> None:
     """Raise UserError for a part that lies outside of its tensor."""
+    # .metadata is a file of others: a part outside would be read over the end of the tensor.
     dims = len(tensor.shape)
     for offset, stored in tensor.chunks:
         inside = len(offset) == dims and len(stored.shape) == dims
         for start, size, limit in zip(offset, stored.shape, tensor.shape, strict=False):
             inside = inside and start >= 0 and start + size <= limit
         if not inside:
-            raise UserError.of("convert.megatron_part_outside", path=path, name=tensor.name)
+            raise UserError.of("convert.megatron_part_outside", path=checkpoint, name=tensor.name)
 
 
-def _check_separate(path: Path, tensor: Chunked) -> None:
+def _check_separate(checkpoint: Path, tensor: Chunked) -> None:
     """Raise UserError if two parts of a tensor overlap: together they may have its size and yet
     leave a hole."""
     boxes = []
     for offset, stored in tensor.chunks:
         end = [start + size for start, size in zip(offset, stored.shape, strict=True)]
         boxes.append((list(offset), end))
+    # Comparing each part with each would take hours for thousands of ranks.
     boxes.sort(key=lambda box: box[0])
     open_boxes: list[tuple[list[int], list[int]]] = []  # those that end after the next one begins
     for first, end in boxes:
         # Boxes are sorted along the first dimension, so few are compared with each other.
         open_boxes = [box for box in open_boxes if not first or box[1][0] > first[0]]
         if any(_overlap(box, (first, end)) for box in open_boxes):
-            raise UserError.of("convert.megatron_parts_overlap", path=path, name=tensor.name)
+            raise UserError.of("convert.megatron_parts_overlap", path=checkpoint, name=tensor.name)
         open_boxes.append((first, end))
 
 
@@ -205,7 +211,7 @@ def _overlap(first: tuple[list[int], list[int]], second: tuple[list[int], list[i
 
 
 def merge_chunks(
-    path: Path, expected: Sequence[Match], tensors: Mapping[str, Chunked], model: ModelConfig
+    checkpoint: Path, expected: Sequence[Match], tensors: Mapping[str, Chunked], model: ModelConfig
 ) -> dict[str, MergedTensor]:
     """Return the tensor of each match, by its name. UserError unless `tensors` are these and no
     others."""
@@ -217,35 +223,35 @@ def merge_chunks(
             continue
         names, indices = spelling
         used.update(names)
-        parts = [_unstack(path, tensors[name], indices) for name in names]
-        merged[match.foreign] = _merge(path, match, parts, indices)
-    check_tensors(path, expected, merged)
+        parts = [_unstack(checkpoint, tensors[tensor_name], indices) for tensor_name in names]
+        merged[match.foreign] = _merge(checkpoint, match, parts, indices)
+    check_tensors(checkpoint, expected, merged)
     surplus = sorted(tensors.keys() - used)
     if surplus:
         raise UserError.of(
-            "convert.megatron_tensor_extra", path=path, name=tensors[surplus[0]].name
+            "convert.megatron_tensor_extra", path=checkpoint, name=tensors[surplus[0]].name
         )
     return merged
 
 
 def _find_spelling(
-    name: str, tensors: Mapping[str, Chunked], model: ModelConfig
+    tensor_name: str, tensors: Mapping[str, Chunked], model: ModelConfig
 ) -> tuple[tuple[str, ...], tuple[StackIndex, ...]] | None:
     """Return under which names the tensor is there, one or a gate's and an up's, and which of those
     stacked in it."""
-    for spelling in _spellings(name, model):
+    for spelling in _spellings(tensor_name, model):
         gate_and_up = (f"{spelling.name}_w", f"{spelling.name}_v")
         for names in ((spelling.name,), gate_and_up):
-            if all(name in tensors for name in names):
+            if all(tensor_name in tensors for tensor_name in names):
                 return names, spelling.indices
     return None
 
 
-def _spellings(name: str, model: ModelConfig) -> list[Spelling]:
+def _spellings(tensor_name: str, model: ModelConfig) -> list[Spelling]:
     """Return every name that the tensor may have, and where it is in a tensor of that name."""
     of_layer = [Spelling("", ())]
-    inner_name = name
-    if layer := LAYER.match(name):
+    inner_name = tensor_name
+    if layer := LAYER.match(tensor_name):
         prefix, number, inner_name = layer.groups()
         stacked = StackIndex(int(number), model.layers)
         of_layer = [
@@ -266,14 +272,14 @@ def _spellings(name: str, model: ModelConfig) -> list[Spelling]:
     ]
 
 
-def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Chunked:
+def _unstack(checkpoint: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Chunked:
     """Return the tensor at `indices` of one that stacks others."""
     depth = len(indices)
     counts = tuple(index.count for index in indices)
     if tensor.shape[:depth] != counts:
         raise UserError.of(
             "convert.megatron_layer_count",
-            path=path,
+            path=checkpoint,
             name=tensor.name,
             shape=list(tensor.shape),
             counts=list(counts),
@@ -281,6 +287,7 @@ def _unstack(path: Path, tensor: Chunked, indices: tuple[StackIndex, ...]) -> Ch
     chunks = []
     for offset, stored in tensor.chunks:
         inside = [index.number - start for index, start in zip(indices, offset, strict=False)]
+        # Chunks of other layers or experts do not hold this tensor.
         if all(0 <= number < size for number, size in zip(inside, stored.shape, strict=False)):
             # A chunk of several stacked tensors: the part of it that is of this one.
             chunks.append((offset[depth:], _select(stored, inside)))
@@ -300,38 +307,40 @@ def _select(stored: Stored, index: Sequence[int]) -> Stored:
 
 
 def _merge(
-    path: Path, match: Match, parts: Sequence[Chunked], indices: tuple[StackIndex, ...]
+    checkpoint: Path, match: Match, parts: Sequence[Chunked], indices: tuple[StackIndex, ...]
 ) -> MergedTensor:
     """Return parts one below the other. What pads the vocabulary is left out."""
+    # A layer that no chunk covers was lost with the file of its rank.
     if not all(part.chunks for part in parts):
         numbers = [index.number for index in indices]
         raise UserError.of(
             "convert.megatron_whole_part_missing",
-            path=path,
+            path=checkpoint,
             name=parts[0].name,
             numbers=numbers or "",
         )
     stored_chunks = []
     for part in parts:
-        _check_separate(path, part)
+        _check_separate(checkpoint, part)
         stored_chunks += [stored for _, stored in part.chunks]
     # Chunks of several dtypes would be rounded to that of the first.
-    require_one_dtype(path, match.foreign, stored_chunks)
+    require_one_dtype(checkpoint, match.foreign, stored_chunks)
     first = parts[0]
     if not first.shape:
-        raise UserError.of("convert.megatron_scalar", path=path, name=first.name)
+        raise UserError.of("convert.megatron_scalar", path=checkpoint, name=first.name)
     saved_rows = sum(part.shape[0] for part in parts)
+    # The vocabulary is padded for the ranks of the run that saved it.
     rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows
     saved_shape = (saved_rows, *first.shape[1:])
     dtype = stored_chunks[0].dtype
 
     def read() -> Tensor:
-        return _read(path, parts, torch.empty(saved_shape, dtype=dtype))[:rows]
+        return _read(checkpoint, parts, torch.empty(saved_shape, dtype=dtype))[:rows]
 
     return MergedTensor((rows, *first.shape[1:]), dtype, read)
 
 
-def _read(path: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
+def _read(checkpoint: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
     """Return `merged`, filled with the parts one below the other."""
     rows = [part.shape[0] for part in parts]
     for part, view in zip(parts, merged.split(rows), strict=True):
@@ -343,5 +352,5 @@ def _read(path: Path, parts: Sequence[Chunked], merged: Tensor) -> Tensor:
             view[box] = stored.read()
             filled += prod(stored.shape)
         if filled != view.numel():
-            raise UserError.of("convert.megatron_part_missing", path=path, name=part.name)
+            raise UserError.of("convert.megatron_part_missing", path=checkpoint, name=part.name)
     return merged

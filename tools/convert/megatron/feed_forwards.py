@@ -13,7 +13,6 @@ Megatron has one feed-forward in a layer, or experts with a router, and perhaps 
 Experts, routers and attention have biases all together, or none of them has.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from megaprec.errors import UserError
@@ -24,122 +23,132 @@ ALPHA = 1.702  # of quick_gelu (megatron/core/activations.py)
 OFFSET = 1.0  # of swiglu_clamped's other factor
 
 
-def activation_of(args: Args, bias: bool, experts: int) -> dict[str, Any]:
+def activation_of(arguments: Args, bias: bool, experts: int) -> dict[str, Any]:
     """Return the fields of the activation. UserError for one that no model of ours has.
 
     Fused with a bias, its gelu is the tanh approximation, and exact otherwise; without biases
     nothing is fused.
     """
-    clamp = args.get("activation_func_clamp_value")
-    offset = args.get("glu_linear_offset") or 0.0
-    if args.get("quick_geglu") or args.get("activation_func") == "quick_gelu":
-        return _clamped(args, clamp, offset, _is_fused(args) and bias)
+    clamp = arguments.get("activation_func_clamp_value")
+    offset = arguments.get("glu_linear_offset") or 0.0
+    if arguments.get("quick_geglu") or arguments.get("activation_func") == "quick_gelu":
+        return _clamped(arguments, clamp, offset, _is_fused(arguments) and bias)
     for key, value in (("activation_func_clamp_value", clamp), ("glu_linear_offset", offset)):
         if value not in (None, 0.0):
             raise UserError.of("convert.megatron_activation", key=key, value=value)
-    if _gated(args):
+    if _gated(arguments):
         return {"mlp": "swiglu"}
-    if args.get("use_te_activation_func"):
+    if arguments.get("use_te_activation_func"):
         raise UserError.of("convert.megatron_te_gelu")
     # Fused with a bias it is the tanh approximation; experts are never fused so.
-    return {"mlp": "gelu" if _is_fused(args) and bias and not experts else "gelu_exact"}
+    return {"mlp": "gelu" if _is_fused(arguments) and bias and not experts else "gelu_exact"}
 
 
-def _is_fused(args: Args) -> bool:
+def _is_fused(arguments: Args) -> bool:
     """Return True if an activation that is not swiglu is computed in one with the bias before
     it."""
-    if "bias_activation_fusion" in args:
-        return bool(args["bias_activation_fusion"])
-    return bool(argument_or(args, "bias_gelu_fusion", True))
+    if "bias_activation_fusion" in arguments:
+        return bool(arguments["bias_activation_fusion"])
+    return bool(argument_or(arguments, "bias_gelu_fusion", True))
 
 
-def _clamped(args: Args, clamp: float | None, offset: float, fused: bool) -> dict[str, Any]:
+def _clamped(arguments: Args, clamp: float | None, offset: float, fused: bool) -> dict[str, Any]:
     """Return the fields of the activation of gpt-oss.
 
     Fused with biases, it is another: it is clamped before they are added
     (`weighted_bias_quick_geglu_impl` of fused_bias_geglu.py). Grouped experts have added them by
     then.
     """
-    if args.get("activation_func") == "quick_gelu":
+    if arguments.get("activation_func") == "quick_gelu":
         setting = "activation_func = quick_gelu"
     else:
         setting = "quick_geglu = True"
-    is_gated = args.get("quick_geglu") or args.get("gated_linear_unit")
-    if args.get("swiglu") or not is_gated:
+    is_gated = arguments.get("quick_geglu") or arguments.get("gated_linear_unit")
+    if arguments.get("swiglu") or not is_gated:
         raise UserError.of("convert.megatron_clamp_gated", setting=setting)
     if clamp is None or offset != OFFSET:
         raise UserError.of("convert.megatron_clamp_values", setting=setting)
-    if args.get("use_te_activation_func"):
+    if arguments.get("use_te_activation_func"):
         raise UserError.of("convert.megatron_te_clamp", setting=setting)
-    if fused and not args.get("moe_grouped_gemm"):
-        key = "bias_activation_fusion" if "bias_activation_fusion" in args else "bias_gelu_fusion"
+    if fused and not arguments.get("moe_grouped_gemm"):
+        key = (
+            "bias_activation_fusion"
+            if "bias_activation_fusion" in arguments
+            else "bias_gelu_fusion"
+        )
         raise UserError.of("convert.megatron_clamp_bias", key=key, setting=setting)
     return {"mlp": "swiglu_clamped", "swiglu_alpha": ALPHA, "swiglu_limit": float(clamp)}
 
 
-def _gated(args: Args) -> bool:
+def _gated(arguments: Args) -> bool:
     """Return True if the feed-forward is gated, which is by SiLU here."""
-    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
-    activation = args.get("activation_func")
-    if gated and not args.get("swiglu") and activation != "silu":
+    gated = bool(arguments.get("swiglu") or arguments.get("gated_linear_unit"))
+    activation = arguments.get("activation_func")
+    # --swiglu sets both; megatron-core's configuration has them apart.
+    if gated and not arguments.get("swiglu") and activation != "silu":
         raise UserError.of("convert.megatron_gated")
     if not gated and activation == "silu":
         raise UserError.of("convert.megatron_silu")
     return gated
 
 
-def experts_of(args: Args, experts: int, bias: bool) -> dict[str, Any]:
+def experts_of(arguments: Args, experts: int, bias: bool) -> dict[str, Any]:
     """Return the fields of experts and their router. UserError for what no model of ours has."""
-    topk = argument_or(args, "moe_router_topk", 2)
-    sigmoid = args.get("moe_router_score_function") == "sigmoid"
-    pre_softmax = args.get("moe_router_pre_softmax")
-    shared = args.get("moe_shared_expert_intermediate_size") or 0
-    dense = _dense_layers(args)
-    if topk == 1 and not sigmoid and not pre_softmax:
+    experts_per_token = argument_or(arguments, "moe_router_topk", 2)
+    sigmoid = arguments.get("moe_router_score_function") == "sigmoid"
+    pre_softmax = arguments.get("moe_router_pre_softmax")
+    shared = arguments.get("moe_shared_expert_intermediate_size") or 0
+    dense = _dense_layers(arguments)
+    if experts_per_token == 1 and not sigmoid and not pre_softmax:
         raise UserError.of("convert.megatron_top1")
+    # Megatron gives biases to all linear layers, ours has none in a feed-forward beside experts.
     if bias and (dense or shared):
         key = "moe_layer_freq" if dense else "moe_shared_expert_intermediate_size"
-        raise UserError.of("convert.megatron_expert_bias", key=key, args=args[key])
+        raise UserError.of("convert.megatron_expert_bias", key=key, args=arguments[key])
     fields: dict[str, Any] = {
         "experts": experts,
-        "experts_per_token": topk,
-        "norm_topk": topk > 1 if sigmoid else not pre_softmax,
-        "router": _router(args, topk, sigmoid),
-        **_router_losses(args),
+        "experts_per_token": experts_per_token,
+        "norm_topk": experts_per_token > 1 if sigmoid else not pre_softmax,
+        "router": _router(arguments, experts_per_token, sigmoid),
+        **_router_losses(arguments),
         "expert_bias": bias,
         "router_bias": bias,
         "shared_experts": shared,
-        "shared_gate": bool(shared and args.get("moe_shared_expert_gate")),
+        "shared_gate": bool(shared and arguments.get("moe_shared_expert_gate")),
     }
     if dense:
         fields["dense_layers"] = dense
-        fields["dense_ffn"] = args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+        fields["dense_ffn"] = arguments.get("ffn_hidden_size") or 4 * arguments["hidden_size"]
     return fields
 
 
-def _router_losses(args: Args) -> dict[str, float]:
+def _router_losses(arguments: Args) -> dict[str, float]:
     """Return the weights of a router's losses, and the speed of its correction."""
-    aux_loss = argument_or(args, "moe_aux_loss_coeff", 0.0)
-    if args.get("moe_router_load_balancing_type") == "none":
+    aux_loss = argument_or(arguments, "moe_aux_loss_coeff", 0.0)
+    # The coefficient may be left over from before balancing was switched off.
+    if arguments.get("moe_router_load_balancing_type") == "none":
         aux_loss = 0.0
     return {
         "router_aux_loss": float(aux_loss),
-        "router_z_loss": float(args.get("moe_z_loss_coeff") or 0.0),
-        "router_correction_speed": float(argument_or(args, "moe_router_bias_update_rate", 1e-3)),
+        "router_z_loss": float(arguments.get("moe_z_loss_coeff") or 0.0),
+        "router_correction_speed": float(
+            argument_or(arguments, "moe_router_bias_update_rate", 1e-3)
+        ),
     }
 
 
-def _dense_layers(args: Args) -> tuple[int, ...]:
+def _dense_layers(arguments: Args) -> tuple[int, ...]:
     """Return the layers without experts.
 
     moe_layer_freq is a list with a number for each layer, or n: then every nth has experts, from
     the first on.
     """
-    frequency = argument_or(args, "moe_layer_freq", 1)
-    layers = args["num_layers"]
+    frequency = argument_or(arguments, "moe_layer_freq", 1)
+    layers = arguments["num_layers"]
     setting = f"Megatron's moe_layer_freq = {frequency!r}"
     if isinstance(frequency, list | tuple):
         kinds = [*frequency]
+    # Megatron counts from the first layer, which has experts with any frequency.
     elif isinstance(frequency, int) and frequency > 0:
         kinds = [int(layer % frequency == 0) for layer in range(layers)]
     else:
@@ -148,32 +157,32 @@ def _dense_layers(args: Args) -> tuple[int, ...]:
         raise UserError.of("convert.megatron_dense_length", setting=setting, layers=layers)
     if not any(kinds):
         raise UserError.of(
-            "convert.megatron_dense_all", setting=setting, num_experts=args["num_experts"]
+            "convert.megatron_dense_all", setting=setting, num_experts=arguments["num_experts"]
         )
     return tuple(layer for layer, kind in enumerate(kinds) if not kind)
 
 
-def _router(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
+def _router(arguments: Args, experts_per_token: int, sigmoid: bool) -> dict[str, Any]:
     """Return the settings of the router. Without a number of groups to choose there are no
     groups."""
-    correction = bool(args.get("moe_router_enable_expert_bias"))
-    groups = _router_groups(args, topk, sigmoid)
+    correction = bool(arguments.get("moe_router_enable_expert_bias"))
+    groups = _router_groups(arguments, experts_per_token, sigmoid)
     if correction and not sigmoid:
         raise UserError.of("convert.megatron_router_bias")
     return {
         "score": "sigmoid" if sigmoid else "softmax",
-        "scale": float(args.get("moe_router_topk_scaling_factor") or 1.0),
+        "scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
         "correction": correction,
         **groups,
     }
 
 
-def _router_groups(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
+def _router_groups(arguments: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     """Return the settings of the groups of experts among which a router chooses first."""
-    chosen = args.get("moe_router_group_topk") or 0
+    chosen = arguments.get("moe_router_group_topk") or 0
     if not chosen:
         return {"groups": 1, "groups_per_token": 1}
-    groups = args.get("moe_router_num_groups") or 0
+    groups = arguments.get("moe_router_num_groups") or 0
     if not 0 < chosen <= groups:
         raise UserError.of("convert.megatron_router_groups", chosen=chosen)
     fields: dict[str, Any] = {"groups": groups, "groups_per_token": chosen}
@@ -182,66 +191,9 @@ def _router_groups(args: Args, topk: int, sigmoid: bool) -> dict[str, Any]:
     best = topk // chosen
     if not best:
         raise UserError.of("convert.megatron_router_topk", chosen=chosen, topk=topk)
-    if best > 1 and not sigmoid and not args.get("moe_router_pre_softmax"):
+    if best > 1 and not sigmoid and not arguments.get("moe_router_pre_softmax"):
         raise UserError.of("convert.megatron_router_order", chosen=chosen)
     return {**fields, "group_best": best}
-
-
-def without_feed_forward(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of feed-forwards and experts that Megatron's GPT model lacks."""
-    if model.mlp == "geglu":
-        yield "mlp = geglu"
-    if model.mlp == "swiglu_clamped" and model.swiglu_alpha != ALPHA:
-        yield f"swiglu_alpha = {model.swiglu_alpha} (its own is {ALPHA})"
-    if model.mlp == "gelu" and (model.experts or not model.mlp_bias):
-        yield "gelu (its tanh approximation needs biases)"
-    if model.experts:
-        yield from _without_experts(model)
-    elif model.output_bias != model.mlp_bias:
-        yield "biases in the attention's output alone or in the feed-forward alone"
-
-
-def _without_experts(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of experts and their router that Megatron's GPT model lacks."""
-    biases = {
-        "output_bias": model.output_bias,
-        "expert_bias": model.expert_bias,
-        "router_bias": model.router_bias,
-    }
-    if len({*biases.values()}) > 1:
-        settings = ", ".join(f"{key} = {value}" for key, value in biases.items())
-        yield f"{settings} (it has all of them or none)"
-    if model.expert_bias and (model.dense_layers or model.shared_experts):
-        yield "expert_bias = True beside dense_layers or shared_experts"
-    yield from _without_scores(model)
-    if model.router.limits:
-        yield from _without_groups(model)
-
-
-def _without_scores(model: ModelConfig) -> Iterator[str]:
-    """Yield how a router's scores become weights of experts, if Megatron's do not."""
-    router = model.router
-    topk = model.experts_per_token
-    if router.score == "sigmoid" and model.norm_topk != (topk > 1):
-        yield f"norm_topk = {model.norm_topk} of sigmoid scores and {topk} experts for each token"
-    if router.score == "softmax":
-        if model.norm_topk and topk == 1:
-            yield "norm_topk with one expert for each token (it wants moe_router_pre_softmax there)"
-        if router.correction:
-            yield "router.correction of softmax scores"
-
-
-def _without_groups(model: ModelConfig) -> Iterator[str]:
-    """Yield how groups of experts are compared, if Megatron does not."""
-    router = model.router
-    best = model.experts_per_token // router.groups_per_token
-    if router.group_best != best:
-        yield (
-            f"router.group_best = {router.group_best} (it has experts_per_token / "
-            f"groups_per_token, {best})"
-        )
-    elif router.score == "softmax" and model.norm_topk and best > 1:
-        yield "groups of experts compared by softmax scores that are normalized"
 
 
 def feed_forward_args(model: ModelConfig) -> dict[str, Any]:
@@ -274,6 +226,7 @@ def _expert_args(model: ModelConfig) -> dict[str, Any]:
 
 def _router_args(model: ModelConfig) -> dict[str, Any]:
     router = model.router
+    # None is what the args say without groups.
     has_groups = router.groups > 1
     return {
         "moe_router_topk": model.experts_per_token,

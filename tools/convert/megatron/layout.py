@@ -1,43 +1,28 @@
-"""Megatron-LM's layout of a model: the part of a tensor on each tensor-parallel rank, the files,
-and the args.
+"""Megatron-LM's layout of tensors: files, names of experts, and the part of a tensor on each rank.
 
 A checkpoint is a folder iter_0000100/ with one file per model-parallel rank,
 mp_rank_TT/model_optim_rng.pt, or mp_rank_TT_PPP/ if there are pipeline stages. Layers are numbered
 within a stage. The vocabulary is padded with rows that are not converted.
+
+A rank numbers its experts from zero and may have them in three ways:
+
+    experts.local_experts.E.linear_fc1.weight    one by one, as conversions know them
+    experts.linear_fc1.weightE                   grouped, as Transformer Engine has them
+    experts.weight1                              packed in one tensor: [features in, features out]
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaprec.errors import UserError
-from models.config import ModelConfig
-from models.equivalence import TRAINING, as_computed
-from models.router_settings import PLAIN
 from tools.convert.core.rules import Cut
-from tools.convert.hf.config import make_model
-from tools.convert.hf.write_config import NAMES
-from tools.convert.megatron.feed_forwards import (
-    activation_of,
-    experts_of,
-    feed_forward_args,
-    without_feed_forward,
-)
-from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
-from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.rotary import (
-    is_learned,
-    latent_args,
-    latent_of,
-    rotary_args,
-    rotary_of,
-    unsaid_by_arguments,
-    without_rotary,
-)
+from tools.convert.core.tensors import Stored
 
 FILE = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -45,34 +30,37 @@ HEAD = "output_layer.weight"
 # how many parts of a tensor are each cut over the ranks
 BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 TRACKER = "latest_checkpointed_iteration.txt"
-# A softmax_scale is 1 / sqrt(kv_channels) to this relative difference: people round it in scripts.
-SCALE_TOLERANCE = 1e-6
 
 
-def cut_part(tensor: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
-    """Return the part of a whole tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the
-    padded vocabulary."""
-    if cut == "whole" or (tp == 1 and cut != "vocabulary"):
+def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int) -> Tensor:
+    """Return the part of a whole tensor on a tensor-parallel rank.
+
+    rank, tensor_ranks: its number, and how many there are.
+    padded: rows of the padded vocabulary.
+    """
+    if cut == "whole" or (tensor_ranks == 1 and cut != "vocabulary"):
         return tensor
     if cut == "columns":
-        return tensor.chunk(tp, 1)[rank]
+        return tensor.chunk(tensor_ranks, 1)[rank]
     if cut in BLOCKS:
-        return torch.cat([block.chunk(tp)[rank] for block in tensor.chunk(BLOCKS[cut])])
+        return torch.cat([block.chunk(tensor_ranks)[rank] for block in tensor.chunk(BLOCKS[cut])])
     if cut == "vocabulary":
-        rows = padded // tp
+        rows = padded // tensor_ranks
         local = tensor[rank * rows : (rank + 1) * rows]
         return F.pad(local, (0, 0, 0, rows - len(local)))
-    return tensor.chunk(tp)[rank]
+    return tensor.chunk(tensor_ranks)[rank]
 
 
-def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
+def join_parts(
+    parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tensor_ranks: int
+) -> Tensor:
     """Return the whole tensor of the parts of all ranks, of which no two are in memory at once.
 
     shape: of the whole, without padding of the vocabulary.
     """
     first = next(parts)
     # Rows beyond those of the tensor pad the vocabulary.
-    if tp == 1 or cut == "whole":
+    if tensor_ranks == 1 or cut == "whole":
         return first[: shape[0]]
     # Allocated once; torch.cat would need all parts at the same time.
     joined = first.new_empty(shape)
@@ -92,19 +80,19 @@ def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int)
     return joined
 
 
-def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[int, ...]:
+def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
     """Return the shape of what each rank has. UserError if the tensor cannot be cut evenly."""
     rows, *others = shape
     units = {"rows": rows, "halves": rows // 2, "columns": others[0] if others else 0}
-    if cut in units and units[cut] % tp:
-        raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tp)
+    if cut in units and units[cut] % tensor_ranks:
+        raise UserError.of("convert.megatron_uneven", shape=list(shape), tp=tensor_ranks)
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":
-        return rows, others[0] // tp
+        return rows, others[0] // tensor_ranks
     if cut == "vocabulary":
-        return padded // tp, *others
-    return rows // tp, *others
+        return padded // tensor_ranks, *others
+    return rows // tensor_ranks, *others
 
 
 def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
@@ -117,252 +105,95 @@ def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int =
     return name
 
 
-def model_of_args(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
-    """Return the model that Megatron's args describe. vocab: tokens without padding; None: what the
-    args say, or all rows.
+_LOCAL = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
+_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
+_PACKED = re.compile(r"(.*\.experts\.)weight([12])")
 
-    UserError for an argument by which it would be none of ours (`keys`).
+
+def is_expert(tensor_name: str) -> bool:
+    """Return True if the tensor belongs to an expert."""
+    return ".mlp.experts." in tensor_name
+
+
+def is_trained(tensor_name: str) -> bool:
+    """Return False for a router's correction: a buffer of the model, in FP32, of which the
+    optimizer has no state."""
+    return not tensor_name.endswith(".router.expert_bias")
+
+
+def with_global_experts(
+    tensors: Mapping[str, Stored], hidden: int, count: int, first: int
+) -> dict[str, Stored]:
+    """Return a rank's tensors with experts one by one, numbered over all ranks.
+
+    hidden: features of the model.
+    count: experts of the rank.
+    first: the number of its first expert.
     """
-    try:
-        canonical = canonical_names(args)
-        require_kinds(canonical)
-        refuse_others(canonical)
-        return make_model(_fields_of(canonical, vocab), "Megatron's args")
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError.of("convert.megatron_args_missing", error=error) from error
+    renamed: dict[str, Stored] = {}
+    for tensor_name, stored in tensors.items():
+        if match := _LOCAL.fullmatch(tensor_name):
+            prefix, number, suffix = match.groups()
+            renamed[f"{prefix}{int(number) + first}{suffix}"] = stored
+        elif match := _GROUPED.fullmatch(tensor_name):
+            prefix, layer, number = match.groups()
+            renamed[f"{prefix}local_experts.{int(number) + first}.{layer}"] = stored
+        elif match := _PACKED.fullmatch(tensor_name):
+            prefix, layer = match.groups()
+            matrices = _unpack(stored, hidden, count, features_in_first=layer == "1")
+            # All experts of the rank are in this one tensor.
+            for expert, matrix in enumerate(matrices, first):
+                renamed[f"{prefix}local_experts.{expert}.linear_fc{layer}.weight"] = matrix
+        else:
+            renamed[tensor_name] = stored
+    return renamed
 
 
-def _fields_of(args: Mapping[str, Any], vocab: int | None) -> dict[str, Any]:
-    """Return the fields of the model. args: by their canonical names."""
-    learned = is_learned(args)
-    bias = bool(argument_or(args, "add_bias_linear", True))
-    experts = args.get("num_experts") or 0
-    latent = bool(args.get("multi_latent_attention"))
-    _refuse_combinations(args)
-    return {
-        "family": _family(args, learned, experts),
-        "layers": args["num_layers"],
-        "hidden": args["hidden_size"],
-        "ffn": _feed_forward_width(args, experts),
-        "vocab": vocab or args.get("vocab_size") or args["padded_vocab_size"],
-        "max_positions": args["max_position_embeddings"],
-        "norm": "rms" if args.get("normalization") == "RMSNorm" else "layer",
-        "norm_eps": argument_or(args, "norm_epsilon", 1e-5),
-        "positions": "learned" if learned else "rope",
-        "bias": bias,
-        "output_bias": bias,
-        "mlp_bias": bias and not experts,
-        "attention_sinks": args.get("softmax_type") == "learnable",
-        "tied": _is_tied(args),
-        "dropout": argument_or(args, "hidden_dropout", 0.1),
-        "attention_dropout": argument_or(args, "attention_dropout", 0.1),
-        "init_std": argument_or(args, "init_method_std", 0.02),
-        **activation_of(args, bias, experts),
-        "heads": args["num_attention_heads"],
-        **(latent_of(args) if latent else _attention(args, learned, bias)),
-        **_window(args),
-        **_modules(args),
-        **(experts_of(args, experts, bias) if experts else {"experts": 0, "router": PLAIN}),
-    }
+def local_name(tensor_name: str, count: int, grouped: bool) -> str:
+    """Return the name that a tensor has on its rank, where experts are numbered from zero.
 
-
-def _feed_forward_width(args: Mapping[str, Any], experts: int) -> int:
-    """Return the width of an expert, or of the feed-forward; Megatron's default is 4 times the
-    model's."""
-    width = args.get("moe_ffn_hidden_size") if experts else None
-    return width or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
-
-
-def _is_tied(args: Mapping[str, Any]) -> bool:
-    share = args.get("share_embeddings_and_output_weights")
-    if share is not None:
-        return bool(share)
-    return not args.get("untie_embeddings_and_output_weights", False)
-
-
-def _attention(args: Mapping[str, Any], learned: bool, bias: bool) -> dict[str, Any]:
-    """Return the fields of attention without latents."""
-    heads = args["num_attention_heads"]
-    scale = args.get("softmax_scale")
-    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
-    head_dim = argument_or(args, "kv_channels", args["hidden_size"] // heads)
-    if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
-        raise UserError.of("convert.megatron_softmax_scale", scale=scale)
-    return {
-        "kv_heads": groups or heads,
-        "head_dim": head_dim,
-        "qk_norm": bool(args.get("qk_layernorm")),
-        "qkv_bias": bias or bool(args.get("add_qkv_bias")),
-        **rotary_of(args, learned),
-    }
-
-
-def _family(args: Mapping[str, Any], learned: bool, experts: int) -> str:
-    """Return the family whose name is nearest; it decides nothing, for all that depends on it is
-    given."""
-    sigmoid = experts and args.get("moe_router_score_function") == "sigmoid"
-    if args.get("multi_latent_attention"):
-        return "deepseek_v3" if sigmoid else "deepseek_v2"
-    if args.get("softmax_type") == "learnable":
-        return "gpt_oss"
-    if experts:
-        return "glm4_moe" if sigmoid else "mixtral"
-    return "gpt2" if learned else "llama"
-
-
-def _window(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the sliding window, and of the layers that have it.
-
-    window_size is (tokens before, tokens after); window_attn_skip_freq is a list with a value for
-    each layer, or n: then every nth layer has none.
+    count: experts of a rank.
+    grouped: experts have the names of Transformer Engine.
     """
-    window = args.get("window_size")
-    numbers = range(1, args["num_layers"] + 1)
-    if not window:
-        return {}
-    # Megatron counts the tokens before the current one; ours counts that one too.
-    before, after = window
-    if after or before < 0:
-        raise UserError.of("convert.megatron_window", window=window)
-    skip = args.get("window_attn_skip_freq")
-    if isinstance(skip, list | tuple):
-        if len(skip) != len(numbers):
-            raise UserError.of("convert.megatron_window_freq", skip=skip, num_numbers=len(numbers))
-        has_window = [bool(value) for value in skip]
-    else:
-        has_window = [not skip or number % skip != 0 for number in numbers]
-    chosen = tuple(layer for layer, has in enumerate(has_window) if has)
-    if not chosen:
-        return {}
-    # No layers in particular are all layers.
-    return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
+    match = _LOCAL.fullmatch(tensor_name)
+    if not match:
+        return tensor_name
+    prefix, number, suffix = match.groups()
+    # Each rank has as many experts, in order.
+    local_number = int(number) % count
+    if grouped:
+        return f"{prefix.removesuffix('local_experts.')}{suffix.removeprefix('.')}{local_number}"
+    return f"{prefix}{local_number}{suffix}"
 
 
-def _modules(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of modules of multi-token prediction. Megatron numbers their layers after
-    the model's own."""
-    if not (modules := args.get("mtp_num_layers")):
-        return {}
-    if is_learned(args):
-        raise UserError.of("convert.megatron_mtp_positions", modules=modules)
-    if args.get("window_size") and args.get("window_attn_skip_freq"):
+def expert_of(tensor_name: str) -> int | None:
+    """Return the number of the expert that a tensor belongs to, by its name of one by one."""
+    match = _LOCAL.fullmatch(tensor_name)
+    return int(match[2]) if match else None
+
+
+def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) -> list[Stored]:
+    """Return each expert's matrix [features out, features in] of a tensor that has them all as
+    [features in, features out].
+
+    features_in_first: `hidden` is the number of features in; otherwise that of features out.
+    """
+    size = prod(stored.shape) // count
+    if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError.of(
-            "convert.megatron_mtp_windows",
-            modules=modules,
-            window_attn_skip_freq=args["window_attn_skip_freq"],
+            "convert.megatron_expert_tensor",
+            file=stored.file,
+            shape=list(stored.shape),
+            count=count,
         )
-    return {
-        "mtp_layers": modules,
-        "mtp_loss_weight": argument_or(args, "mtp_loss_scaling_factor", 0.1),
-    }
-
-
-def _refuse_combinations(args: Mapping[str, Any]) -> None:
-    """Raise UserError for what depends on several args."""
-    vocab = args.get("vocab_size")
-    padded = args.get("padded_vocab_size")
-    if vocab and padded and padded < vocab:
-        raise UserError.of("convert.megatron_vocab", padded=padded, vocab=vocab)
-    no_rope = args.get("no_rope_freq")
-    if any(no_rope) if isinstance(no_rope, list | tuple) else no_rope:
-        raise UserError.of("convert.megatron_no_rope", no_rope=no_rope)
-    if args.get("qk_layernorm") and args.get("normalization") != "RMSNorm":
-        raise UserError.of("convert.megatron_qk_norm")
-
-
-def _lacking(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of `model` that Megatron's GPT model lacks."""
-    plain = {
-        "norm_at": "before",
-        "norm_unit_offset": False,
-        "embedding_scale": 1.0,
-        "window_rope_base": 0.0,
-        "parallel_residual": False,
-        "attention_softcap": 0.0,
-        "final_softcap": 0.0,
-    }
-    for key, value in plain.items():
-        if getattr(model, key) != value:
-            yield f"{key} = {getattr(model, key)}"
-    if model.qk_norm and model.qk_norm_over == "all":
-        yield "qk_norm_over = all"
-    if model.qk_norm and model.norm != "rms":
-        yield "qk_norm without norm = rms"
-    if model.mtp_layers and model.window_layers:
-        yield f"mtp_layers = {model.mtp_layers} beside window_layers"
-    yield from without_rotary(model)
-    yield from without_feed_forward(model)
-
-
-def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
-    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would
-    compute otherwise."""
-    ours = as_computed(model)
-    theirs = as_computed(model_of_args(args, None))
-    keys = type(model).model_fields
-    differing = [key for key in keys if getattr(ours, key) != getattr(theirs, key)]
-    lost = [key for key in differing if key not in (*TRAINING, *NAMES)]
-    if lost:
-        raise UserError(
-            *(
-                f"Megatron's GPT model cannot have model.{key} = {getattr(model, key)}"
-                for key in lost
-            )
-        )
-    omitted = [f"{key} = {getattr(model, key)}" for key in differing if key in TRAINING]
-    for field in unsaid_by_arguments(model):
-        omitted.append(f"{field} (Megatron-LM has no argument for it)")
-    return omitted
-
-
-def args_of(
-    model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return Megatron's args for `model`. UserError for what they cannot say.
-
-    padded: rows of the padded vocabulary.
-    tp, pp: ranks along tensor and pipeline parallelism.
-    fused_norms: norms belong to the linear layers after them, as in Transformer Engine.
-    """
-    if lacking := list(_lacking(as_computed(model))):
-        raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lacking))
-    windows = None
-    if model.window_layers:
-        windows = [int(model.of_layer(layer).window > 0) for layer in range(model.layers)]
-    return {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "group_query_attention": model.kv_heads != model.heads,
-        "num_query_groups": model.kv_heads,
-        "vocab_size": model.vocab,
-        "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": padded // tp,
-        "max_position_embeddings": model.max_positions,
-        "seq_length": model.max_positions,
-        "normalization": "RMSNorm" if model.norm == "rms" else "LayerNorm",
-        "norm_epsilon": model.norm_eps,
-        "window_size": (model.window - 1, 0) if model.window else None,
-        "window_attn_skip_freq": windows,
-        "add_bias_linear": model.output_bias,
-        "softmax_type": "learnable" if model.attention_sinks else "vanilla",
-        "mtp_num_layers": model.mtp_layers or None,
-        "mtp_loss_scaling_factor": model.mtp_loss_weight if model.mtp_layers else None,
-        "add_qkv_bias": model.qkv_bias,
-        "untie_embeddings_and_output_weights": not model.tied,
-        "init_method_std": model.init_std,
-        "hidden_dropout": model.dropout,
-        "attention_dropout": model.attention_dropout,
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "transformer_impl": "transformer_engine" if fused_norms else "local",
-        "params_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
-        "use_legacy_models": False,
-        **latent_args(model),
-        **rotary_args(model),
-        **feed_forward_args(model),
-    }
+    features_in = hidden
+    features_out = size // hidden
+    if not features_in_first:
+        features_in = size // hidden
+        features_out = hidden
+    nbytes = size * stored.dtype.itemsize
+    shape = (features_out, features_in)
+    # Experts lie one after another, each transposed: strides turn it without reading.
+    strides = (1, features_out)
+    starts = [stored.start + expert * nbytes for expert in range(count)]
+    return [stored.part(shape, start, strides) for start in starts]

@@ -15,8 +15,7 @@ from typing import Any
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
-from tools.convert.megatron.experts import expert_of
-from tools.convert.megatron.layout import EMBEDDING, HEAD
+from tools.convert.megatron.layout import EMBEDDING, HEAD, expert_of
 from tools.convert.megatron.ranks import LAYER
 
 # Args that change the order, or what a rank has, in ways that are not known here.
@@ -54,22 +53,22 @@ class Sizes:
     expert_tp: int
 
 
-def sizes_of(args: Mapping[str, Any]) -> Sizes:
+def sizes_of(arguments: Mapping[str, Any]) -> Sizes:
     """Return the sizes that Megatron's args state."""
-    tp = args.get("tensor_model_parallel_size") or 1
-    pp = args.get("pipeline_model_parallel_size") or 1
-    ep = args.get("expert_model_parallel_size") or 1
-    virtual = args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
-    return Sizes(tp, pp, virtual or 1, ep, args.get("expert_tensor_parallel_size") or tp)
+    tp = arguments.get("tensor_model_parallel_size") or 1
+    pp = arguments.get("pipeline_model_parallel_size") or 1
+    ep = arguments.get("expert_model_parallel_size") or 1
+    virtual = arguments.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
+    return Sizes(tp, pp, virtual or 1, ep, arguments.get("expert_tensor_parallel_size") or tp)
 
 
-def unknown_order_setting(args: Mapping[str, Any]) -> str:
+def unknown_order_setting(arguments: Mapping[str, Any]) -> str:
     """Return a setting under which the order is not known; empty if there is none."""
-    return next((f"{key} = {args[key]!r}" for key in UNKNOWN_ORDER if args.get(key)), "")
+    return next((f"{key} = {arguments[key]!r}" for key in UNKNOWN_ORDER if arguments.get(key)), "")
 
 
 def stages_of(
-    expected: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
+    expected: Sequence[Match], arguments: Mapping[str, Any], model: ModelConfig
 ) -> list[list[Match]]:
     """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the
     second of all.
@@ -77,19 +76,20 @@ def stages_of(
     The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of
     multi-token prediction is there twice. Empty if the args describe no such stages.
     """
-    counts = _layers_per_stage(args, model.layers)
+    counts = _layers_per_stage(arguments, model.layers)
     if sum(counts) != model.layers or min(counts) < 0:
         return []
     ends = list(accumulate(counts))
     last = len(counts) - 1
     stages: list[list[Match]] = [[] for _ in counts]
-    for match in _in_order_of_model(expected, args, model):
+    for match in _in_order_of_model(expected, arguments, model):
         if layer := LAYER.match(match.foreign):
             stage = bisect_right(ends, int(layer[2]))
         else:
             stage = 0 if match.foreign.startswith("embedding.") else last
         stages[stage].append(match)
     embedding = next(match for match in expected if match.foreign == EMBEDDING)
+    # Both end stages have a tied weight, which a sum of gradients keeps equal.
     if model.tied and last:
         stages[-1].append(replace(embedding, foreign=HEAD))
     # Modules on the last stage compute with an embedding of their own.
@@ -113,17 +113,17 @@ def shared_weights(model: ModelConfig, stages: int) -> tuple[str, ...]:
     return ()
 
 
-def _layers_per_stage(args: Mapping[str, Any], layers: int) -> list[int]:
+def _layers_per_stage(arguments: Mapping[str, Any], layers: int) -> list[int]:
     """Return the number of layers of each virtual stage."""
-    sizes = sizes_of(args)
+    sizes = sizes_of(arguments)
     stated: dict[int, int] = {}
     for stage, end in ((0, "first"), (sizes.pp - 1, "last")):
-        count = args.get(f"decoder_{end}_pipeline_num_layers")
+        count = arguments.get(f"decoder_{end}_pipeline_num_layers")
         if count is not None:
             stated[stage] = count
     # An embedding or a loss may count as a layer.
-    embedding = bool(args.get("account_for_embedding_in_pipeline_split"))
-    loss = bool(args.get("account_for_loss_in_pipeline_split"))
+    embedding = bool(arguments.get("account_for_embedding_in_pipeline_split"))
+    loss = bool(arguments.get("account_for_loss_in_pipeline_split"))
     # What is left for stages of which nothing is stated, in equal numbers.
     unstated = layers + embedding + loss - sum(stated.values())
     evenly = unstated // max(1, sizes.pp - len(stated))
@@ -136,19 +136,19 @@ def _layers_per_stage(args: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def _in_order_of_model(
-    expected: Sequence[Match], args: Mapping[str, Any], model: ModelConfig
+    expected: Sequence[Match], arguments: Mapping[str, Any], model: ModelConfig
 ) -> list[Match]:
     """Return tensors in the order in which modules register them.
 
     The names of a distributed checkpoint do not tell whether norms belong to the linear layers
     after them, which decides the order; the args do.
     """
-    fused = args.get("transformer_impl") != "local"
+    fused = arguments.get("transformer_impl") != "local"
     positions = {}
     for number, match in enumerate(matches(megatron(fused, False, model), model)):
         positions[match.logical] = number
     in_order = sorted(expected, key=lambda match: positions[match.logical])
-    return in_registered_order(in_order, bool(args.get("moe_grouped_gemm")))
+    return in_registered_order(in_order, bool(arguments.get("moe_grouped_gemm")))
 
 
 def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]:
@@ -173,10 +173,12 @@ def in_registered_order(expected: Sequence[Match], grouped: bool) -> list[Match]
     return [match for _, match in sorted(enumerate(expected), key=position)]
 
 
-def parameters_of(local: Sequence[Match], args: Mapping[str, Any]) -> list[Registered]:
+def parameters_of(local: Sequence[Match], arguments: Mapping[str, Any]) -> list[Registered]:
     """Return a rank's parameters, in the order of what it has of the model."""
-    packs = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
-    packed = bool(args.get("moe_grouped_gemm") and packs)
+    packs = arguments.get("transformer_impl") == "local" or arguments.get(
+        "moe_use_legacy_grouped_gemm"
+    )
+    packed = bool(arguments.get("moe_grouped_gemm") and packs)
 
     def parameter(match: Match) -> tuple[str, bool]:
         """Return the name that all tensors of a parameter share, and if it packs experts."""

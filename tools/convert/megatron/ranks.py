@@ -22,10 +22,16 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
-from tools.convert.megatron.experts import is_expert, with_global_experts
 from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, FILE, join_parts, part_shape
+from tools.convert.megatron.layout import (
+    EMBEDDING,
+    FILE,
+    is_expert,
+    join_parts,
+    part_shape,
+    with_global_experts,
+)
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
@@ -92,54 +98,54 @@ class RankFiles:
             size = self.args.get("expert_tensor_parallel_size")
         return size or self.sizes.tp
 
-    def tensor_ranks(self, name: str) -> int:
+    def tensor_ranks(self, tensor_name: str) -> int:
         """Return over how many ranks a tensor is cut."""
-        return self.expert_tp if is_expert(name) else self.sizes.tp
+        return self.expert_tp if is_expert(tensor_name) else self.sizes.tp
 
 
-def read_ranks(path: Path) -> RankFiles:
+def read_ranks(checkpoint: Path) -> RankFiles:
     """Return the contents of the ranks' files. Raises UserError if one is missing."""
-    matches = _find_files(path)
+    matches = _find_files(checkpoint)
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = contents(list(matches))
-    for file, content in zip(matches, loaded, strict=True):
+    for rank_file, content in zip(matches, loaded, strict=True):
         if not isinstance(content, dict):
-            raise UserError.of("convert.megatron_not_dict", file=file)
+            raise UserError.of("convert.megatron_not_dict", file=rank_file)
     args = loaded[0].get("args")
     if not isinstance(args, dict):
-        raise UserError.of("convert.megatron_files_no_args", path=path)
+        raise UserError.of("convert.megatron_files_no_args", path=checkpoint)
     # Before any number of theirs is used.
     require_kinds(args)
     experts_are_spread = (args.get("expert_model_parallel_size") or 1) > 1
     files: dict[PerAxis, RankFile] = {}
-    for (file, match), content in zip(matches.items(), loaded, strict=True):
-        rank = _rank_of_folder(match, experts_are_spread)
-        if rank in files:
+    for (rank_file, match), content in zip(matches.items(), loaded, strict=True):
+        rank_axes = _rank_of_folder(match, experts_are_spread)
+        if rank_axes in files:
             raise UserError.of(
                 "convert.megatron_rank_twice",
-                parent=file.parent,
-                folder=files[rank].folder,
-                describe_rank=_describe_rank(rank),
+                parent=rank_file.parent,
+                folder=files[rank_axes].folder,
+                describe_rank=_describe_rank(rank_axes),
             )
-        files[rank] = RankFile(file.parent, content, model_chunks(content))
+        files[rank_axes] = RankFile(rank_file.parent, content, model_chunks(content))
     sizes = PerAxis(
-        1 + max(rank.tp for rank in files),
-        1 + max(rank.pp for rank in files),
-        1 + max(rank.ep for rank in files),
+        1 + max(rank_axes.tp for rank_axes in files),
+        1 + max(rank_axes.pp for rank_axes in files),
+        1 + max(rank_axes.ep for rank_axes in files),
     )
-    ranks = RankFiles(path, args, dict(sorted(files.items())), sizes)
+    ranks = RankFiles(checkpoint, args, dict(sorted(files.items())), sizes)
     _check_complete(ranks)
     _check_same_model(ranks)
     return ranks
 
 
-def _find_files(path: Path) -> dict[Path, re.Match[str]]:
+def _find_files(checkpoint: Path) -> dict[Path, re.Match[str]]:
     """Return the files of ranks by name, each with the match of its folder's name."""
     matches: dict[Path, re.Match[str]] = {}
-    for folder in sorted(path.iterdir()):
+    for folder in sorted(checkpoint.iterdir()):
         if match := RANK.fullmatch(folder.name):
             matches[folder / FILE] = match
-    for folder in path.glob("mp_rank_*"):
+    for folder in checkpoint.glob("mp_rank_*"):
         if folder.is_dir() and not RANK.fullmatch(folder.name):
             raise UserError.of("convert.megatron_folder_name", folder=folder)
     for file in matches:
@@ -148,91 +154,97 @@ def _find_files(path: Path) -> dict[Path, re.Match[str]]:
     return matches
 
 
-def _check_complete(ranks: RankFiles) -> None:
+def _check_complete(rank_files: RankFiles) -> None:
     """Raise UserError unless each part of every tensor is in some file."""
-    sizes = ranks.sizes
-    if sizes.tp % ranks.expert_tp:
+    sizes = rank_files.sizes
+    if sizes.tp % rank_files.expert_tp:
         raise UserError.of(
             "convert.megatron_expert_tensor_ranks",
-            path=ranks.path,
-            expert_tp=ranks.expert_tp,
+            path=rank_files.path,
+            expert_tp=rank_files.expert_tp,
             tp=sizes.tp,
         )
     # An expert's part is the same on all tp ranks that are equal modulo expert_tp, and all else is
     # the same on all ep ranks.
-    dense_parts = {(rank.tp, rank.pp) for rank in ranks.files}
-    expert_parts = {(rank.tp % ranks.expert_tp, rank.pp, rank.ep) for rank in ranks.files}
+    dense_parts = {(rank_axes.tp, rank_axes.pp) for rank_axes in rank_files.files}
+    expert_parts = {
+        (rank_axes.tp % rank_files.expert_tp, rank_axes.pp, rank_axes.ep)
+        for rank_axes in rank_files.files
+    }
     for tp, pp, ep in product(range(sizes.tp), range(sizes.pp), range(sizes.ep)):
-        has_expert = (tp % ranks.expert_tp, pp, ep) in expert_parts
+        has_expert = (tp % rank_files.expert_tp, pp, ep) in expert_parts
         if (tp, pp) not in dense_parts or not has_expert:
             raise UserError.of(
                 "convert.megatron_rank_missing",
-                path=ranks.path,
+                path=rank_files.path,
                 file=FILE,
                 describe_rank=_describe_rank(PerAxis(tp, pp, ep)),
             )
 
 
-def _check_same_model(ranks: RankFiles) -> None:
+def _check_same_model(rank_files: RankFiles) -> None:
     """Raise UserError unless all files describe one model, in as many parts."""
-    first = ranks.first
-    for rank in ranks.files.values():
-        args = rank.content.get("args")
+    first = rank_files.first
+    for rank_file in rank_files.files.values():
+        args = rank_file.content.get("args")
         if not isinstance(args, dict):
-            raise UserError.of("convert.megatron_rank_no_args", folder=rank.folder / FILE)
-        _check_same_args(ranks, rank, args)
-        if len(rank.chunks) != len(first.chunks):
+            raise UserError.of("convert.megatron_rank_no_args", folder=rank_file.folder / FILE)
+        _check_same_args(rank_files, rank_file, args)
+        if len(rank_file.chunks) != len(first.chunks):
             raise UserError.of(
                 "convert.megatron_virtual_stages",
-                folder=rank.folder / FILE,
-                num_chunks=len(rank.chunks),
+                folder=rank_file.folder / FILE,
+                num_chunks=len(rank_file.chunks),
                 other_folder=first.folder / FILE,
                 other_num_chunks=len(first.chunks),
             )
 
 
-def _check_same_args(ranks: RankFiles, rank: RankFile, args: dict[str, Any]) -> None:
+def _check_same_args(rank_files: RankFiles, rank_file: RankFile, args: dict[str, Any]) -> None:
     """Raise UserError for the first of a rank's args that makes it another model."""
-    for key in sorted(MODEL_ARGUMENTS & args.keys()):
-        if args[key] != ranks.args.get(key):
+    for argument_name in sorted(MODEL_ARGUMENTS & args.keys()):
+        if args[argument_name] != rank_files.args.get(argument_name):
             raise UserError.of(
                 "convert.megatron_other_run",
-                folder=rank.folder / FILE,
-                other_folder=ranks.first.folder / FILE,
-                key=key,
-                value=args[key],
-                other_value=ranks.args.get(key),
+                folder=rank_file.folder / FILE,
+                other_folder=rank_files.first.folder / FILE,
+                key=argument_name,
+                value=args[argument_name],
+                other_value=rank_files.args.get(argument_name),
             )
 
 
-def notes_on_contradictions(ranks: RankFiles) -> Iterator[str]:
+def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
     """Yield a note for each axis along which the args say that there are more ranks, or fewer, than
     have files, and one if a file has the name of another rank's."""
     axes = ("tensor_model", "pipeline_model", "expert_model")
-    for axis, size in zip(axes, ranks.sizes, strict=True):
-        key = f"{axis}_parallel_size"
-        stated = ranks.args.get(key)
+    for axis, size in zip(axes, rank_files.sizes, strict=True):
+        argument_name = f"{axis}_parallel_size"
+        stated = rank_files.args.get(argument_name)
         if stated not in (None, size):
             yield (
-                f"args say {key} = {stated}, but there are files of {size}; the files were read as "
-                "they are"
+                f"args say {argument_name} = {stated}, but there are files of {size}; the files "
+                "were read as they are"
             )
-    numbers = {rank: file.content["args"].get("rank") for rank, file in ranks.files.items()}
+    numbers = {
+        rank_axes: rank_file.content["args"].get("rank")
+        for rank_axes, rank_file in rank_files.files.items()
+    }
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
-    for rank, number in numbers.items():
+    for rank_axes, number in numbers.items():
         # Megatron numbers ranks along tensor first.
-        if isinstance(number, int) and number % ranks.sizes.tp != rank.tp:
-            file = ranks.files[rank].folder / FILE
+        if isinstance(number, int) and number % rank_files.sizes.tp != rank_axes.tp:
+            rank_file = rank_files.files[rank_axes].folder / FILE
             yield (
-                f"args of {file} say rank = {number}, which has another folder: files may have "
-                "each other's names"
+                f"args of {rank_file} say rank = {number}, which has another folder: files may "
+                "have each other's names"
             )
             return
 
 
 def notes_on_copies(
-    path: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
+    checkpoint: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
 ) -> Iterator[str]:
     """Yield a note for each rank whose file holds what that of another does, by their checksums.
 
@@ -243,8 +255,8 @@ def notes_on_copies(
     for chunks in tensors.values():
         identities = []
         for number, chunk in enumerate(chunks):
-            for name, stored in chunk.items():
-                identities.append((number, name, stored.shape, stored.dtype, stored.crc))
+            for tensor_name, stored in chunk.items():
+                identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
         # Without a checksum of every tensor nothing can be said.
         if not identities or any(crc is None for *_, crc in identities):
             continue
@@ -252,19 +264,20 @@ def notes_on_copies(
         first_file = first_files.setdefault(frozenset(identities), file)
         if first_file != file:
             yield (
-                f"{path}: {file} and {first_file} hold the same numbers throughout: one may be a "
-                "copy of the other"
+                f"{checkpoint}: {file} and {first_file} hold the same numbers throughout: "
+                "one may be a copy of the other"
             )
 
 
-def _describe_rank(rank: PerAxis) -> str:
-    return f"tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep}"
+def _describe_rank(rank_axes: PerAxis) -> str:
+    return f"tensor rank {rank_axes.tp}, pipeline rank {rank_axes.pp}, expert rank {rank_axes.ep}"
 
 
 def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
     """Return the rank of a folder's name. An axis of size one is not in the name, so a second
     number alone may be of either."""
     tensor, second, third = (int(number or 0) for number in match.groups())
+    # Without pipeline stages the second number is the expert rank's.
     if experts_are_spread and match[3] is None:
         return PerAxis(tensor, 0, second)
     return PerAxis(tensor, second, third)
@@ -272,6 +285,7 @@ def _rank_of_folder(match: re.Match[str], experts_are_spread: bool) -> PerAxis:
 
 def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
     """Return the tensors of a rank: of its model, or of each of its virtual stages."""
+    # Virtual stages are model0, model1, ...; a rank without them has one model.
     numbered = [f"model{number}" for number in range(len(content))]
     keys = ["model"] if "model" in content else [key for key in numbered if key in content]
     surplus = [key for key in content if CHUNK.fullmatch(key)]
@@ -288,26 +302,28 @@ def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a state dict but for extra states, which hold no parameters."""
     return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Stored) and not str(name).endswith("_extra_state")
+        tensor_name: value
+        for tensor_name, value in state.items()
+        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state")
     }
 
 
-def parts_over_all(ranks: RankFiles, tensors_of: TensorsOfRank) -> dict[str, list[TensorSource]]:
+def parts_over_all(
+    rank_files: RankFiles, tensors_of: TensorsOfRank
+) -> dict[str, list[TensorSource]]:
     """Return name, with layers and experts counted over all ranks -> its parts, one of each tp rank
     that it is cut over.
 
     tensors_of: returns the tensors of each of a rank's chunks.
     """
     stages = []
-    for chunk in range(len(ranks.first.chunks)):
-        for stage in range(ranks.sizes.pp):
-            stages.append(_parts_of_stage(ranks, tensors_of, stage, chunk))
-    has_modules = bool(ranks.args.get("mtp_num_layers"))
+    for chunk in range(len(rank_files.first.chunks)):
+        for stage in range(rank_files.sizes.pp):
+            stages.append(_parts_of_stage(rank_files, tensors_of, stage, chunk))
+    has_modules = bool(rank_files.args.get("mtp_num_layers"))
     ends = _names_at_ends(stages, has_modules)
     repeated = (EMBEDDING,) if has_modules else ()
-    return number_over_stages(ranks.path, stages, LAYER, ends, repeated)
+    return number_over_stages(rank_files.path, stages, LAYER, ends, repeated)
 
 
 def _names_at_ends(
@@ -323,82 +339,91 @@ def _names_at_ends(
     norm_stage = last
     if has_modules:
         for number, stage in enumerate(stages):
-            if any(LAYER.match(name) for name in stage):
+            if any(LAYER.match(tensor_name) for tensor_name in stage):
                 norm_stage = number
     return {"embedding.": 0, "decoder.final_layernorm.": norm_stage, "output_layer.": last}
 
 
 def _parts_of_stage(
-    ranks: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
+    rank_files: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name, with experts counted over all ranks -> its parts. What several ranks have must
     be the same on all of them."""
-    experts = (ranks.args.get("num_experts") or 0) // ranks.sizes.ep
-    hidden = ranks.args["hidden_size"]
+    experts = (rank_files.args.get("num_experts") or 0) // rank_files.sizes.ep
+    # By it a packed tensor of experts is taken apart.
+    hidden = rank_files.args["hidden_size"]
     # By name and by part: the copies, each with the ep rank that has it.
     copies: dict[str, dict[int, list[tuple[int, TensorSource]]]] = {}
-    for rank, file in ranks.files.items():
-        if rank.pp != stage:
+    for rank_axes, rank_file in rank_files.files.items():
+        if rank_axes.pp != stage:
             continue
-        tensors = tensors_of(file)[chunk]
-        for name, stored in with_global_experts(
-            tensors, hidden, experts, rank.ep * experts
+        tensors = tensors_of(rank_file)[chunk]
+        for tensor_name, stored in with_global_experts(
+            tensors, hidden, experts, rank_axes.ep * experts
         ).items():
             # Experts that are cut over fewer ranks repeat their parts along tp.
-            part = rank.tp % ranks.tensor_ranks(name)
-            copies.setdefault(name, {}).setdefault(part, []).append((rank.ep, stored))
-    for name, parts in copies.items():
-        if is_expert(name):
-            _check_one_owner(ranks.path, name, parts)
-        if sorted(parts) != [*range(ranks.tensor_ranks(name))]:
-            raise UserError.of("convert.megatron_names_differ", path=ranks.path, name=name)
+            part = rank_axes.tp % rank_files.tensor_ranks(tensor_name)
+            copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank_axes.ep, stored))
+    for tensor_name, parts in copies.items():
+        if is_expert(tensor_name):
+            _check_one_owner(rank_files.path, tensor_name, parts)
+        if sorted(parts) != [*range(rank_files.tensor_ranks(tensor_name))]:
+            raise UserError.of(
+                "convert.megatron_names_differ", path=rank_files.path, name=tensor_name
+            )
     checked: dict[str, list[TensorSource]] = {}
-    for name, parts in copies.items():
-        checked[name] = []
+    for tensor_name, parts in copies.items():
+        checked[tensor_name] = []
         for part in sorted(parts):
             same_part = [stored for _, stored in parts[part]]
-            checked[name].append(checked_copy(ranks.path, name, same_part))
+            checked[tensor_name].append(checked_copy(rank_files.path, tensor_name, same_part))
     return checked
 
 
 def _check_one_owner(
-    path: Path, name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
+    checkpoint: Path, tensor_name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
 ) -> None:
     """Raise UserError if an expert is on two ep ranks."""
     for copies in parts.values():
+        # Copies along tp are of one ep rank; two of these would each have trained it.
         if len({ep for ep, _ in copies}) > 1:
-            raise UserError.of("convert.megatron_name_on_ranks", path=path, name=name)
+            raise UserError.of("convert.megatron_name_on_ranks", path=checkpoint, name=tensor_name)
 
 
-def checked_copy(path: Path, name: str, copies: Sequence[TensorSource]) -> TensorSource:
+def checked_copy(
+    checkpoint: Path, tensor_name: str, copies: Sequence[TensorSource]
+) -> TensorSource:
     """Return the first of several copies; reading it raises UserError if another differs."""
     first, *others = copies
     if not others:
         return first
-    require_one_dtype(path, name, copies)
+    require_one_dtype(checkpoint, tensor_name, copies)
 
     def read() -> Tensor:
         values = first.read()
         if not all(same_values(values, copy.read()) for copy in others):
-            raise UserError.of("convert.megatron_ranks_disagree", path=path, name=name)
+            raise UserError.of("convert.megatron_ranks_disagree", path=checkpoint, name=tensor_name)
         return values
 
     return MergedTensor(first.shape, first.dtype, read)
 
 
-def require_one_dtype(path: Path, name: str, parts: Sequence[TensorSource]) -> None:
+def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[TensorSource]) -> None:
     """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
     rounded."""
     # Sorted, so that the same files always give the same message.
     dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
     if len(dtypes) > 1:
         raise UserError.of(
-            "convert.megatron_dtypes", path=path, name=name, dtypes=" and ".join(dtypes)
+            "convert.megatron_dtypes",
+            path=checkpoint,
+            name=tensor_name,
+            dtypes=" and ".join(dtypes),
         )
 
 
 def number_over_stages(
-    path: Path,
+    checkpoint: Path,
     stages: Sequence[Mapping[str, list[TensorSource]]],
     layer: re.Pattern[str],
     ends: Mapping[str, int],
@@ -411,46 +436,48 @@ def number_over_stages(
         then files have each other's names.
     repeated: names that several stages may have, which must then be the same.
     """
-    _check_ends(path, stages, ends, repeated)
+    _check_ends(checkpoint, stages, ends, repeated)
     merged: dict[str, list[TensorSource]] = {}
     layers_before = 0
     for stage in stages:
         local_numbers = set()
-        for name, parts in stage.items():
-            global_name = name
-            if match := layer.match(name):
+        for tensor_name, parts in stage.items():
+            global_name = tensor_name
+            if match := layer.match(tensor_name):
                 prefix, number, suffix = match.groups()
                 local_numbers.add(number)
                 global_name = f"{prefix}{int(number) + layers_before}{suffix}"
             if global_name in merged and global_name not in repeated:
                 raise UserError.of(
-                    "convert.megatron_layer_twice", path=path, global_name=global_name
+                    "convert.megatron_layer_twice", path=checkpoint, global_name=global_name
                 )
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
                 pairs = zip(merged[global_name], parts, strict=True)
-                parts = [checked_copy(path, name, pair) for pair in pairs]
+                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
             merged[global_name] = parts
         layers_before += len(local_numbers)
     return merged
 
 
 def _check_ends(
-    path: Path,
+    checkpoint: Path,
     stages: Sequence[Mapping[str, list[TensorSource]]],
     ends: Mapping[str, int],
     repeated: Sequence[str],
 ) -> None:
     """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
     for number, stage in enumerate(stages):
-        for name in stage:
-            owner = next((end for begin, end in ends.items() if name.startswith(begin)), number)
-            if owner != number and name not in repeated:
+        for tensor_name in stage:
+            owner = next(
+                (end for begin, end in ends.items() if tensor_name.startswith(begin)), number
+            )
+            if owner != number and tensor_name not in repeated:
                 raise UserError.of(
                     "convert.megatron_layer_of_stage",
-                    path=path,
-                    name=name,
+                    path=checkpoint,
+                    name=tensor_name,
                     owner=owner,
                     num_stages=len(stages),
                     number=number,
@@ -458,7 +485,7 @@ def _check_ends(
 
 
 def merge_parts(
-    path: Path,
+    checkpoint: Path,
     expected: list[Match],
     parts_by_name: Mapping[str, list[TensorSource]],
     vocab: int,
@@ -470,17 +497,17 @@ def merge_parts(
     """
     matches = {match.foreign: match for match in expected}
     merged: dict[str, TensorSource] = {}
-    for name, parts in parts_by_name.items():
-        require_one_dtype(path, name, parts)
-        match = matches.get(name)
+    for tensor_name, parts in parts_by_name.items():
+        require_one_dtype(checkpoint, tensor_name, parts)
+        match = matches.get(tensor_name)
         # `check_tensors` names it.
         if match is None:
-            merged[name] = parts[0]
+            merged[tensor_name] = parts[0]
         elif _fits(match, parts, vocab):
-            merged[name] = _merge(path, match, parts)
+            merged[tensor_name] = _merge(checkpoint, match, parts)
         else:
-            _require_fit(path, match, parts)
-            merged[name] = parts[0]
+            _require_fit(checkpoint, match, parts)
+            merged[tensor_name] = parts[0]
     return merged
 
 
@@ -495,19 +522,19 @@ def _fits(match: Match, parts: Sequence[TensorSource], vocab: int) -> bool:
     return match.cut != "vocabulary" or padded >= vocab
 
 
-def _require_fit(path: Path, match: Match, parts: Sequence[TensorSource]) -> None:
+def _require_fit(checkpoint: Path, match: Match, parts: Sequence[TensorSource]) -> None:
     """Raise UserError for parts of several shapes, or with the whole tensor among them."""
     if any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise UserError.of(
-            "convert.megatron_shapes", path=path, foreign=match.foreign, shapes=shapes
+            "convert.megatron_shapes", path=checkpoint, foreign=match.foreign, shapes=shapes
         )
 
 
-def _merge(path: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
+def _merge(checkpoint: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
     """Return the tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
-        return checked_copy(path, match.foreign, parts)
+        return checked_copy(checkpoint, match.foreign, parts)
 
     def read() -> Tensor:
         return join_parts((part.read() for part in parts), match.cut, match.shape, len(parts))

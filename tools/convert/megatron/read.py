@@ -23,7 +23,7 @@ from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
-from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
+from tools.convert.megatron.args import args_of, model_of_args
 from tools.convert.megatron.distributed import (
     Contents,
     has_args,
@@ -31,10 +31,17 @@ from tools.convert.megatron.distributed import (
     read_chunked,
     read_common,
 )
-from tools.convert.megatron.experts import is_expert, is_trained
+from tools.convert.megatron.flat import (
+    GATHERED,
+    RESHARDABLE,
+    FlatLayout,
+    bucketed_state,
+    sharding_of,
+)
 from tools.convert.megatron.keys import unknown_arguments
 from tools.convert.megatron.kinds import require_kinds
-from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, args_of, model_of_args
+from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, is_expert, is_trained
+from tools.convert.megatron.optimizer_state import MOMENTS, optimizer_state, scaler_of, steps_of
 from tools.convert.megatron.order import sizes_of, unknown_order_setting
 from tools.convert.megatron.ranks import (
     RANK,
@@ -48,7 +55,6 @@ from tools.convert.megatron.ranks import (
     parts_over_all,
     read_ranks,
 )
-from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -62,6 +68,7 @@ NEWEST_VERSION = 3
 def find_megatron(path: Path) -> Path | None:
     """Return the folder of an iteration: `path`, or the one that its tracker file names; None if
     there is none."""
+    # A run's folder is given more often than that of an iteration.
     if (path / TRACKER).is_file():
         tracker = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
         name = _iteration_folder(tracker)
@@ -83,7 +90,7 @@ def _iteration_folder(tracker: str) -> str:
 
 
 def open_megatron(
-    path: Path,
+    checkpoint: Path,
     vocab: int | None = None,
     weights_only: bool = False,
     model: ModelConfig | None = None,
@@ -95,81 +102,85 @@ def open_megatron(
     model: that of a distributed checkpoint that Megatron-core saved without args, of which only
         weights are read; UserError for others.
     """
-    distributed = (path / ".metadata").is_file()
+    distributed = (checkpoint / ".metadata").is_file()
     if model is not None:
-        if not distributed or has_args(path):
-            raise UserError.of("convert.megatron_config_unused", path=path)
-        return _open_without_args(path, model)
+        if not distributed or has_args(checkpoint):
+            raise UserError.of("convert.megatron_config_unused", path=checkpoint)
+        return _open_without_args(checkpoint, model)
     if distributed:
-        return _open_distributed(path, vocab, weights_only)
-    return _open_legacy(path, vocab, weights_only)
+        return _open_distributed(checkpoint, vocab, weights_only)
+    return _open_legacy(checkpoint, vocab, weights_only)
 
 
-def _open_without_args(path: Path, model: ModelConfig) -> Source:
+def _open_without_args(checkpoint: Path, model: ModelConfig) -> Source:
     """Open a checkpoint of which only its names and `model` say what it is."""
-    args = args_of(model, model.vocab, 1, 1, True, torch.float32)
-    saved = read_chunked(path)
+    arguments = args_of(model, model.vocab, 1, 1, True, torch.float32)
+    saved = read_chunked(checkpoint)
     weights = saved.by_kind["weight"]
-    expected = _expected(weights, args, model, "whole")
-    merged = merge_chunks(path, expected, weights, model)
+    expected = _expected(weights, arguments, model, "whole")
+    merged = merge_chunks(checkpoint, expected, weights, model)
+    # The state is there, but the args say how its flat buffers are laid out.
     has_state = len(saved.by_kind) > 1 or saved.flat
     facts = Facts(
         unread="the optimizer's state, whose order the args would say" if has_state else "",
         notes=("what the model is was taken from --config, for nothing here says it",),
     )
-    return _source(path, model, expected, {"weight": merged}, facts)
+    return _source(checkpoint, model, expected, {"weight": merged}, facts)
 
 
-def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
+def _open_legacy(checkpoint: Path, vocab: int | None, weights_only: bool) -> Source:
     """Open a folder with a file of each rank."""
-    ranks = read_ranks(path)
-    _require_one_time(ranks)
-    model = model_of_args(ranks.args, vocab)
-    parts_by_name = parts_over_all(ranks, lambda rank: rank.chunks)
+    rank_files = read_ranks(checkpoint)
+    _require_one_time(rank_files)
+    model = model_of_args(rank_files.args, vocab)
+    parts_by_name = parts_over_all(rank_files, lambda rank: rank.chunks)
     # Before names are matched, for the table has no such tensor in a tied model.
-    _drop_tied_head(path, model, parts_by_name)
-    expected = _expected(parts_by_name, ranks.args, model, _latent_down_cut(parts_by_name, model))
-    weights = merge_parts(path, expected, parts_by_name, model.vocab)
-    check_tensors(path, expected, weights)
-    state = {} if weights_only else optimizer_state(ranks, expected, model)
-    facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
+    _drop_tied_head(checkpoint, model, parts_by_name)
+    expected = _expected(
+        parts_by_name, rank_files.args, model, _latent_down_cut(parts_by_name, model)
+    )
+    weights = merge_parts(checkpoint, expected, parts_by_name, model.vocab)
+    check_tensors(checkpoint, expected, weights)
+    state = {} if weights_only else optimizer_state(rank_files, expected, model)
+    facts = _facts(rank_files.first.content, rank_files.args, rank_files.sizes)
     rows = sum(part.shape[0] for part in parts_by_name[EMBEDDING])
-    notes = (*facts.notes, *_notes_on_files(ranks), *_notes_on_padding(ranks.args, rows))
+    notes = (*facts.notes, *_notes_on_files(rank_files), *_notes_on_padding(rank_files.args, rows))
     unread = facts.unread
-    if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
+    if rank_files.first.content.get("optimizer") is not None and not state and not weights_only:
         unread = "the optimizer's state, which not all files hold in a form that is known here"
     facts = replace(facts, notes=notes, unread=unread)
-    return _source(path, model, expected, {"weight": weights, **state}, facts)
+    return _source(checkpoint, model, expected, {"weight": weights, **state}, facts)
 
 
-def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Source:
+def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -> Source:
     """Open a distributed checkpoint with args."""
-    common = read_common(path)
-    args = common["args"]
-    _require_form(path, common)
-    model = model_of_args(args, vocab)
-    saved = read_chunked(path)
+    common = read_common(checkpoint)
+    arguments = common["args"]
+    _require_form(checkpoint, common)
+    model = model_of_args(arguments, vocab)
+    saved = read_chunked(checkpoint)
     if weights_only:
+        # Masters are state too: weights stay as saved.
         saved = replace(saved, by_kind={"weight": saved.by_kind["weight"]}, flat={})
     weights = saved.by_kind["weight"]
     # Transformer Engine does not cut projections down to latents.
-    down: Cut = "rows" if args.get("transformer_impl") == "local" else "whole"
-    expected = _expected(weights, args, model, down)
+    down: Cut = "rows" if arguments.get("transformer_impl") == "local" else "whole"
+    expected = _expected(weights, arguments, model, down)
     trained = [match for match in expected if is_trained(match.foreign)]
     merged: dict[str, Mapping[str, TensorSource]] = {}
     for kind, tensors in saved.by_kind.items():
         of_kind = expected if kind == "weight" else trained
-        merged[kind] = merge_chunks(path, of_kind, tensors, model)
+        merged[kind] = merge_chunks(checkpoint, of_kind, tensors, model)
     unread = _unread(common, saved)
     padded = weights[EMBEDDING].shape[0]
     if saved.flat and not unread:
-        dtypes = {name: weight.dtype for name, weight in merged["weight"].items()}
-        layout = Saved(path, args, model, trained, dtypes, padded)
+        dtypes = {tensor_name: weight.dtype for tensor_name, weight in merged["weight"].items()}
+        layout = FlatLayout(checkpoint, arguments, model, trained, dtypes, padded)
         merged |= bucketed_state(layout, saved.flat)
-    sizes = sizes_of(args)
-    facts = _facts(common | saved.optimizer, args, PerAxis(sizes.tp, sizes.pp, sizes.ep))
-    notes = (*facts.notes, *_notes_on_padding(args, padded))
-    return _source(path, model, expected, merged, replace(facts, unread=unread, notes=notes))
+    sizes = sizes_of(arguments)
+    facts = _facts(common | saved.optimizer, arguments, PerAxis(sizes.tp, sizes.pp, sizes.ep))
+    notes = (*facts.notes, *_notes_on_padding(arguments, padded))
+    return _source(checkpoint, model, expected, merged, replace(facts, unread=unread, notes=notes))
 
 
 def _unread(common: Mapping[str, Any], saved: Contents) -> str:
@@ -184,7 +195,7 @@ def _unread(common: Mapping[str, Any], saved: Contents) -> str:
 
 
 def _source(
-    path: Path,
+    checkpoint: Path,
     model: ModelConfig,
     expected: list[Match],
     kinds: Mapping[str, Mapping[str, TensorSource]],
@@ -197,8 +208,10 @@ def _source(
     """
     # Masters are what training went on with; half weights are rounded from them.
     weights = dict(kinds["weight"])
-    for name, master in kinds.get("master", {}).items():
-        weights[name] = _checked_master(path, name, master, weights[name])
+    for tensor_name, master in kinds.get("master", {}).items():
+        weights[tensor_name] = _checked_master(
+            checkpoint, tensor_name, master, weights[tensor_name]
+        )
     merged: dict[str, Mapping[str, TensorSource]] = {"weight": weights}
     merged |= {kind: kinds[kind] for kind in MOMENTS if kind in kinds}
     origins = []
@@ -208,12 +221,12 @@ def _source(
                 tensor = tensors[match.foreign]
                 origins.append(origin_of(match, tensor.read, tensor.dtype, model, kind))
     # Megatron's own checkpoints have no such file; ours have the source's.
-    facts = replace(facts, generation=read_generation(path))
-    return Source(path, "megatron", model, origins, facts, ())
+    facts = replace(facts, generation=read_generation(checkpoint))
+    return Source(checkpoint, "megatron", model, origins, facts, ())
 
 
 def _checked_master(
-    path: Path, name: str, master: TensorSource, weight: TensorSource
+    checkpoint: Path, tensor_name: str, master: TensorSource, weight: TensorSource
 ) -> MergedTensor:
     """Return a master, which has to be the weight but for rounding: what was saved in another order
     does not pass."""
@@ -221,14 +234,14 @@ def _checked_master(
     def read() -> Tensor:
         values = master.read()
         if not same_values(values.to(weight.dtype), weight.read()):
-            raise UserError.of("convert.megatron_master_differs", path=path, name=name)
+            raise UserError.of("convert.megatron_master_differs", path=checkpoint, name=tensor_name)
         return values
 
     return MergedTensor(master.shape, master.dtype, read)
 
 
 def _expected(
-    names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig, down: Cut
+    names: Mapping[str, Any], arguments: Mapping[str, Any], model: ModelConfig, down: Cut
 ) -> list[Match]:
     """Return the tensors that the model has in Megatron, by the names that these tensors have.
 
@@ -238,13 +251,14 @@ def _expected(
     """
 
     def is_in_names(part: str) -> bool:
-        return any(f".{part}" in name for name in names)
+        return any(f".{part}" in tensor_name for tensor_name in names)
 
+    # Names tell whether Transformer Engine made them; args of other programs may not.
     after_norm = "linear_kv_up_proj" if model.latent else "linear_qkv"
     fused = is_in_names(f"{after_norm}.layer_norm_")
     fused_before_mlp = is_in_names("mlp.linear_fc1.layer_norm_")
     fused_before_experts = fused_before_mlp and not is_in_names("pre_mlp_layernorm.")
-    interleaved = bool(args.get("rotary_interleaved"))
+    interleaved = bool(arguments.get("rotary_interleaved"))
     return matches(megatron(fused, interleaved, model, fused_before_experts, down), model)
 
 
@@ -252,25 +266,26 @@ def _latent_down_cut(parts_by_name: Mapping[str, list[TensorSource]], model: Mod
     """Return how ranks cut projections down to latents: not those of Transformer Engine, others by
     rows."""
     full_rows = model.latent.kv_rank + model.latent.rope_dim
-    for name, parts in parts_by_name.items():
-        is_down = name.endswith(".linear_kv_down_proj.weight")
+    for tensor_name, parts in parts_by_name.items():
+        is_down = tensor_name.endswith(".linear_kv_down_proj.weight")
         if is_down and any(part.shape[0] != full_rows for part in parts):
             return "rows"
     return "whole"
 
 
-def _require_one_time(ranks: RankFiles) -> None:
+def _require_one_time(rank_files: RankFiles) -> None:
     """Raise UserError unless all files were saved after the same step, in a form that is read."""
-    for rank in ranks.files.values():
-        _require_form(rank.folder, rank.content)
-    first = ranks.first.folder
-    expected = dict(_clocks(ranks.first.content))
-    for rank in ranks.files.values():
-        for clock, value in _clocks(rank.content):
+    for rank_file in rank_files.files.values():
+        _require_form(rank_file.folder, rank_file.content)
+    first = rank_files.first.folder
+    # A save that was interrupted leaves files of two steps under one name.
+    expected = dict(_clocks(rank_files.first.content))
+    for rank_file in rank_files.files.values():
+        for clock, value in _clocks(rank_file.content):
             if value != expected[clock]:
                 raise UserError.of(
                     "convert.megatron_other_time",
-                    folder=rank.folder,
+                    folder=rank_file.folder,
                     first=first,
                     clock=clock,
                     value=value,
@@ -293,17 +308,17 @@ def _scheduled(content: Mapping[str, Any]) -> Any:
     return schedule.get("num_steps") if isinstance(schedule, dict) else None
 
 
-def _require_form(path: Path, content: Mapping[str, Any]) -> None:
+def _require_form(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Raise UserError for a file's version or counts that are not read."""
     require_kinds({"iteration": content.get("iteration"), "num_steps": _scheduled(content)})
     version = content.get("checkpoint_version")
     if version is None:
         return
     if not is_number(version) or not OLDEST_VERSION <= version <= NEWEST_VERSION:
-        raise UserError.of("convert.megatron_version", path=path, version=version)
+        raise UserError.of("convert.megatron_version", path=checkpoint, version=version)
 
 
-def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) -> Facts:
+def _facts(content: Mapping[str, Any], arguments: Mapping[str, Any], sizes: PerAxis) -> Facts:
     """Return the facts of a checkpoint.
 
     content: a rank's file, or what all ranks have in common.
@@ -313,18 +328,19 @@ def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) 
     layout = {
         "tensor": sizes.tp,
         "pipeline": sizes.pp,
-        "data": args.get("data_parallel_size") or 1,
+        "data": arguments.get("data_parallel_size") or 1,
     }
     if sizes.ep > 1:
         layout["expert"] = sizes.ep
-    compute = next((dtype for dtype in ("bf16", "fp16") if args.get(dtype)), "fp32")
-    special = {key: args[key] for key in SPECIAL_IDS if key in args}
-    unknown = ", ".join(unknown_arguments(args))
+    # Of the two switches one is on, or none.
+    compute = next((dtype for dtype in ("bf16", "fp16") if arguments.get(dtype)), "fp32")
+    special = {key: arguments[key] for key in SPECIAL_IDS if key in arguments}
+    unknown = ", ".join(unknown_arguments(arguments))
     notes = (f"args that are not known here, and were not read: {unknown}",) if unknown else ()
     return Facts(
         steps,
         scaler_of(content),
-        progress=_progress(content, args, steps),
+        progress=_progress(content, arguments, steps),
         precision={"compute": compute},
         layout=layout,
         special=special,
@@ -332,39 +348,41 @@ def _facts(content: Mapping[str, Any], args: Mapping[str, Any], sizes: PerAxis) 
     )
 
 
-def _progress(content: Mapping[str, Any], args: Mapping[str, Any], steps: int) -> dict[str, int]:
+def _progress(
+    content: Mapping[str, Any], arguments: Mapping[str, Any], steps: int
+) -> dict[str, int]:
     """Return how far training was; empty if it had not begun. steps: those of the optimizer."""
     iteration = content.get("iteration") or 0
     if not iteration:
         return {}
-    samples = args.get("consumed_train_samples") or 0
+    samples = arguments.get("consumed_train_samples") or 0
     scheduled = _scheduled(content)
     return {
         "step": iteration,
         "applied": steps or iteration,
-        "tokens": samples * (args.get("seq_length") or 0),
+        "tokens": samples * (arguments.get("seq_length") or 0),
         "samples": samples,
         "applied_samples": samples if scheduled is None else scheduled,
     }
 
 
-def _notes_on_files(ranks: RankFiles) -> Iterator[str]:
+def _notes_on_files(rank_files: RankFiles) -> Iterator[str]:
     """Yield notes on what the files of ranks are, other than their args say or than they should
     be."""
-    yield from notes_on_contradictions(ranks)
+    yield from notes_on_contradictions(rank_files)
     distinct: dict[PerAxis, list[dict[str, Stored]]] = {}
-    for rank, file in ranks.files.items():
+    for rank, file in rank_files.files.items():
         # Ranks of one ep axis hold the same by design if their stage has no experts.
         if not any(is_expert(name) for chunk in file.chunks for name in chunk):
             rank = rank._replace(ep=0)
         distinct.setdefault(rank, file.chunks)
-    yield from notes_on_copies(ranks.path, distinct)
+    yield from notes_on_copies(rank_files.path, distinct)
 
 
-def _notes_on_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
+def _notes_on_padding(arguments: Mapping[str, Any], rows: int) -> Iterator[str]:
     """Yield a note if the args say another number of rows of the padded vocabulary than there
     are."""
-    stated = args.get("padded_vocab_size")
+    stated = arguments.get("padded_vocab_size")
     if stated not in (None, rows):
         yield (
             f"args say padded_vocab_size = {stated}, but {EMBEDDING} has {rows} rows; the files "
@@ -373,7 +391,7 @@ def _notes_on_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
 
 
 def _drop_tied_head(
-    path: Path, model: ModelConfig, parts_by_name: dict[str, list[TensorSource]]
+    checkpoint: Path, model: ModelConfig, parts_by_name: dict[str, list[TensorSource]]
 ) -> None:
     """Remove the last stage's copy of a tied embedding, which must be one.
 
@@ -386,5 +404,5 @@ def _drop_tied_head(
     for head, embedding in zip(heads, parts_by_name.get(EMBEDDING, ()), strict=True):
         if not model.mtp_layers and not same_values(head.read(), embedding.read()):
             raise UserError.of(
-                "convert.megatron_tied_differs", path=path, head=HEAD, embedding=EMBEDDING
+                "convert.megatron_tied_differs", path=checkpoint, head=HEAD, embedding=EMBEDDING
             )

@@ -8,13 +8,11 @@ factor besides, whatever the kind of positions.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.model_fields import default_attention_scalar
-from models.rope_scaling import ORIGINAL, RopeScaling
+from models.rope import ORIGINAL, RopeScaling
 from tools.convert.megatron.keys import Args, argument_or
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there
@@ -32,36 +30,36 @@ UNUSED = (
 )
 
 
-def is_learned(args: Args) -> bool:
+def is_learned(arguments: Args) -> bool:
     """Return True if positions are learned. They are unless one of two args says that they turn."""
-    is_default = args.get("position_embedding_type", LEARNED) == LEARNED
-    learned = is_default and not args.get("use_rotary_position_embeddings")
-    if learned and args.get("add_position_embedding") is False:
+    is_default = arguments.get("position_embedding_type", LEARNED) == LEARNED
+    learned = is_default and not arguments.get("use_rotary_position_embeddings")
+    if learned and arguments.get("add_position_embedding") is False:
         raise UserError.of("convert.megatron_no_positions")
     return learned
 
 
-def rotary_of(args: Args, learned: bool) -> dict[str, Any]:
+def rotary_of(arguments: Args, learned: bool) -> dict[str, Any]:
     """Return the fields of rotary positions in ordinary attention."""
-    fraction = 1.0 if learned else float(argument_or(args, "rotary_percent", 1.0))
-    base = float(argument_or(args, "rotary_base", 10000))
+    fraction = 1.0 if learned else float(argument_or(arguments, "rotary_percent", 1.0))
+    base = float(argument_or(arguments, "rotary_base", 10000))
     if learned:
         scaling = {}
-    elif _is_yarn(args):
-        scaling = _plain_yarn(args, fraction)
+    elif _is_yarn(arguments):
+        scaling = _plain_yarn(arguments, fraction)
     else:
-        scaling = _scaling(args)
+        scaling = _scaling(arguments)
     return {"rope_base": base, "rotary_fraction": fraction, "rope_scaling": scaling}
 
 
-def _is_yarn(args: Args) -> bool:
-    return args.get("position_embedding_type") == YARN
+def _is_yarn(arguments: Args) -> bool:
+    return arguments.get("position_embedding_type") == YARN
 
 
-def _scaling(args: Args) -> dict[str, Any]:
+def _scaling(arguments: Args) -> dict[str, Any]:
     """Return the scaling of rotary positions: Llama 3.1's, or linear."""
-    factor = args.get("rotary_seq_len_interpolation_factor")
-    scaled = bool(args.get("use_rope_scaling"))
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    scaled = bool(arguments.get("use_rope_scaling"))
     if factor is not None and scaled:
         raise UserError.of("convert.megatron_two_scalings")
     if factor is not None:
@@ -69,29 +67,41 @@ def _scaling(args: Args) -> dict[str, Any]:
             raise UserError.of("convert.megatron_scaling_below_one", factor=factor)
         return {"kind": "linear", "factor": float(factor)}
     if scaled:
-        return {"kind": "llama3", "factor": argument_or(args, "rope_scaling_factor", 8.0), **LLAMA3}
+        return {
+            "kind": "llama3",
+            "factor": argument_or(arguments, "rope_scaling_factor", 8.0),
+            **LLAMA3,
+        }
     return {}
 
 
-def _plain_yarn(args: Args, fraction: float) -> dict[str, Any]:
+def _plain_yarn(arguments: Args, fraction: float) -> dict[str, Any]:
     """Return YaRN's scaling in ordinary attention, where all features of a head turn."""
-    for key in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
-        if args.get(key):
-            raise UserError.of("convert.megatron_yarn_key", key=key, args=args[key])
+    for argument_name in (
+        "use_rope_scaling",
+        "rotary_seq_len_interpolation_factor",
+        "rotary_interleaved",
+    ):
+        if arguments.get(argument_name):
+            raise UserError.of(
+                "convert.megatron_yarn_key", key=argument_name, args=arguments[argument_name]
+            )
     if fraction != 1:
         raise UserError.of("convert.megatron_yarn_percent", fraction=fraction)
-    original = argument_or(args, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
-    fast = argument_or(args, "yarn_beta_fast", LATENT_YARN["beta_fast"])
-    slow = argument_or(args, "yarn_beta_slow", LATENT_YARN["beta_slow"])
-    truncate = bool(argument_or(args, "yarn_correction_range_round_to_int", True))
-    return _yarn(args, original, fast, slow, truncate)
+    original = argument_or(arguments, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
+    fast = argument_or(arguments, "yarn_beta_fast", LATENT_YARN["beta_fast"])
+    slow = argument_or(arguments, "yarn_beta_slow", LATENT_YARN["beta_slow"])
+    truncate = bool(argument_or(arguments, "yarn_correction_range_round_to_int", True))
+    return _yarn(arguments, original, fast, slow, truncate)
 
 
-def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -> dict[str, Any]:
+def _yarn(
+    arguments: Args, original: int, fast: float, slow: float, truncate: bool
+) -> dict[str, Any]:
     """Return YaRN's scaling. With other mscales than ours has words for, the factor of features is
     given itself."""
-    factor = _yarn_factor(args)
-    mscale, mscale_all_dim = _mscales(args)
+    factor = _yarn_factor(arguments)
+    mscale, mscale_all_dim = _mscales(arguments)
     scaling: dict[str, Any] = {
         "kind": YARN,
         "factor": factor,
@@ -100,6 +110,7 @@ def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -
         "beta_slow": float(slow),
         "truncate": truncate,
     }
+    # Ours multiplies scores by mscale_all_dim as DeepSeek does, so both are needed for that.
     if mscale and mscale_all_dim:
         return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
     if (mscale, mscale_all_dim) == (1.0, 0.0):
@@ -110,20 +121,24 @@ def _yarn(args: Args, original: int, fast: float, slow: float, truncate: bool) -
     return scaling
 
 
-def _yarn_factor(args: Args) -> float:
-    if args.get("rotary_scaling_factor") is None:
-        key = "rope_type" if args.get("multi_latent_attention") else "position_embedding_type"
-        raise UserError.of("convert.megatron_factor_missing", key=key, get=args.get(key))
-    factor = float(args["rotary_scaling_factor"])
+def _yarn_factor(arguments: Args) -> float:
+    if arguments.get("rotary_scaling_factor") is None:
+        argument_name = (
+            "rope_type" if arguments.get("multi_latent_attention") else "position_embedding_type"
+        )
+        raise UserError.of(
+            "convert.megatron_factor_missing", key=argument_name, get=arguments.get(argument_name)
+        )
+    factor = float(arguments["rotary_scaling_factor"])
     if factor < 1:
         raise UserError.of("convert.megatron_factor_below_one", factor=factor)
     return factor
 
 
-def _mscales(args: Args) -> tuple[float, float]:
+def _mscales(arguments: Args) -> tuple[float, float]:
     """Return (mscale, mscale_all_dim)."""
-    mscale = float(argument_or(args, "mscale", 1.0))
-    return mscale, float(argument_or(args, "mscale_all_dim", 0.0))
+    mscale = float(argument_or(arguments, "mscale", 1.0))
+    return mscale, float(argument_or(arguments, "mscale_all_dim", 0.0))
 
 
 def _scale(factor: float, mscale: float) -> float:
@@ -131,46 +146,48 @@ def _scale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def latent_of(args: Args) -> dict[str, Any]:
+def latent_of(arguments: Args) -> dict[str, Any]:
     """Return the fields of multi-latent attention, its positions among them. UserError for what
     ours has not."""
-    _require_latent(args)
-    heads = args["num_attention_heads"]
-    norm_eps = argument_or(args, "norm_epsilon", 1e-5)
-    rope_dim = args["qk_pos_emb_head_dim"]
-    nope_dim = args["qk_head_dim"]
+    _require_latent(arguments)
+    heads = arguments["num_attention_heads"]
+    norm_eps = argument_or(arguments, "norm_epsilon", 1e-5)
+    rope_dim = arguments["qk_pos_emb_head_dim"]
+    nope_dim = arguments["qk_head_dim"]
     fields = {
         "latent": {
-            "kv_rank": args["kv_lora_rank"],
-            "query_rank": args["q_lora_rank"] or 0,
+            "kv_rank": arguments["kv_lora_rank"],
+            "query_rank": arguments["q_lora_rank"] or 0,
             "rope_dim": rope_dim,
             "nope_dim": nope_dim,
-            "value_dim": args["v_head_dim"],
+            "value_dim": arguments["v_head_dim"],
             "norm_eps": norm_eps,
         },
         "kv_heads": heads,
         "head_dim": rope_dim + nope_dim,
         "qk_norm": False,
         "qkv_bias": False,
-        "rope_base": float(argument_or(args, "rotary_base", 10000)),
+        "rope_base": float(argument_or(arguments, "rotary_base", 10000)),
         "rotary_fraction": 1.0,
     }
-    if argument_or(args, "rope_type", YARN) == YARN:
+    if argument_or(arguments, "rope_type", YARN) == YARN:
         original, fast, slow = (
-            argument_or(args, key, default) for key, default in LATENT_YARN.items()
+            argument_or(arguments, argument_name, default)
+            for argument_name, default in LATENT_YARN.items()
         )
-        return {**fields, "rope_scaling": _yarn(args, original, fast, slow, truncate=True)}
+        return {**fields, "rope_scaling": _yarn(arguments, original, fast, slow, truncate=True)}
     # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
     attention_scalar = float(rope_dim + nope_dim)
-    _, mscale_all_dim = _mscales(args)
+    _, mscale_all_dim = _mscales(arguments)
     if mscale_all_dim:
-        attention_scalar = (rope_dim + nope_dim) / _scale(_yarn_factor(args), mscale_all_dim) ** 4
+        score_factor = _scale(_yarn_factor(arguments), mscale_all_dim)
+        attention_scalar /= score_factor**4
     return {**fields, "rope_scaling": {}, "attention_scalar": attention_scalar}
 
 
-def _require_latent(args: Args) -> None:
+def _require_latent(arguments: Args) -> None:
     """Raise UserError for args that multi-latent attention ignores, or that ours has not."""
-    rotary = args.get("use_rotary_position_embeddings")
+    rotary = arguments.get("use_rotary_position_embeddings")
     allowed: dict[str, tuple[Any, ...]] = {
         "qk_layernorm": (True,),
         "normalization": ("RMSNorm",),
@@ -179,57 +196,20 @@ def _require_latent(args: Args) -> None:
         "rotary_percent": (1, 1.0, None),
         **dict.fromkeys(UNUSED, (False, None)),
     }
-    for key, values in allowed.items():
-        if args.get(key) not in values:
+    for argument_name, values in allowed.items():
+        if arguments.get(argument_name) not in values:
             raise UserError.of(
-                "convert.megatron_latent_key", key=key, get=args.get(key), values=values[0]
+                "convert.megatron_latent_key",
+                key=argument_name,
+                get=arguments.get(argument_name),
+                values=values[0],
             )
-    groups = args.get("num_query_groups") if args.get("group_query_attention", True) else None
-    if groups not in (None, args["num_attention_heads"]):
+    groups = None
+    if arguments.get("group_query_attention", True):
+        groups = arguments.get("num_query_groups")
+    # A latent gives every head keys and values of its own.
+    if groups not in (None, arguments["num_attention_heads"]):
         raise UserError.of("convert.megatron_latent_groups", groups=groups)
-
-
-def without_rotary(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of positions and latents that Megatron's GPT model lacks."""
-    scaling = model.rope_scaling
-    latent = model.latent
-    if not _has_scaling(model):
-        where = " in multi-latent attention" if latent else ""
-        yield f"rope_scaling {scaling.model_dump(exclude_defaults=True)}{where}"
-    default_scalar = default_attention_scalar(
-        {"latent": latent, "head_dim": model.head_dim, "rope_scaling": scaling}
-    )
-    if model.attention_scalar != default_scalar:
-        yield f"attention_scalar = {model.attention_scalar}"
-    if latent and model.qkv_bias:
-        yield "qkv_bias = True in multi-latent attention"
-    if latent and latent.norm_eps != model.norm_eps:
-        yield f"latent.norm_eps = {latent.norm_eps} beside norm_eps = {model.norm_eps}"
-    if not latent and model.output_bias > model.qkv_bias:
-        yield "biases in the attention's output alone"
-
-
-def _has_scaling(model: ModelConfig) -> bool:
-    """Return True if Megatron has the scaling of a model's rotary positions."""
-    scaling = model.rope_scaling
-    if scaling.kind == "none":
-        return True
-    if model.latent:
-        return _has_yarn(scaling) and scaling.truncate
-    if scaling.kind == "llama3":
-        return not LLAMA3.items() - scaling.model_dump().items()
-    if scaling.kind == "linear":
-        return scaling.factor == int(scaling.factor)
-    return _has_yarn(scaling) and model.rotary_fraction == 1
-
-
-def _has_yarn(scaling: RopeScaling) -> bool:
-    """Return True if Megatron has words for YaRN's factors."""
-    return (
-        scaling.kind == YARN
-        and not scaling.attention_factor
-        and bool(scaling.mscale) == bool(scaling.mscale_all_dim)
-    )
 
 
 def rotary_args(model: ModelConfig) -> dict[str, Any]:
@@ -238,6 +218,7 @@ def rotary_args(model: ModelConfig) -> dict[str, Any]:
     kind = YARN if scaling.kind == YARN and not model.latent else "rope"
     if model.positions == "learned":
         kind = LEARNED
+    # Megatron-LM's argument is a whole number.
     base = model.rope_base
     return {
         "position_embedding_type": kind,
@@ -262,15 +243,18 @@ def _yarn_args(model: ModelConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     if scaling.kind != YARN:
         return {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    args: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "rotary_scaling_factor": scaling.factor,
         "mscale": scaling.mscale or 1.0,
         "mscale_all_dim": scaling.mscale_all_dim,
     }
     if not model.latent:
-        args |= {f"yarn_{key}": getattr(scaling, key) for key in LATENT_YARN}
-        args["yarn_correction_range_round_to_int"] = scaling.truncate
-    return args
+        arguments |= {
+            f"yarn_{argument_name}": getattr(scaling, argument_name)
+            for argument_name in LATENT_YARN
+        }
+        arguments["yarn_correction_range_round_to_int"] = scaling.truncate
+    return arguments
 
 
 def latent_args(model: ModelConfig) -> dict[str, Any]:
@@ -295,7 +279,11 @@ def latent_args(model: ModelConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": sizes.rope_dim,
         "v_head_dim": sizes.value_dim,
         "rope_type": YARN if yarn else "rope",
-        **({key: getattr(scaling, key) for key in LATENT_YARN} if yarn else {}),
+        **(
+            {argument_name: getattr(scaling, argument_name) for argument_name in LATENT_YARN}
+            if yarn
+            else {}
+        ),
     }
 
 
@@ -305,7 +293,7 @@ def unsaid_by_arguments(model: ModelConfig) -> list[str]:
         return []
     scaling = model.rope_scaling
     return [
-        f"{key} = {getattr(scaling, key)}"
-        for key, fixed in LATENT_YARN.items()
-        if getattr(scaling, key) != fixed
+        f"{argument_name} = {getattr(scaling, argument_name)}"
+        for argument_name, fixed in LATENT_YARN.items()
+        if getattr(scaling, argument_name) != fixed
     ]

@@ -30,21 +30,22 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Location, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
-from tools.convert.megatron.experts import expert_of, is_trained, local_name
+from tools.convert.megatron.args import args_of, omitted_fields
 from tools.convert.megatron.layout import (
     EMBEDDING,
     FILE,
     HEAD,
     TRACKER,
-    args_of,
     cut_part,
-    omitted_fields,
+    expert_of,
+    is_trained,
+    local_name,
     part_shape,
     rank_folder,
 )
+from tools.convert.megatron.optimizer_state import MOMENTS, decayed
 from tools.convert.megatron.order import in_registered_order
 from tools.convert.megatron.read import find_megatron, open_megatron
-from tools.convert.megatron.state import MOMENTS, decayed
 
 # rows of the vocabulary are padded to this times the tensor-parallel ranks, as Megatron does
 DIVISIBLE = 128
@@ -129,6 +130,7 @@ def _check_layout(model: ModelConfig, layout: MegatronLayout) -> None:
     """Raise UserError for a layout that the model cannot have."""
     if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError.of("convert.target_stages", tp=layout.tp, pp=layout.pp, layers=model.layers)
+    # Each rank has as many experts, and each stage as many layers.
     if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
         raise UserError.of("convert.target_expert_ranks", ep=layout.ep, experts=model.experts)
     if layout.grouped and not model.experts:
@@ -206,37 +208,40 @@ class _Writer:
         """Yield the tensors of a pipeline stage, in the order of its parameters."""
         pp = self.layout.pp
         layers = self.source.model.layers // pp
+        # A single stage has the embedding already.
         is_another_last = pp > 1 and stage == pp - 1
         embedding = next(match for match in self.matches if match.foreign == EMBEDDING)
         if self.source.model.mtp_layers and is_another_last:
             yield self._local(EMBEDDING, embedding)
         for match in in_registered_order(self.matches, self.layout.grouped):
-            name = _name_in_stage(match.foreign, stage, layers, pp)
-            if name is not None:
-                yield self._local(name, match)
+            tensor_name = _name_in_stage(match.foreign, stage, layers, pp)
+            if tensor_name is not None:
+                yield self._local(tensor_name, match)
         if self.source.model.tied and is_another_last:
             yield self._local(HEAD, embedding)
 
-    def _local(self, name: str, match: Match) -> _LocalTensor:
+    def _local(self, tensor_name: str, name_match: Match) -> _LocalTensor:
         try:
-            shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
+            shape = part_shape(
+                name_match.shape, name_match.cut, self._ranks(name_match), self.padded
+            )
         except UserError as error:
             raise UserError.of(
-                "convert.target_tensor_ranks", tp=self.layout.tp, name=name, error=error
+                "convert.target_tensor_ranks", tp=self.layout.tp, name=tensor_name, error=error
             ) from error
         experts = self.source.model.experts // self.layout.ep
-        name = local_name(name, experts, self.layout.grouped)
-        return _LocalTensor(name, match, shape, expert_of(match.foreign))
+        tensor_name = local_name(tensor_name, experts, self.layout.grouped)
+        return _LocalTensor(tensor_name, name_match, shape, expert_of(name_match.foreign))
 
-    def _dtype(self, match: Match, weights: torch.dtype) -> torch.dtype:
+    def _dtype(self, name_match: Match, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of a tensor among weights; a router's correction keeps its own."""
-        if is_trained(match.foreign):
+        if is_trained(name_match.foreign):
             return weights
-        return self.source.dtype(f"weight/{match.logical[0]}")
+        return self.source.dtype(f"weight/{name_match.logical[0]}")
 
-    def _ranks(self, match: Match) -> int:
+    def _ranks(self, name_match: Match) -> int:
         """Return over how many ranks a tensor is cut."""
-        if expert_of(match.foreign) is None:
+        if expert_of(name_match.foreign) is None:
             return self.layout.tp
         return self.expert_tp
 
@@ -269,7 +274,7 @@ class _Writer:
         for (kind, match), of_tensor in locations.items():
             keys = tuple(f"{kind}/{name}" for name in match.logical)
             name = f"{kind}/{match.foreign}"
-            writes.append(Write(name, keys, bind(_join, match, sizes), tuple(of_tensor)))
+            writes.append(Write(name, keys, bind(match.join, sizes), tuple(of_tensor)))
         return writes
 
     def _make_file(
@@ -284,6 +289,7 @@ class _Writer:
             file.parent.mkdir(parents=True, exist_ok=True)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, file)
+        # torch.save numbers storages in the order in which it meets the tensors.
         for slot, start in zip(slots.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
@@ -294,6 +300,7 @@ class _Writer:
     def _content(self, tensors: Sequence[_LocalTensor], rank: int, slots: _Slots) -> dict[str, Any]:
         """Return what a rank's file holds, with tensors without values."""
         progress = self.source.facts.progress
+        # Megatron counts samples, and reckons steps and tokens from them.
         samples = progress.get("samples", 0)
         args = {**self.args, "consumed_train_samples": samples, "rank": rank}
         if samples:
@@ -320,6 +327,7 @@ class _Writer:
     def _optimizers(self, tensors: Sequence[_LocalTensor], slots: _Slots) -> Any:
         """Return the state of one optimizer, or of two in a list where a rank has experts of its
         own."""
+        # Experts are reduced over other ranks than all else, so Megatron has two then.
         if self.layout.ep == 1:
             return self._optimizer(tensors, slots)
         dense = [tensor for tensor in tensors if tensor.expert is None]
@@ -361,7 +369,10 @@ class _Writer:
         scaler = self.source.facts.scaler
         if not scaler:
             return {}
-        trackers = {name: int(scaler[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        trackers = {
+            tensor_name: int(scaler[tensor_name])
+            for tensor_name in ("growth_tracker", "hysteresis_tracker")
+        }
         return {"grad_scaler": {"scale": slots.add_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
@@ -375,10 +386,10 @@ class _Writer:
 def _has_all_moments(source: Source) -> bool:
     """Return True if the source has Adam's moments of all tensors that are trained."""
     for key in source.keys("weight"):
-        name = key.removeprefix("weight/")
+        tensor_name = key.removeprefix("weight/")
         if is_correction(key):
             continue
-        if any(f"{kind}/{name}" not in source.shapes for kind in MOMENTS):
+        if any(f"{kind}/{tensor_name}" not in source.shapes for kind in MOMENTS):
             return False
     return True
 
@@ -398,15 +409,15 @@ def _param_group(
     }
 
 
-def _name_in_stage(name: str, stage: int, layers: int, pp: int) -> str | None:
+def _name_in_stage(tensor_name: str, stage: int, layers: int, pp: int) -> str | None:
     """Return the name of a tensor in a stage, where layers count from 0; None if the stage does not
     have it. layers: of each stage."""
-    if name.startswith("decoder.layers."):
-        number, suffix = name.removeprefix("decoder.layers.").split(".", 1)
+    if tensor_name.startswith("decoder.layers."):
+        number, suffix = tensor_name.removeprefix("decoder.layers.").split(".", 1)
         local_number = int(number) - stage * layers
         return f"decoder.layers.{local_number}.{suffix}" if 0 <= local_number < layers else None
-    owner = 0 if name.startswith("embedding.") else pp - 1
-    return name if stage == owner else None
+    owner = 0 if tensor_name.startswith("embedding.") else pp - 1
+    return tensor_name if stage == owner else None
 
 
 def _storage_starts(file: Path) -> list[int]:
@@ -426,16 +437,12 @@ def _storage_starts(file: Path) -> list[int]:
 
 
 def _unpadded_part(
-    match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, tensor: Tensor
+    name_match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, tensor: Tensor
 ) -> Tensor:
     """Return a rank's part of a whole tensor, of the vocabulary without padding, for which there is
     room that holds zeros."""
     # The last rank's rows may be fewer: what follows them stays zero.
-    if match.cut == "vocabulary":
+    if name_match.cut == "vocabulary":
         rows = padded // tp
         return tensor[rank * rows : (rank + 1) * rows].to(dtype)
-    return cut_part(tensor, match.cut, rank, tp, padded).to(dtype)
-
-
-def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
-    return match.how.join(parts, sizes)
+    return cut_part(tensor, name_match.cut, rank, tp, padded).to(dtype)

@@ -1,5 +1,4 @@
-"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: tensors gathered over all
-ranks, in shards.
+"""Reading what Colossal-AI's booster.save_model(..., shard=True) leaves: whole tensors in shards.
 
     pytorch_model.bin.index.json                    with its shards:
     pytorch_model-00001.bin                         without pipeline stages
@@ -37,23 +36,25 @@ def find_colossalai(path: Path) -> Path | None:
     return None
 
 
-def open_colossalai(path: Path) -> Source:
+def open_colossalai(checkpoint: Path) -> Source:
     """Open the folder of the shards. UserError for what is missing, surplus or not known."""
-    if (path / STAGES).is_dir():
-        if has_weights(path):
+    if (checkpoint / STAGES).is_dir():
+        if has_weights(checkpoint):
             older = "the index beside it is of an earlier save"
         else:
             older = "no index is made of them"
-        raise UserError.of("convert.colossal_not_whole", path=path, stages=STAGES, older=older)
-    if not (path / CONFIG).is_file():
-        raise UserError.of("convert.colossal_config_missing", path=path / CONFIG)
-    return open_hf(path, "colossalai", Facts(unread=_unread(path)))
+        raise UserError.of(
+            "convert.colossal_not_whole", path=checkpoint, stages=STAGES, older=older
+        )
+    if not (checkpoint / CONFIG).is_file():
+        raise UserError.of("convert.colossal_config_missing", path=checkpoint / CONFIG)
+    return open_hf(checkpoint, "colossalai", Facts(unread=_unread(checkpoint)))
 
 
-def _unread(path: Path) -> str:
+def _unread(checkpoint: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
-    parent = path.parent if path.name == MODELING else path
-    names = [file.name for folder in (path, parent) for file in folder.iterdir()]
+    parent = checkpoint.parent if checkpoint.name == MODELING else checkpoint
+    names = [file.name for folder in (checkpoint, parent) for file in folder.iterdir()]
     unread = []
     if any(OPTIMIZER.fullmatch(name) for name in names) or (parent / "optimizer").exists():
         unread.append("the optimizer's state")

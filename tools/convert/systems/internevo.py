@@ -1,5 +1,4 @@
-"""Reading InternEvo's checkpoints: a file of each rank, model_tp{t}_pp{p}.pt, and the model's dict
-in model_config.pt.
+"""Reading InternEvo's checkpoints: a file of each rank, and what the model is in model_config.pt.
 
     model_tp0_pp0.pt          a rank along tensor and pipeline parallelism
     model_wp0_pp0.pt          weight parallelism: rows of every layer over wp
@@ -9,25 +8,32 @@ Layers are numbered within a stage; with num_chunks > 1 a file has stages one af
 0.model.blocks.0, ... The bias of a layer whose columns are cut is in the first rank's file alone
 (internlm/checkpoint/components.py, internlm/model/ops/linear.py). No pickle is opened in this
 process (`tools.convert.core.untrusted`).
+
+The dict `model = dict(...)` is read completely: a key describes the model, or is known not to
+change what the weights compute, or is refused. Keys that the dict omits get the values of
+InternEvo's builder (modeling_internlm.py:build_model_with_cfg), with a note. The feed-forward and
+the biases are recognized by the tensors.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
+from megaprec.kinds import is_number
+from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
+from tools.convert.hf.config import make_model
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
 from tools.convert.megatron.ranks import TensorSource, notes_on_copies, number_over_stages
-from tools.convert.systems.internevo_model import model_of
 from tools.convert.systems.shards import Part, collect_shards, merge_shards
 
 CONFIG = "model_config.pt"
@@ -74,197 +80,210 @@ def find_internevo(path: Path) -> Path | None:
     return path if any(_is_rank_file(file.name) for file in path.iterdir()) else None
 
 
-def _is_rank_file(name: str) -> bool:
-    return any(kind.fullmatch(name) for kind in (FILE, SHARDED, EXPERT))
+def _is_rank_file(file_name: str) -> bool:
+    return any(kind.fullmatch(file_name) for kind in (FILE, SHARDED, EXPERT))
 
 
-def open_internevo(path: Path) -> Source:
+def open_internevo(checkpoint: Path) -> Source:
     """Open the folder of a step. UserError for what is missing, surplus or not known."""
-    _refuse_unread_kinds(path)
-    ranks = _read_ranks(path)
-    config = _read_config(path / CONFIG)
-    shards_by_name = _shards_over_all(ranks)
-    mlp, ffn = _feed_forward(path, shards_by_name)
+    _refuse_unread_kinds(checkpoint)
+    rank_files = _read_ranks(checkpoint)
+    config = _read_config(checkpoint / CONFIG)
+    shards_by_name = _shards_over_all(rank_files)
+    mlp, ffn = _feed_forward(checkpoint, shards_by_name)
     biased = "blocks.0.mixer.Wqkv.bias" in shards_by_name
     # What the dict does not say, the tensors do: gates, widths and biases.
-    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(path / CONFIG))
-    chunks = len(next(iter(ranks.chunks.values())))
+    model, note = model_of(config, "gate" in mlp.values(), ffn, biased, str(checkpoint / CONFIG))
+    chunks = len(next(iter(rank_files.chunks.values())))
     if config.get("num_chunks", chunks) != chunks:
         raise UserError.of(
             "convert.internevo_chunks",
-            path=path / CONFIG,
+            path=checkpoint / CONFIG,
             num_chunks=config["num_chunks"],
             chunks=chunks,
         )
     split_hidden = _split_hidden(shards_by_name, model.hidden)
-    expected = matches(internevo(mlp, split_hidden, ranks.weight_parallel), model)
-    weights = merge_shards(path, expected, shards_by_name)
-    check_tensors(path, expected, weights)
-    layout = {"tensor": ranks.sizes.tp, "pipeline": ranks.sizes.pp}
-    if ranks.weight_parallel:
-        layout["weight"] = ranks.sizes.wp
+    expected = matches(internevo(mlp, split_hidden, rank_files.weight_parallel), model)
+    weights = merge_shards(checkpoint, expected, shards_by_name)
+    check_tensors(checkpoint, expected, weights)
+    layout = {"tensor": rank_files.sizes.tp, "pipeline": rank_files.sizes.pp}
+    if rank_files.weight_parallel:
+        layout["weight"] = rank_files.sizes.wp
     notes = [note] if note else []
-    notes += notes_on_copies(path, _distinct_ranks(ranks))
-    facts = Facts(layout=layout, unread=_unread(path), notes=tuple(notes))
+    notes += notes_on_copies(checkpoint, _distinct_ranks(rank_files))
+    facts = Facts(layout=layout, unread=_unread(checkpoint), notes=tuple(notes))
     origins = origins_of(expected, weights, model)
-    return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
+    return Source(checkpoint, "internevo", model, origins, facts, hf_tokenizer(checkpoint))
 
 
-def _refuse_unread_kinds(path: Path) -> None:
+def _refuse_unread_kinds(checkpoint: Path) -> None:
     """Raise UserError for files of ranks that hold something else than whole layers."""
     for kind, content in ((SHARDED, "a part of each parameter (zero1.fsdp)"), (EXPERT, "experts")):
-        for file in sorted(path.iterdir()):
+        for file in sorted(checkpoint.iterdir()):
             if kind.fullmatch(file.name):
                 raise UserError.of(
-                    "convert.internevo_kinds", path=path / file.name, content=content
+                    "convert.internevo_kinds", path=checkpoint / file.name, content=content
                 )
 
 
-def _read_ranks(path: Path) -> RankFiles:
+def _read_ranks(checkpoint: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
-    names = sorted(file.name for file in path.iterdir())
-    matches_by_name = {name: match for name in names if (match := FILE.fullmatch(name))}
+    names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
+    matches_by_name = {
+        file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
+    }
+    # Which axes names have tells the version that wrote them.
     forms = {
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }
     if len(forms) > 1:
         raise UserError.of(
-            "convert.internevo_two_forms", path=path, matches_by_name=", ".join(matches_by_name)
+            "convert.internevo_two_forms",
+            path=checkpoint,
+            matches_by_name=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
-    files = _file_of_each_rank(path, matches_by_name)
+    file_of_rank = _file_of_each_rank(checkpoint, matches_by_name)
     sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
-        _require_all_ranks(path, files, sizes, names_tp, names_wp)
+        _require_all_ranks(checkpoint, file_of_rank, sizes, names_tp, names_wp)
     chunks = {}
-    for (rank, file), state in zip(files.items(), contents([*files.values()]), strict=True):
-        chunks[rank] = _chunks(file, state)
-    return RankFiles(path, chunks, sizes, names_wp)
+    for (rank_axes, rank_file), state in zip(
+        file_of_rank.items(), contents([*file_of_rank.values()]), strict=True
+    ):
+        chunks[rank_axes] = _chunks(rank_file, state)
+    return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
 def _file_of_each_rank(
-    path: Path, matches_by_name: Mapping[str, re.Match[str]]
+    checkpoint: Path, matches_by_name: Mapping[str, re.Match[str]]
 ) -> dict[RankAxes, Path]:
     """Return the file of each rank. UserError if two are of one rank."""
     names_by_rank: dict[RankAxes, list[str]] = {}
-    for name, match in matches_by_name.items():
-        names_by_rank.setdefault(_rank_of(match), []).append(name)
+    for file_name, match in matches_by_name.items():
+        names_by_rank.setdefault(_rank_of(match), []).append(file_name)
     for names in names_by_rank.values():
         if len(names) > 1:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=path / names[0], names=names[-1]
+                "convert.internevo_rank_twice", path=checkpoint / names[0], names=names[-1]
             )
-    return {rank: path / names[0] for rank, names in names_by_rank.items()}
+    return {rank_axes: checkpoint / names[0] for rank_axes, names in names_by_rank.items()}
 
 
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
-    ranks = [_rank_of(match) for name in names if (match := RANK.fullmatch(name))]
+    ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
     return RankAxes(
-        1 + max(rank.tp for rank in ranks),
-        1 + max(rank.wp for rank in ranks),
-        1 + max(rank.pp for rank in ranks),
+        1 + max(rank_axes.tp for rank_axes in ranks),
+        1 + max(rank_axes.wp for rank_axes in ranks),
+        1 + max(rank_axes.pp for rank_axes in ranks),
     )
 
 
 def _require_all_ranks(
-    path: Path,
-    files: Mapping[RankAxes, Path],
+    checkpoint: Path,
+    file_of_rank: Mapping[RankAxes, Path],
     sizes: RankAxes,
     names_tp: bool,
     names_wp: bool,
 ) -> None:
     """Raise UserError if a rank has no file. names_tp, names_wp: what names of files tell."""
     for numbers in product(*(range(size) for size in sizes)):
-        rank = RankAxes(*numbers)
-        if rank not in files:
-            tensor = f"tp{rank.tp}_" if names_tp else ""
-            weight = f"wp{rank.wp}_" if names_wp else ""
-            name = f"model_{tensor}{weight}pp{rank.pp}.pt"
-            raise UserError.of("convert.megatron_folder_missing", file=path / name)
+        rank_axes = RankAxes(*numbers)
+        if rank_axes not in file_of_rank:
+            tensor = f"tp{rank_axes.tp}_" if names_tp else ""
+            weight = f"wp{rank_axes.wp}_" if names_wp else ""
+            file_name = f"model_{tensor}{weight}pp{rank_axes.pp}.pt"
+            raise UserError.of("convert.megatron_folder_missing", file=checkpoint / file_name)
 
 
 def _rank_of(match: re.Match[str]) -> RankAxes:
     return RankAxes(*(int(number or 0) for number in match.groups()))
 
 
-def _chunks(file: Path, state: Any) -> Chunks:
+def _chunks(rank_file: Path, state: Any) -> Chunks:
     """Return a file's tensors, of each of its chunks: names as the chunk alone would have them."""
     chunks: dict[int, dict[str, Stored]] = {}
-    for name, stored in state_in(file, state).items():
-        if name.endswith(BUFFERS):
+    for tensor_name, stored in state_in(rank_file, state).items():
+        if tensor_name.endswith(BUFFERS):
             continue
         number = 0
-        own_name = name.removeprefix("model.")
-        if match := CHUNK.fullmatch(name):
+        chunk_name = tensor_name.removeprefix("model.")
+        if match := CHUNK.fullmatch(tensor_name):
             number = int(match[1])
-            own_name = match[2]
-        own_name = own_name.replace("embedding.word_embeddings.", "embedding.")
-        chunks.setdefault(number, {})[own_name] = stored
+            chunk_name = match[2]
+        chunk_name = chunk_name.replace("embedding.word_embeddings.", "embedding.")
+        chunks.setdefault(number, {})[chunk_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
-        raise UserError.of("convert.internevo_chunk_missing", file=file)
+        raise UserError.of("convert.internevo_chunk_missing", file=rank_file)
     return [chunks[number] for number in sorted(chunks)]
 
 
-def _read_config(file: Path) -> Mapping[str, Any]:
+def _read_config(config_file: Path) -> Mapping[str, Any]:
     """Return the dict `model` of InternEvo's configuration."""
-    if not file.is_file():
-        raise UserError.of("convert.internevo_config_missing", file=file)
-    (config,) = contents([file])
+    if not config_file.is_file():
+        raise UserError.of("convert.internevo_config_missing", file=config_file)
+    (config,) = contents([config_file])
     if not isinstance(config, dict):
-        raise UserError.of("convert.internevo_not_dict", file=file)
+        raise UserError.of("convert.internevo_not_dict", file=config_file)
     return config
 
 
-def _shards_over_all(ranks: RankFiles) -> dict[str, list[TensorSource]]:
+def _shards_over_all(rank_files: RankFiles) -> dict[str, list[TensorSource]]:
     """Return name, with layers counted over all stages -> its parts. Stages are in the order of
     chunks, then of ranks."""
-    counts = {len(chunks) for chunks in ranks.chunks.values()}
+    # Interleaved stages: all ranks have as many.
+    counts = {len(chunks) for chunks in rank_files.chunks.values()}
     if len(counts) > 1:
-        raise UserError.of("convert.internevo_chunks_differ", path=ranks.path)
+        raise UserError.of("convert.internevo_chunks_differ", path=rank_files.path)
     stages = []
     for chunk in range(max(counts)):
-        for stage in range(ranks.sizes.pp):
-            stages.append(_shards_of_stage(ranks, stage, chunk))
+        for stage in range(rank_files.sizes.pp):
+            stages.append(_shards_of_stage(rank_files, stage, chunk))
     last = len(stages) - 1
     ends = {"embedding.": 0, "norm.": last, "head.": last}
-    return number_over_stages(ranks.path, stages, LAYER, ends)
+    return number_over_stages(rank_files.path, stages, LAYER, ends)
 
 
-def _distinct_ranks(ranks: RankFiles) -> dict[RankAxes, Chunks]:
+def _distinct_ranks(rank_files: RankFiles) -> dict[RankAxes, Chunks]:
     """Return the ranks' tensors, without ranks that hold what another does by design: where weight
     parallelism cuts layers, those with the same part of a stage that has nothing but layers."""
     distinct: dict[RankAxes, Chunks] = {}
-    for rank, chunks in ranks.chunks.items():
-        has_layers_alone = all(LAYER.match(name) for chunk in chunks for name in chunk)
-        if ranks.weight_parallel and has_layers_alone:
-            rank = rank._replace(tp=0)
-        distinct.setdefault(rank, chunks)
+    for rank_axes, chunks in rank_files.chunks.items():
+        has_layers_alone = all(
+            LAYER.match(tensor_name) for chunk in chunks for tensor_name in chunk
+        )
+        if rank_files.weight_parallel and has_layers_alone:
+            rank_axes = rank_axes._replace(tp=0)
+        distinct.setdefault(rank_axes, chunks)
     return distinct
 
 
-def _shards_of_stage(ranks: RankFiles, stage: int, chunk: int) -> dict[str, list[TensorSource]]:
+def _shards_of_stage(
+    rank_files: RankFiles, stage: int, chunk: int
+) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
     of_stage = [
-        (partial(_part_of, ranks, rank), chunks[chunk])
-        for rank, chunks in ranks.chunks.items()
-        if rank.pp == stage
+        (partial(_part_of, rank_files, rank_axes), chunks[chunk])
+        for rank_axes, chunks in rank_files.chunks.items()
+        if rank_axes.pp == stage
     ]
-    return collect_shards(ranks.path, of_stage, LONE)
+    return collect_shards(rank_files.path, of_stage, LONE)
 
 
-def _part_of(ranks: RankFiles, rank: RankAxes, name: str) -> Part:
+def _part_of(rank_files: RankFiles, rank: RankAxes, tensor_name: str) -> Part:
     """Return which part of a tensor a rank has: weight parallelism cuts layers over wp, and the
     ends of the model over tp where files name both."""
-    is_in_layer = LAYER.match(name) is not None
-    if ranks.weight_parallel and (is_in_layer or ranks.sizes.tp == 1):
-        return Part(rank.wp, ranks.sizes.wp)
-    return Part(rank.tp, ranks.sizes.tp)
+    is_in_layer = LAYER.match(tensor_name) is not None
+    # Older versions cut embedding and head over tp, and name both axes.
+    if rank_files.weight_parallel and (is_in_layer or rank_files.sizes.tp == 1):
+        return Part(rank.wp, rank_files.sizes.wp)
+    return Part(rank.tp, rank_files.sizes.tp)
 
 
 def _feed_forward(
-    path: Path, shards_by_name: Mapping[str, Sequence[TensorSource]]
+    checkpoint: Path, shards_by_name: Mapping[str, Sequence[TensorSource]]
 ) -> tuple[dict[str, str], int]:
     """Return InternEvo's names of the feed-forward's layers -> ours, and its width.
 
@@ -272,16 +291,20 @@ def _feed_forward(
     shapes tell.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name in ("w1", "w2", "w3", "fc1", "fc2"):
-        shards = shards_by_name.get(f"blocks.0.mlp.{name}.weight", ())
-        shapes[name] = [shard.shape for shard in shards]
+    for tensor_name in ("w1", "w2", "w3", "fc1", "fc2"):
+        shards = shards_by_name.get(f"blocks.0.mlp.{tensor_name}.weight", ())
+        shapes[tensor_name] = [shard.shape for shard in shards]
     if shapes["fc1"] and shapes["fc2"]:
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
-        raise UserError.of("convert.internevo_not_internlm", path=path, export=EXPORT)
+        raise UserError.of("convert.internevo_not_internlm", path=checkpoint, export=EXPORT)
+    # Only a width other than hidden tells the closing layer from the others.
     if shapes["w2"] == shapes["w3"]:
         raise UserError.of(
-            "convert.internevo_feed_forward", path=path, w2=list(shapes["w2"][0]), export=EXPORT
+            "convert.internevo_feed_forward",
+            path=checkpoint,
+            w2=list(shapes["w2"][0]),
+            export=EXPORT,
         )
     width = sum(shape[0] for shape in shapes["w1"])
     if shapes["w3"] == shapes["w1"]:
@@ -295,11 +318,195 @@ def _split_hidden(shards_by_name: Mapping[str, Sequence[TensorSource]], hidden: 
     return len(shards) > 1 and shards[0].shape[-1] != hidden
 
 
-def _unread(path: Path) -> str:
+def _unread(checkpoint: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
-    names = sorted(file.name for file in path.iterdir())
+    names = sorted(file.name for file in checkpoint.iterdir())
     unread = []
-    if any(name.startswith("optimizer_") for name in names):
+    if any(file_name.startswith("optimizer_") for file_name in names):
         unread.append("the optimizer's state (optimizer_*.pt)")
-    unread += [name for name in names if name.startswith("sampler") or name in UNREAD_FILES]
+    unread += [
+        file_name
+        for file_name in names
+        if file_name.startswith("sampler") or file_name in UNREAD_FILES
+    ]
     return ", ".join(unread)
+
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+# What the builder takes where the dict says nothing.
+DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 2048,
+    "norm_type": "rmsnorm",
+    "layer_norm_epsilon": 1e-5,
+    "rope_base": 10000,
+    "drop_rate": 0.0,
+    "attn_drop_rate": 0.0,
+    "embed_grad_scale": 1,
+}
+# Keys of which one value is known, the one that changes nothing.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "is_reward": (False,),
+    "use_dynamic_ntk_rope": (False,),
+    "qk_interleaved": (False,),
+    "norm_head": (False,),
+    "deepnorm": (False,),
+    "num_experts": (0, 1, None),
+}
+CHECKED = (
+    "use_swiglu",
+    "mlp_ratio",
+    "multiple_of",
+    "no_bias",
+    "num_kv_attention_heads",
+    "num_chunks",
+)
+# How the model is stored, cut, drawn or computed, which its weights do not depend on.
+UNIMPORTANT = {
+    "apply_post_layer_norm",  # accepted by the builder and not used
+    "attn_other_init_std",
+    "attn_wqkv_init_std",
+    "checkpoint",
+    "dropout_selective_checkpoint",
+    "dtype",
+    "embed_split_hidden",  # seen from the tensors
+    "embedding_init_std",
+    "ffn_other_init_std",
+    "ffn_uplayer_init_std",
+    "init_type",
+    "mlp_layer_fusion",  # undone when saved
+    "out_head_init_std",
+    "parallel_output",
+    "residual_in_fp32",
+    # chooses a kernel; the layers that it chooses besides are seen from the tensors
+    "use_flash_attn",
+    "use_scaled_init",
+    "vocab_parallel",
+}
+WHOLE_NUMBERS = (*REQUIRED, "max_position_embeddings", "multiple_of", "num_chunks")
+NUMBERS = (
+    "mlp_ratio",
+    "layer_norm_epsilon",
+    "rope_base",
+    "drop_rate",
+    "attn_drop_rate",
+    "embed_grad_scale",
+)
+MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this
+
+
+def model_of(
+    config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
+) -> tuple[ModelConfig, str]:
+    """Return the model, and a note on what InternEvo's builder decided ("" if nothing).
+
+    gated: the feed-forward has a gate.
+    ffn: width of the feed-forward.
+    biased: attention has biases.
+    origin: where the dict is, for messages.
+    Raises UserError that names the key in `origin` that is missing, unknown or contradicted by the
+    tensors.
+    """
+    _refuse(config, origin)
+    _check_against_tensors(config, gated, ffn, biased, origin)
+    settings = {setting: config.get(setting, default) for setting, default in DEFAULTS.items()}
+    if settings["norm_type"] not in ("rmsnorm", "layernorm"):
+        raise UserError.of("convert.internevo_norm", origin=origin, norm_type=settings["norm_type"])
+    fields = {
+        "family": "llama",
+        "layers": config["num_layers"],
+        "hidden": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "vocab": config["vocab_size"],
+        "mlp": "swiglu" if gated else "gelu",
+        "ffn": ffn,
+        "max_positions": settings["max_position_embeddings"],
+        "norm": "rms" if settings["norm_type"] == "rmsnorm" else "layer",
+        "norm_eps": _as_real(settings["layer_norm_epsilon"]),
+        "rope_base": _as_real(settings["rope_base"]),
+        "dropout": _as_real(settings["drop_rate"]),
+        "attention_dropout": _as_real(settings["attn_drop_rate"]),
+        "embedding_grad_scale": _as_real(settings["embed_grad_scale"]),
+        "qkv_bias": biased,
+        "output_bias": biased,
+    }
+    missing = [
+        f"{setting} = {default!r}" for setting, default in DEFAULTS.items() if setting not in config
+    ]
+    note = f"{origin} leaves to InternEvo, which takes: {', '.join(missing)}" if missing else ""
+    return make_model(fields, origin), note
+
+
+def _as_real(value: Any) -> Any:
+    """Return a number that is real, but that a configuration may write as an integer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _refuse(config: Mapping[str, Any], origin: str) -> None:
+    """Raise UserError for keys that are missing or not known, and for values that are not read."""
+    problems = [
+        Problem.of("convert.model_key_missing", origin=origin, key=setting)
+        for setting in REQUIRED
+        if setting not in config
+    ]
+    for setting, allowed in ONLY.items():
+        if config.get(setting, allowed[0]) not in allowed:
+            problems.append(
+                Problem.of(
+                    "convert.model_key_only",
+                    origin=origin,
+                    key=setting,
+                    value=config[setting],
+                    allowed=" or ".join(map(repr, allowed)),
+                )
+            )
+    known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
+    for setting in config:
+        if setting not in known_keys:
+            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=setting))
+    problems += _problems_of_numbers(config, origin)
+    if problems:
+        raise UserError(*problems)
+
+
+def _problems_of_numbers(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    """Yield a line for each value that is not the number that it has to be."""
+    for setting in WHOLE_NUMBERS:
+        if setting in config and not (
+            is_number(config[setting], whole=True) and config[setting] > 0
+        ):
+            yield Problem.of(
+                "convert.internevo_whole_number", origin=origin, key=setting, value=config[setting]
+            )
+    for setting in NUMBERS:
+        if setting in config and not is_number(config[setting]):
+            yield Problem.of(
+                "convert.internevo_number", origin=origin, key=setting, value=config[setting]
+            )
+
+
+def _check_against_tensors(
+    config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
+) -> None:
+    """Raise UserError if the dict and the tensors contradict each other."""
+    heads = config["num_attention_heads"]
+    if config.get("num_kv_attention_heads", heads) != heads:
+        raise UserError.of("convert.internevo_heads", origin=origin)
+    if "no_bias" in config and bool(config["no_bias"]) == biased:
+        biases = "have" if biased else "have no"
+        raise UserError.of(
+            "convert.internevo_bias", origin=origin, no_bias=config["no_bias"], biases=biases
+        )
+    if "use_swiglu" in config and bool(config["use_swiglu"]) != gated:
+        gate = "has a gate" if gated else "has no gate"
+        raise UserError.of(
+            "convert.internevo_swiglu", origin=origin, use_swiglu=config["use_swiglu"], gate=gate
+        )
+    if "mlp_ratio" in config:
+        # As InternEvo rounds it.
+        width = int(config["hidden_size"] * config["mlp_ratio"])
+        multiple = config.get("multiple_of", MULTIPLE) if gated else 1
+        expected = -(-width // multiple) * multiple
+        if expected != ffn:
+            raise UserError.of("convert.internevo_width", origin=origin, expected=expected, ffn=ffn)

@@ -11,24 +11,41 @@ Tensors have the names that they have in Hugging Face, layers are numbered over 
 (trainer/checkpoint.py). A checkpoint does not say what the model is: the Hugging Face config.json
 that the model was made of has to be in its folder or in the one above. No pickle is opened in this
 process (`tools.convert.core.untrusted`).
+
+NxD's layers cut tensors over tensor-parallel ranks, and fuse some of them on each rank: gate and up
+(gate_up_proj), query, key and value (qkv_proj). With fewer key/value heads than ranks, heads are
+there several times (kv_size_multiplier), in one of two orders (modules/qkv_linear.py,
+scripts/checkpoint_converter.py):
+
+    repeated    K0 K1 K2 K3  K0 K1 K2 K3    and the queries of K0 lie with each K0
+    grouped     K0 K0 K1 K1  K2 K2 K3 K3    and the queries are as they were
+
+Which it is, the values of the first layer's keys tell; every tensor is then held against it when it
+is read.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from megaprec.errors import UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import Reference, contents, state_in
 from tools.convert.hf.config import from_hugging_face, special_ids
+from tools.convert.hf.families import FAMILIES
 from tools.convert.hf.folder import (
     CONFIG,
     check_tensors,
@@ -39,9 +56,7 @@ from tools.convert.hf.folder import (
     read_generation,
 )
 from tools.convert.hf.notes import notes
-from tools.convert.hf.write_config import ARCHITECTURES
-from tools.convert.megatron.ranks import notes_on_copies
-from tools.convert.systems.nxd_tensors import hugging_face
+from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy, notes_on_copies
 from tools.convert.systems.shards import Part, collect_shards
 
 FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
@@ -81,16 +96,17 @@ def find_nxd(path: Path) -> Path | None:
     if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
     # The folder of a run, with a folder for each checkpoint.
-    tags = [
-        tag
-        for tag in sorted(path.iterdir())
-        if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")
+    candidates = [
+        candidate
+        for candidate in sorted(path.iterdir())
+        if (candidate / "checkpoint").is_file() and _has_ranks(candidate / "model")
     ]
-    complete = [tag for tag in tags if (tag / "done").is_file()]
+    # One that was interrupted is left out, unless there is no other.
+    complete = [candidate for candidate in candidates if (candidate / "done").is_file()]
     if len(complete) > 1:
-        names = ", ".join(tag.name for tag in complete)
+        names = ", ".join(candidate.name for candidate in complete)
         raise UserError.of("convert.nxd_several", path=path, names=names)
-    return next(iter(complete or tags), None)
+    return next(iter(complete or candidates), None)
 
 
 def _has_ranks(folder: Path) -> bool:
@@ -98,127 +114,141 @@ def _has_ranks(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = [file.name for file in folder.iterdir()]
-    return any(kind.fullmatch(name) for kind, name in product((FILE, OLD, EXPERTS), names))
+    return any(
+        kind.fullmatch(file_name) for kind, file_name in product((FILE, OLD, EXPERTS), names)
+    )
 
 
-def open_nxd(path: Path) -> Source:
+def open_nxd(checkpoint: Path) -> Source:
     """Open a checkpoint's folder. UserError for what is missing, surplus or not known."""
-    if (path / "checkpoint").is_file() and not (path / "done").is_file():
-        raise UserError.of("convert.nxd_not_whole", path=path, last_file=path / "done")
-    file, config = _read_config(path)
-    model, kind = _model_of(file, config)
-    files = _find_files(path)
-    tensors, unread_keys = _read_tensors(files)
-    tp = 1 + max(rank.tp for rank in tensors)
-    pp = 1 + max(rank.pp for rank in tensors)
-    ranks = [(partial(_part_of, rank, tp), of_rank) for rank, of_rank in tensors.items()]
-    weights = hugging_face(path, collect_shards(path, ranks), model)
+    # NxD writes the first file before it saves, and the second after.
+    if (checkpoint / "checkpoint").is_file() and not (checkpoint / "done").is_file():
+        raise UserError.of("convert.nxd_not_whole", path=checkpoint, last_file=checkpoint / "done")
+    config_file, config = _read_config(checkpoint)
+    model, kind = _model_of(config_file, config)
+    rank_files = _find_files(checkpoint)
+    tensors, unread_keys = _read_tensors(rank_files)
+    tensor_ranks = 1 + max(model_rank.tp for model_rank in tensors)
+    pipeline_ranks = 1 + max(model_rank.pp for model_rank in tensors)
+    ranks = [
+        (partial(_part_of, model_rank, tensor_ranks), of_rank)
+        for model_rank, of_rank in tensors.items()
+    ]
+    weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
-    check_tied(path, model, weights, expected)
-    check_tensors(path, expected, weights)
-    chunks = {rank: [of_rank] for rank, of_rank in tensors.items()}
+    check_tied(checkpoint, model, weights, expected)
+    check_tensors(checkpoint, expected, weights)
+    chunks = {model_rank: [of_rank] for model_rank, of_rank in tensors.items()}
     facts = Facts(
-        layout={"tensor": tp, "pipeline": pp},
-        unread=_unread(path, unread_keys),
+        layout={"tensor": tensor_ranks, "pipeline": pipeline_ranks},
+        unread=_unread(checkpoint, unread_keys),
         special=special_ids(config),
-        generation=read_generation(file.parent),
+        generation=read_generation(config_file.parent),
         notes=(
-            *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
-            *notes_on_copies(path, chunks),
+            *(
+                f"{config_file}: {note}"
+                for note in notes(config, FAMILIES[kind].architecture, False)
+            ),
+            *notes_on_copies(checkpoint, chunks),
         ),
     )
     origins = origins_of(expected, weights, model)
-    tokenizer = hf_tokenizer(path) or hf_tokenizer(file.parent)
-    return Source(path, "nxd", model, origins, facts, tokenizer)
+    tokenizer = hf_tokenizer(checkpoint) or hf_tokenizer(config_file.parent)
+    return Source(checkpoint, "nxd", model, origins, facts, tokenizer)
 
 
-def _part_of(rank: ModelRank, tp: int, name: str) -> Part:
-    """Return which part of any tensor a rank has. tp: tensor-parallel ranks."""
-    return Part(rank.tp, tp)
+def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> Part:
+    """Return which part of any tensor a rank has. tensor_ranks: tensor-parallel ranks."""
+    return Part(model_rank.tp, tensor_ranks)
 
 
-def _read_config(path: Path) -> tuple[Path, dict[str, Any]]:
+def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return the config.json of the model, and what it says but for NxD's own keys."""
-    for file in (path / CONFIG, path.parent / CONFIG):
+    # Training scripts keep it once for all checkpoints of a run.
+    for file in (checkpoint / CONFIG, checkpoint.parent / CONFIG):
         if file.is_file():
             config = read_json(file)
             return file, {key: value for key, value in config.items() if key not in OWN_KEYS}
-    raise UserError.of("convert.nxd_config_missing", path=path / CONFIG)
+    raise UserError.of("convert.nxd_config_missing", path=checkpoint / CONFIG)
 
 
-def _model_of(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
+def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
+    # Tensors that NxD has quantized have other names and shapes.
     if config.get("quantization_config") is not None:
-        raise UserError.of("convert.nxd_quantized", file=file)
+        raise UserError.of("convert.nxd_quantized", file=config_file)
     try:
         return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
-        raise UserError(*(problem.within(f"{file}: ") for problem in error.problems)) from error
+        raise UserError(
+            *(problem.within(f"{config_file}: ") for problem in error.problems)
+        ) from error
 
 
-def _find_files(path: Path) -> dict[ModelRank, Path]:
+def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
     """Return the file of each rank. UserError if one is missing."""
-    folder = path / "model" if _has_ranks(path / "model") else path
-    if folder == path and not _has_ranks(path):
-        return {ModelRank(0, 0): path / MERGED}
-    if (path / MERGED).is_file():
-        raise UserError.of("convert.nxd_two_kinds", path=path, merged=MERGED)
+    folder = checkpoint / "model" if _has_ranks(checkpoint / "model") else checkpoint
+    if folder == checkpoint and not _has_ranks(checkpoint):
+        return {ModelRank(0, 0): checkpoint / MERGED}
+    if (checkpoint / MERGED).is_file():
+        raise UserError.of("convert.nxd_two_kinds", path=checkpoint, merged=MERGED)
     names = sorted(file.name for file in folder.iterdir())
     _refuse_experts(folder, names)
     new = _new_files(folder, names)
     old = _old_files(folder, names)
     if new and old:
         raise UserError.of("convert.nxd_versions", folder=folder)
-    files = new or old
-    _require_all_ranks(folder, files, _ranks_of_optimizer(path), bool(old))
-    return files
+    rank_files = new or old
+    _require_all_ranks(folder, rank_files, _ranks_of_optimizer(checkpoint), bool(old))
+    return rank_files
 
 
 def _require_all_ranks(
-    folder: Path, files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
+    folder: Path, rank_files: Mapping[ModelRank, Path], others: Sequence[ModelRank], old: bool
 ) -> None:
     """Raise UserError if a rank has no file.
 
     others: ranks that other files tell of.
     old: files have the names of older versions.
     """
-    ranks = [*files, *others]
-    tp_size = 1 + max(rank.tp for rank in ranks)
-    pp_size = 1 + max(rank.pp for rank in ranks)
+    ranks = [*rank_files, *others]
+    tp_size = 1 + max(model_rank.tp for model_rank in ranks)
+    pp_size = 1 + max(model_rank.pp for model_rank in ranks)
     for tp, pp in product(range(tp_size), range(pp_size)):
-        name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
-        usual = folder / (name if old else f"dp_rank_00_{name}.pt")
-        file = files.get(ModelRank(tp, pp), usual)
-        if not file.is_file():
-            raise UserError.of("convert.megatron_folder_missing", file=file)
+        file_name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
+        usual = folder / (file_name if old else f"dp_rank_00_{file_name}.pt")
+        rank_file = rank_files.get(ModelRank(tp, pp), usual)
+        if not rank_file.is_file():
+            raise UserError.of("convert.megatron_folder_missing", file=rank_file)
 
 
 def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError for a file with the experts of a rank."""
-    for name in names:
-        if EXPERTS.fullmatch(name):
-            raise UserError.of("convert.nxd_experts", folder=folder / name, export=EXPORT)
+    for file_name in names:
+        if EXPERTS.fullmatch(file_name):
+            raise UserError.of("convert.nxd_experts", folder=folder / file_name, export=EXPORT)
 
 
 def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of the first data-parallel rank, which have the others' values."""
     numbers = {}
-    for name in names:
-        match = FILE.fullmatch(name)
+    for file_name in names:
+        match = FILE.fullmatch(file_name)
+        # Data-parallel ranks hold the same weights.
         if match and int(match[1]) == 0:
-            numbers[name] = match[2], match[3]
+            numbers[file_name] = match[2], match[3]
     return _by_rank(folder, numbers)
 
 
 def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of ranks as older versions save them, mostly each in a folder of its own."""
     numbers = {}
-    for name in names:
-        if match := OLD.fullmatch(name):
-            numbers[name] = match[1], match[2]
+    for file_name in names:
+        if match := OLD.fullmatch(file_name):
+            numbers[file_name] = match[1], match[2]
     files = {}
-    for rank, file in _by_rank(folder, numbers).items():
-        files[rank] = file / MERGED if file.is_dir() else file
+    for model_rank, rank_file in _by_rank(folder, numbers).items():
+        files[model_rank] = rank_file / MERGED if rank_file.is_dir() else rank_file
     return files
 
 
@@ -226,19 +256,21 @@ def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[Model
     """Return the file of each rank. numbers: of a file's name, those of tp and pp. UserError if two
     are of one rank."""
     files: dict[ModelRank, Path] = {}
-    for name, (tensor, pipeline) in numbers.items():
-        rank = ModelRank(int(tensor), int(pipeline))
-        if rank in files:
+    for file_name, (tensor, pipeline) in numbers.items():
+        model_rank = ModelRank(int(tensor), int(pipeline))
+        if model_rank in files:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=folder / name, names=files[rank].name
+                "convert.internevo_rank_twice",
+                path=folder / file_name,
+                names=files[model_rank].name,
             )
-        files[rank] = folder / name
+        files[model_rank] = folder / file_name
     return files
 
 
-def _ranks_of_optimizer(path: Path) -> list[ModelRank]:
+def _ranks_of_optimizer(checkpoint: Path) -> list[ModelRank]:
     """Return the ranks of the files beside the model's, which tell how many ranks there were."""
-    folder = path / "optim"
+    folder = checkpoint / "optim"
     if not folder.is_dir():
         return []
     matches = [FILE.fullmatch(file.name) for file in folder.iterdir()]
@@ -246,34 +278,36 @@ def _ranks_of_optimizer(path: Path) -> list[ModelRank]:
 
 
 def _read_tensors(
-    files: Mapping[ModelRank, Path],
+    rank_files: Mapping[ModelRank, Path],
 ) -> tuple[dict[ModelRank, dict[str, Stored]], list[str]]:
     """Return the tensors of each rank by name; and the keys of what the files hold besides."""
     tensors: dict[ModelRank, dict[str, Stored]] = {}
     unread_keys: set[str] = set()
-    for (rank, file), content in zip(files.items(), contents(list(files.values())), strict=True):
+    for (model_rank, rank_file), content in zip(
+        rank_files.items(), contents(list(rank_files.values())), strict=True
+    ):
         if not isinstance(content, dict):
-            raise UserError.of("convert.not_a_state", file=file)
+            raise UserError.of("convert.not_a_state", file=rank_file)
         state = content
         # Older versions and the converter have a dict around the state.
         if isinstance(content.get("model"), dict):
             state = content["model"]
             unread_keys |= {str(key) for key in content if key != "model"}
-        tensors[rank] = {
-            name: value
-            for name, value in _resolve(file, state).items()
-            if not name.endswith(BUFFERS)
+        tensors[model_rank] = {
+            tensor_name: value
+            for tensor_name, value in _resolve(rank_file, state).items()
+            if not tensor_name.endswith(BUFFERS)
         }
     return tensors, sorted(unread_keys)
 
 
-def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
+def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a file, those included that lie in files of their own."""
-    state = state_in(file, state, with_references=True)
-    folder = file.with_name(f"{file.name}.tensors")
+    state = state_in(rank_file, state, with_references=True)
+    folder = rank_file.with_name(f"{rank_file.name}.tensors")
     files = {
-        name: folder / f"tensor_{value.number}.pt"
-        for name, value in state.items()
+        tensor_name: folder / f"tensor_{value.number}.pt"
+        for tensor_name, value in state.items()
         if isinstance(value, Reference)
     }
     for tensor_file in files.values():
@@ -282,11 +316,236 @@ def _resolve(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     resolved = dict(state)
     if files:
         resolved.update(zip(files, contents(list(files.values())), strict=True))
-    return state_in(file, resolved)
+    return state_in(rank_file, resolved)
 
 
-def _unread(path: Path, unread_keys: Sequence[str]) -> str:
+def _unread(checkpoint: Path, unread_keys: Sequence[str]) -> str:
     """Return the files that are ignored: those beside the weights."""
-    unread = ["the optimizer's state (optim/)"] if (path / "optim").is_dir() else []
-    unread += [name for name in ("scheduler.pt", "user_content.pt") if (path / name).is_file()]
+    unread = ["the optimizer's state (optim/)"] if (checkpoint / "optim").is_dir() else []
+    unread += [
+        file_name
+        for file_name in ("scheduler.pt", "user_content.pt")
+        if (checkpoint / file_name).is_file()
+    ]
     return ", ".join([*unread, *unread_keys])
+
+
+QKV = re.compile(r"(.*\.self_attn\.)qkv_proj\.(weight|bias)(?:_(q|k|v|qkv))?")
+GATE_UP = re.compile(r"(.*\.)gate_up_proj\.(weight|bias)")
+ROWS = re.compile(
+    r".*\.(?:[qkv]|gate|up)_proj\.(?:weight|bias)|.*\bembed_tokens\.weight|.*\blm_head\.weight"
+)
+COLUMNS = re.compile(r".*\.(?:o|down)_proj\.weight")
+KEY_VALUE = re.compile(r".*\.self_attn\.[kv]_proj\.(?:weight|bias)")
+QUERY = re.compile(r".*\.self_attn\.q_proj\.(?:weight|bias)")
+OUTPUT = re.compile(r".*\.self_attn\.o_proj\.weight")
+
+
+@dataclass(frozen=True)
+class HeadCopies:
+    """The number of copies of each key/value head, and their order.
+
+    heads: different key/value heads.
+    grouped: the copies of a head lie together.
+    """
+
+    count: int
+    heads: int
+    grouped: bool
+
+    def drop_copies(self, values: Tensor) -> Tensor | None:
+        """Return rows of key/value heads, each head once; None if its copies differ."""
+        copies = self._by_head(values)
+        if same_values(copies, copies[:, :1].expand_as(copies)):
+            return copies[:, 0].flatten(0, 1)
+        return None
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """Return rows of query heads, those of a key/value head together."""
+        return self._by_head(values).flatten(0, 2)
+
+    def _by_head(self, values: Tensor) -> Tensor:
+        """Return [key/value heads, copies, rows of one, ...]."""
+        if self.grouped:
+            return values.unflatten(0, (self.heads, self.count, -1))
+        return values.unflatten(0, (self.count, self.heads, -1)).transpose(0, 1)
+
+
+def hugging_face(
+    checkpoint: Path, shards_by_name: Mapping[str, Sequence[TensorSource]], model: ModelConfig
+) -> dict[str, TensorSource]:
+    """Return Hugging Face's names -> the whole tensors. shards_by_name: NxD's names -> the parts of
+    the tensor-parallel ranks."""
+    unfused: dict[str, Sequence[TensorSource]] = {}
+    for tensor_name, shards in shards_by_name.items():
+        for unfused_name, own_shards in _unfuse(checkpoint, tensor_name, shards, model).items():
+            if unfused_name in unfused:
+                raise UserError.of(
+                    "convert.nxd_mixed", path=checkpoint, own_name=unfused_name, name=tensor_name
+                )
+            unfused[unfused_name] = own_shards
+    merged = {
+        tensor_name: _merge(checkpoint, tensor_name, shards, model)
+        for tensor_name, shards in unfused.items()
+    }
+    copies = _find_copies(checkpoint, merged, model)
+    if copies is None:
+        return merged
+    return {
+        tensor_name: _without_copies(checkpoint, tensor_name, tensor, copies)
+        for tensor_name, tensor in merged.items()
+    }
+
+
+def _unfuse(
+    checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
+) -> dict[str, Sequence[TensorSource]]:
+    """Return the tensors that NxD keeps as one, on each rank. UserError if ranks have it in several
+    shapes."""
+    # fuse_qkv, and the fused layers of its own models.
+    gate_up = GATE_UP.fullmatch(tensor_name)
+    qkv = QKV.fullmatch(tensor_name)
+    if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
+        shapes = ", ".join(str(list(shard.shape)) for shard in shards)
+        raise UserError.of(
+            "convert.megatron_shapes", path=checkpoint, foreign=tensor_name, shapes=shapes
+        )
+    rows = shards[0].shape[0]
+    if gate_up:
+        prefix, kind = gate_up.groups()
+        _require_halves(checkpoint, tensor_name, rows)
+        return _split_rows(shards, prefix, kind, {"gate": rows // 2, "up": rows // 2})
+    if not qkv:
+        return {tensor_name: shards}
+    prefix, kind, part = qkv.groups()
+    if part in ("q", "k", "v"):
+        return {f"{prefix}{part}_proj.{kind}": shards}
+    # Each rank has as many query heads; keys and values share what is left.
+    query_rows = model.heads * model.head_dim // len(shards)
+    kv_rows = (rows - query_rows) // 2
+    if kv_rows < 1:
+        raise UserError.of(
+            "convert.nxd_rows", path=checkpoint, name=tensor_name, rows=rows, query_rows=query_rows
+        )
+    _require_halves(checkpoint, tensor_name, rows - query_rows)
+    return _split_rows(shards, prefix, kind, {"q": query_rows, "k": kv_rows, "v": kv_rows})
+
+
+def _split_rows(
+    shards: Sequence[TensorSource], prefix: str, kind: str, rows: Mapping[str, int]
+) -> dict[str, Sequence[TensorSource]]:
+    """Return the projections that lie one below the other in each shard.
+
+    prefix, kind: what is before and after a projection in names.
+    rows: of each projection, in order.
+    """
+    projections: dict[str, Sequence[TensorSource]] = {}
+    top = 0
+    for projection, count in rows.items():
+        bottom = top + count
+        projections[f"{prefix}{projection}_proj.{kind}"] = [
+            _rows(shard, top, bottom) for shard in shards
+        ]
+        top = bottom
+    return projections
+
+
+def _require_halves(checkpoint: Path, tensor_name: str, rows: int) -> None:
+    """Raise UserError unless rows are those of two parts of one size: half of one row would belong
+    to none."""
+    if rows % 2:
+        raise UserError.of("convert.nxd_halves", path=checkpoint, name=tensor_name, rows=rows)
+
+
+def _rows(tensor: TensorSource, top: int, bottom: int) -> MergedTensor:
+    """Return rows [top, bottom) of a tensor."""
+
+    def read() -> Tensor:
+        # A stored tensor is read by rows; a merged one would be made whole for each part.
+        if isinstance(tensor, Stored):
+            return tensor.rows(top, bottom)
+        return tensor.read()[top:bottom]
+
+    return MergedTensor((bottom - top, *tensor.shape[1:]), tensor.dtype, read)
+
+
+def _merge(
+    checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
+) -> TensorSource:
+    """Return the ranks' parts put together."""
+    # Norms and biases of closing layers are whole on every rank.
+    if len(shards) == 1 or not (ROWS.fullmatch(tensor_name) or COLUMNS.fullmatch(tensor_name)):
+        return checked_copy(checkpoint, tensor_name, shards)
+    # shard_across_embedding
+    cuts_features = "embed_tokens" in tensor_name and shards[0].shape[-1] != model.hidden
+    dim = 1 if cuts_features or COLUMNS.fullmatch(tensor_name) else 0
+    # All sizes but the one that is cut must be alike.
+    other_sizes = {
+        (len(shard.shape), *shard.shape[:dim], *shard.shape[dim + 1 :], shard.dtype)
+        for shard in shards
+    }
+    if len(other_sizes) > 1 or len(shards[0].shape) <= dim:
+        raise UserError.of("convert.nxd_parts", path=checkpoint, name=tensor_name)
+    shape = list(shards[0].shape)
+    shape[dim] = sum(shard.shape[dim] for shard in shards)
+
+    def read() -> Tensor:
+        return torch.cat([shard.read() for shard in shards], dim)
+
+    return MergedTensor(tuple(shape), shards[0].dtype, read)
+
+
+def _find_copies(
+    checkpoint: Path, tensors: Mapping[str, TensorSource], model: ModelConfig
+) -> HeadCopies | None:
+    """Return how the key/value heads are repeated; None if each occurs once. Raises UserError if
+    that cannot be recognized.
+    """
+    key = tensors.get("model.layers.0.self_attn.k_proj.weight")
+    rows = model.kv_heads * model.head_dim
+    # With as many heads as there must be nothing is repeated; `check_tensors` speaks of others.
+    if key is None or key.shape[0] <= rows or key.shape[0] % rows:
+        return None
+    # Copies make as many key/value heads as ranks, which must divide the queries.
+    if model.heads % (key.shape[0] // model.head_dim):
+        return None
+    count = key.shape[0] // rows
+    # The first layer's keys tell the order of copies; all other tensors are checked as they are
+    # read.
+    values = key.read()
+    orders = [HeadCopies(count, model.kv_heads, grouped) for grouped in (False, True)]
+    fitting = [order for order in orders if order.drop_copies(values) is not None]
+    if not fitting:
+        raise UserError.of("convert.nxd_copies_differ", path=checkpoint, count=count)
+    # All heads alike fit both orders; with one head the orders are one.
+    if len(fitting) > 1 and model.kv_heads > 1:
+        raise UserError.of("convert.nxd_copies_order", path=checkpoint)
+    return fitting[0]
+
+
+def _without_copies(
+    checkpoint: Path, tensor_name: str, tensor: TensorSource, copies: HeadCopies
+) -> TensorSource:
+    """Return the tensor with each key/value head once, and the heads of the others in their
+    order."""
+
+    def read_once() -> Tensor:
+        values = copies.drop_copies(tensor.read())
+        if values is None:
+            raise UserError.of("convert.nxd_head_copies", path=checkpoint, name=tensor_name)
+        return values
+
+    def read_query() -> Tensor:
+        return copies.in_order(tensor.read())
+
+    def read_output() -> Tensor:
+        return copies.in_order(tensor.read().t()).t()
+
+    shape = tensor.shape
+    if KEY_VALUE.fullmatch(tensor_name):
+        return MergedTensor((shape[0] // copies.count, *shape[1:]), tensor.dtype, read_once)
+    if QUERY.fullmatch(tensor_name):
+        return MergedTensor(shape, tensor.dtype, read_query)
+    if OUTPUT.fullmatch(tensor_name):
+        return MergedTensor(shape, tensor.dtype, read_output)
+    return tensor

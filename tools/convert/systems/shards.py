@@ -32,7 +32,7 @@ Shards = list[TensorSource]  # of a tensor, in order
 
 
 def collect_shards(
-    path: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
+    checkpoint: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
 ) -> dict[str, Shards]:
     """Return name -> its parts, over the ranks of one stage. Copies of a part must be the same.
 
@@ -42,55 +42,55 @@ def collect_shards(
     copies: dict[str, dict[int, Shards]] = {}  # by the number of the part
     counts: dict[str, int] = {}  # of parts that there must be
     for part_of, tensors in ranks:
-        for name, stored in tensors.items():
+        for tensor_name, stored in tensors.items():
             if not stored.shape:
-                raise UserError.of("convert.megatron_scalar", path=path, name=name)
-            part = part_of(name)
-            counts[name] = part.count
-            parts = copies.setdefault(name, {})
-            parts.setdefault(part.number, []).append(stored)
-    for name, parts in copies.items():
-        is_complete = sorted(parts) == [*range(counts[name])]
-        is_lone = list(parts) == [0] and name.endswith(tuple(lone))
+                raise UserError.of("convert.megatron_scalar", path=checkpoint, name=tensor_name)
+            part = part_of(tensor_name)
+            counts[tensor_name] = part.count
+            shards_by_number = copies.setdefault(tensor_name, {})
+            shards_by_number.setdefault(part.number, []).append(stored)
+    for tensor_name, shards_by_number in copies.items():
+        is_complete = sorted(shards_by_number) == [*range(counts[tensor_name])]
+        is_lone = list(shards_by_number) == [0] and tensor_name.endswith(tuple(lone))
         if not is_complete and not is_lone:
-            raise UserError.of("convert.nxd_missing_on_ranks", path=path, name=name)
+            raise UserError.of("convert.nxd_missing_on_ranks", path=checkpoint, name=tensor_name)
     shards: dict[str, Shards] = {}
-    for name, parts in copies.items():
-        shards[name] = []
-        for number in sorted(parts):
-            shard = checked_copy(path, name, parts[number])
-            shards[name].append(shard)
+    for tensor_name, shards_by_number in copies.items():
+        shards[tensor_name] = []
+        for number in sorted(shards_by_number):
+            shard = checked_copy(checkpoint, tensor_name, shards_by_number[number])
+            shards[tensor_name].append(shard)
     return shards
 
 
 def merge_shards(
-    path: Path, expected: Sequence[Match], shards_by_name: Mapping[str, Shards]
+    checkpoint: Path, expected: Sequence[Match], shards_by_name: Mapping[str, Shards]
 ) -> dict[str, TensorSource]:
     """Return the whole tensors by name. Of one that is not expected the first part is returned, for
     `check_tensors` to speak of."""
     matches = {match.foreign: match for match in expected}
     merged: dict[str, TensorSource] = {}
-    for name, shards in shards_by_name.items():
-        if name in matches:
-            merged[name] = _merge(path, matches[name], shards)
+    for tensor_name, shards in shards_by_name.items():
+        if tensor_name in matches:
+            merged[tensor_name] = _merge(checkpoint, matches[tensor_name], shards)
         else:
-            merged[name] = shards[0]
+            merged[tensor_name] = shards[0]
     return merged
 
 
-def _merge(path: Path, match: Match, shards: Shards) -> TensorSource:
+def _merge(checkpoint: Path, match: Match, shards: Shards) -> TensorSource:
     """Return the tensor of `match` put together from its parts."""
     if match.cut == "whole" or len(shards) == 1:
-        return checked_copy(path, match.foreign, shards)
+        return checked_copy(checkpoint, match.foreign, shards)
     count = len(shards)
     dtypes = {shard.dtype for shard in shards}
     if len(dtypes) > 1:
-        raise UserError.of("convert.nxd_dtype", path=path, foreign=match.foreign)
+        raise UserError.of("convert.nxd_dtype", path=checkpoint, foreign=match.foreign)
     shape = _joined_shape(match.cut, [shard.shape for shard in shards])
     if shape != match.shape:
         raise UserError.of(
             "convert.nxd_shape",
-            path=path,
+            path=checkpoint,
             foreign=match.foreign,
             count=count,
             shape=list(shape or ()),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 _STACKED = re.compile(r"(.*\.)mlp\.(experts\.)(gate_up|down)_proj")
 
@@ -39,43 +39,43 @@ _RENAMED = {
 }
 
 
-def unstack_experts(stored: Mapping[str, Stored], kind: str) -> dict[str, Stored]:
-    """Return the tensors by the names of published files, experts one by one. kind: model_type.
+def unstack_experts(stored: Mapping[str, Stored], model_type: str) -> dict[str, Stored]:
+    """Return the tensors by the names of published files, experts one by one.
 
     Raises UserError for a tensor of experts that does not consist of theirs.
     """
     # Its published files stack experts too, and the name table knows them.
-    if kind == "gpt_oss":
+    if model_type == "gpt_oss":
         return dict(stored)
     published: dict[str, Stored] = {}
-    for name, tensor in stored.items():
-        name = _published_name(name, kind)
-        if match := _STACKED.fullmatch(name):
-            published |= dict(_unstack(name, tensor, match, kind))
+    for tensor_name, tensor in stored.items():
+        tensor_name = _published_name(tensor_name, model_type)
+        if match := _STACKED.fullmatch(tensor_name):
+            published |= dict(_unstack(tensor_name, tensor, match, model_type))
         else:
-            published[name] = tensor
+            published[tensor_name] = tensor
     return published
 
 
-def _published_name(name: str, kind: str) -> str:
-    for inside, published in _RENAMED.get(kind, {}).items():
-        name = name.replace(inside, published)
-    return name
+def _published_name(tensor_name: str, model_type: str) -> str:
+    for inside, published in _RENAMED.get(model_type, {}).items():
+        tensor_name = tensor_name.replace(inside, published)
+    return tensor_name
 
 
 def _unstack(
-    name: str, tensor: Stored, match: re.Match[str], kind: str
+    tensor_name: str, tensor: Stored, match: re.Match[str], model_type: str
 ) -> Iterator[tuple[str, Stored]]:
     """Yield each expert's tensors of one that stacks them. match: of its name."""
     prefix, experts_name, projection = match.groups()
-    names = _NAMES.get(kind, _USUAL)
+    names = _NAMES.get(model_type, _USUAL)
     parts = (names.gate, names.up) if projection == "gate_up" else (names.down,)
     if len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
         form = "[experts, 2 ffn, hidden]" if len(parts) > 1 else "[experts, hidden, ffn]"
         raise UserError.of(
             "convert.hf_expert_shape",
             file=tensor.file,
-            name=name,
+            name=tensor_name,
             short=short(list(tensor.shape)),
             form=form,
         )

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.convert.hf.keys import FREE
-from tools.convert.hf.kinds import IDS, short
+from tools.convert.hf.keys import FREE, IDS, short
 
 Json = Mapping[str, Any]
 
@@ -57,42 +56,54 @@ def text_config(config: Json) -> Json:
     Raises UserError for models with several kinds of input that are not read, and for keys that are
     not known.
     """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in TEXT:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TEXT:
+        # A model of text alone has none of these.
         parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
         if parts:
-            raise UserError(_refusal(kind, parts, config[parts[0]]))
+            raise UserError(_refusal(model_type, parts, config[parts[0]]))
         return config
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        raise UserError.of("convert.hf_text_config_missing", kind=kind, text=TEXT[kind])
-    inner_kind = inner.get("model_type", TEXT[kind])
-    if inner_kind != TEXT[kind]:
-        raise UserError.of("convert.hf_text_config_type", short=short(inner_kind), text=TEXT[kind])
-    _check_outer_keys(config, inner, kind)
+    inner_config = config.get("text_config")
+    if not isinstance(inner_config, Mapping):
+        raise UserError.of("convert.hf_text_config_missing", kind=model_type, text=TEXT[model_type])
+    inner_kind = inner_config.get("model_type", TEXT[model_type])
+    if inner_kind != TEXT[model_type]:
+        raise UserError.of(
+            "convert.hf_text_config_type", short=short(inner_kind), text=TEXT[model_type]
+        )
+    # Keys outside may contradict those inside, of which transformers lets one win.
+    _check_outer_keys(config, inner_config, model_type)
     outer = {key: config[key] for key in OF_ALL if key in config}
-    return {**inner, **outer, "model_type": TEXT[kind]}
+    return {**inner_config, **outer, "model_type": TEXT[model_type]}
 
 
-def _check_outer_keys(config: Json, inner: Json, kind: str) -> None:
+def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
-    for key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
-        if config[key] is not None:
+    for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
+        if config[outer_key] is not None:
             raise UserError.of(
-                "convert.hf_key_unknown", key=key, short=short(config[key]), kind=kind
+                "convert.hf_key_unknown",
+                key=outer_key,
+                short=short(config[outer_key]),
+                kind=model_type,
             )
-    for key in OF_BOTH:
-        if key in config and key in inner and inner[key] != config[key]:
+    for outer_key in OF_BOTH:
+        if (
+            outer_key in config
+            and outer_key in inner_config
+            and inner_config[outer_key] != config[outer_key]
+        ):
             raise UserError.of(
                 "convert.hf_text_config_differs",
-                key=key,
-                value=short(config[key]),
-                text_value=short(inner[key]),
+                key=outer_key,
+                value=short(config[outer_key]),
+                text_value=short(inner_config[outer_key]),
             )
 
 
 def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     """Return the tensors of the text model, by the names that they have in a folder of its own."""
+    # A folder of a text model alone has the names already.
     if config.get("model_type") not in TEXT:
         return dict(stored)
     return {
@@ -104,14 +115,14 @@ def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
     """Return the note on tensors of images that are left out."""
-    kind = config.get("model_type")
-    if kind not in TEXT:
+    model_type = config.get("model_type")
+    if model_type not in TEXT:
         return []
     left_out = sum(name.startswith(_IMAGE_TENSORS) for name in stored)
     return [
-        f"config.json has model_type = {kind!r}: its text model is read, of model_type "
-        f"{TEXT[kind]!r}; {left_out} tensors "
-        "for images are left out, and a folder that is written has none"
+        f"config.json has model_type = {model_type!r}: its text model is read, of model_type "
+        f"{TEXT[model_type]!r}; {left_out} tensors for images are left out, and a folder that is "
+        "written has none"
     ]
 
 
@@ -123,14 +134,17 @@ def _inner_name(name: str) -> str:
     return name
 
 
-def _refusal(kind: Any, parts: list[str], inner: Json) -> str:
-    """Return why a model of several kinds of input is not read. inner: the first of its parts."""
+def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> str:
+    """Return why a model of several kinds of input is not read.
+
+    inner_config: the first of its parts.
+    """
     text_kind = None
     if "vision" not in parts[0] and "audio" not in parts[0]:
-        text_kind = inner.get("model_type")
+        text_kind = inner_config.get("model_type")
     text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
     return (
-        f"config.json has model_type = {kind!r} with {', '.join(parts)}: of models with "
-        "several kinds of input only "
-        f"gemma3 is read; save {text} in a folder of its own, with a config.json of its own"
+        f"config.json has model_type = {model_type!r} with {', '.join(parts)}: of models with "
+        f"several kinds of input only gemma3 is read; save {text} in a folder of its own, with a "
+        "config.json of its own"
     )

@@ -8,7 +8,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_json, read_regular
 from tools.convert.core.tensors import Stored
-from tools.convert.hf.kinds import short
+from tools.convert.hf.keys import short
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
@@ -27,39 +27,41 @@ _OTHER_FORMATS = {
 }
 
 
-def require_fetched(path: Path) -> None:
+def require_fetched(folder: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
-    for file in sorted(path.iterdir()):
-        is_small = file.is_file() and file.stat().st_size < POINTER_BYTES
-        if is_small and read_regular(file).startswith(POINTER):
-            raise UserError.of("convert.lfs_pointer", file=file)
+    for found_file in sorted(folder.iterdir()):
+        # Only small files are opened: weights have gigabytes.
+        is_small = found_file.is_file() and found_file.stat().st_size < POINTER_BYTES
+        if is_small and read_regular(found_file).startswith(POINTER):
+            raise UserError.of("convert.lfs_pointer", file=found_file)
 
 
-def require_no_adapter(path: Path) -> None:
+def require_no_adapter(folder: Path) -> None:
     """Raise UserError for a folder with an adapter, which makes another model of weights of any
     format."""
-    if (path / ADAPTER).is_file():
-        raise UserError.of("convert.adapter", path=path / ADAPTER)
+    if (folder / ADAPTER).is_file():
+        raise UserError.of("convert.adapter", path=folder / ADAPTER)
 
 
-def require_plain(path: Path, indices: Mapping[str, str]) -> None:
+def require_plain(folder: Path, indices: Mapping[str, str]) -> None:
     """Raise UserError for a folder with an adapter, or with weights in one file and in shards.
 
     indices: name of an index -> name of the file that holds everything.
     """
-    require_no_adapter(path)
+    require_no_adapter(folder)
     for index, single in indices.items():
-        has_both = (path / index).is_file() and (path / single).is_file()
-        if has_both and single.encode() not in read_whole(path / index):
-            raise UserError.of("convert.two_stores", path=path, single=single, index=index)
+        # A single file that the index names is one of the shards.
+        has_both = (folder / index).is_file() and (folder / single).is_file()
+        if has_both and single.encode() not in read_whole(folder / index):
+            raise UserError.of("convert.two_stores", path=folder, single=single, index=index)
 
 
-def unread_weights(path: Path, read: Collection[Path]) -> str:
+def unread_weights(folder: Path, read: Collection[Path]) -> str:
     """Return what to say of files beside those that were read that have names of weights; "" if
     there are none."""
     unread = [
         file.name
-        for file in sorted(path.iterdir())
+        for file in sorted(folder.iterdir())
         if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read
     ]
     if not unread:
@@ -84,6 +86,7 @@ def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Ite
     metadata = content.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual_size = sum(stored.nbytes for stored in files.values())
+    # Counted by others in other units, or left from before a file was changed.
     if in_bytes and total_size not in (None, actual_size):
         yield (
             f"{index.name} says total_size = {short(total_size)}, but its tensors have "
@@ -96,19 +99,19 @@ def index_notes(index: Path, files: Mapping[str, Stored], in_bytes: bool) -> Ite
         shard = weight_map.get(name)
         statement = f"puts {name} in {shard}, but it" if shard else f"does not name {name}, which"
         others = f", and {len(misplaced) - 1} more such" if len(misplaced) > 1 else ""
-        yield (f"{index.name} {statement} is in {files[name].file.name}{others}: {_AS_THEY_ARE}")
+        yield f"{index.name} {statement} is in {files[name].file.name}{others}: {_AS_THEY_ARE}"
 
 
-def template_notes(path: Path) -> Iterator[str]:
+def template_notes(folder: Path) -> Iterator[str]:
     """Yield a note for each chat template in a file of its own."""
     for name in TEMPLATES:
-        if (path / name).exists():
-            yield f"{path / name} is not carried over: copy it where the tokenizer goes"
+        if (folder / name).exists():
+            yield f"{folder / name} is not carried over: copy it where the tokenizer goes"
 
 
-def other_weights(path: Path) -> str:
+def other_weights(folder: Path) -> str:
     """Return what to say of weights in formats that are not read; "" if there are none."""
-    for file in sorted(path.iterdir()):
+    for file in sorted(folder.iterdir()):
         if file.suffix in _OTHER_FORMATS:
             return (
                 f"; {file.name} has the format of {_OTHER_FORMATS[file.suffix]}, which is not read"

@@ -1,8 +1,7 @@
-"""The package transformers at work without its own warnings and progress bars: a line of ours says
-what came of it.
+"""The package transformers, at work without its own warnings and progress bars.
 
-If it failed, that line ends with the version of transformers, unless it is one that megaprec is
-tested with.
+A line of ours says what came of it. If it failed, that line ends with the version of transformers,
+unless it is one that megaprec is tested with.
 """
 
 import importlib
@@ -32,10 +31,12 @@ def why_missing(problem: ImportError) -> str:
 def quiet_transformers() -> Iterator[Any]:
     """Give the package, which is silent within the context. Raises ImportError if it cannot be
     imported."""
+    # It warns of what a line of ours tells, in words that only its authors know.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = importlib.import_module("transformers")
         logging = importlib.import_module("transformers.utils.logging")
+        # The caller's own settings are put back.
         verbosity = logging.get_verbosity()
         bars = logging.is_progress_bar_enabled()
         logging.set_verbosity(logging.CRITICAL)

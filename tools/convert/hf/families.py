@@ -1,0 +1,752 @@
+"""The table of Hugging Face's families: a config.json's keys, our fields, and the defaults.
+
+A family is one `Family`: the defaults of its keys are those of its class in transformers 5, and its
+entries read and write. Whether a family can say all of a model needs no table of its own: what is
+written is read back (`tools.convert.hf.config`).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.hf.experts import (
+    EXPERTS_OF_DEEPSEEK_V2,
+    EXPERTS_OF_DEEPSEEK_V3,
+    EXPERTS_OF_GLM4,
+    LOCAL_EXPERTS,
+    experts_of_qwen,
+)
+from tools.convert.hf.keys import (
+    IDS,
+    ConfigKeys,
+    Entry,
+    Family,
+    Fields,
+    Json,
+    always,
+    only,
+    require,
+    same,
+)
+from tools.convert.hf.rope import (
+    ROPE,
+    ROPE_OF_GPT_NEOX,
+    ROPE_OF_GPT_OSS,
+    ROPE_OF_OLMO2,
+    ROPE_OF_SOME_FEATURES,
+    by_layer_beyond_transformers_4,
+    olmo2_beyond_transformers_4,
+    rope_by_layer,
+)
+from tools.convert.hf.windows import (
+    NO_WINDOW,
+    WINDOW_OF_ALL_LAYERS,
+    WINDOW_OF_QWEN3_MOE,
+    WINDOWS_OF_QWEN,
+    WINDOWS_OF_QWEN2_MOE,
+    by_layer_type,
+    require_layers_alike,
+)
+
+# swiglu_alpha and swiglu_limit of gpt-oss, which transformers 4 has in its code
+PUBLISHED_CLAMP = (1.702, 7.0)
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh")
+EXACT_GELU = ("gelu", "gelu_python")
+
+
+def keys_of(config: Json) -> ConfigKeys:
+    """Return the keys of a config.json, whose model_type must be known."""
+    return ConfigKeys(config, FAMILIES[config["model_type"]])
+
+
+def _skip_ids(config: ConfigKeys) -> Fields:
+    config.mark_read(*IDS)  # they are of no model: `special_ids` returns them
+    return {}
+
+
+def _gelu(key: str) -> Entry:
+    """Return the entry of an activation function that is one of the two GELUs."""
+
+    def read(config: ConfigKeys) -> Fields:
+        name = require(config[key], key, TANH_GELU + EXACT_GELU)
+        return {"mlp": "gelu_exact" if name in EXACT_GELU else "gelu"}
+
+    return Entry(read, lambda model: {key: "gelu" if model.mlp == "gelu_exact" else "gelu_new"})
+
+
+def _read_heads(config: ConfigKeys) -> Fields:
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    head_dim = config["head_dim"]
+    return {
+        "kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": config["hidden_size"] // heads if head_dim is None else head_dim,
+    }
+
+
+def _write_heads(model: ModelConfig) -> Json:
+    return {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
+
+
+def _require_default_width(config: ConfigKeys, hidden: int, heads: int) -> Fields:
+    """Return no fields. Raises UserError for a head_dim in a family whose class does not read it,
+    unless it changes nothing."""
+    config.mark_read("head_dim")
+    require(config.stated.get("head_dim"), "head_dim", (hidden // heads, None))
+    return {}
+
+
+def _read_gpt2_ffn(config: ConfigKeys) -> Fields:
+    inner = config["n_inner"]
+    return {"ffn": 4 * config["n_embd"] if inner is None else inner}
+
+
+def _read_latent_attention(config: ConfigKeys) -> Fields:
+    """Return the widths of latents. Raises UserError for those with which there is no latent
+    attention."""
+    rope_dim = config["qk_rope_head_dim"]
+    nope_dim = config["qk_nope_head_dim"]
+    for key in (
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ):
+        # Queries may have no latent.
+        if config[key] == 0 or (config[key] is None and key != "q_lora_rank"):
+            raise UserError.of("convert.hf_no_latent", key=key, keys=config[key])
+    if rope_dim % 2:
+        raise UserError.of("convert.hf_rotary_odd", qk_rope_head_dim=rope_dim)
+    # Every head has keys and values of its own, made of the shared latent.
+    heads = config["num_attention_heads"]
+    require(config["num_key_value_heads"], "num_key_value_heads", (heads, None))
+    # their classes put the width that turns there
+    require(config["head_dim"], "head_dim", (rope_dim, None))
+    require(config["qk_head_dim"], "qk_head_dim", (rope_dim + nope_dim, None))
+    latent = {
+        "kv_rank": config["kv_lora_rank"],
+        "query_rank": config["q_lora_rank"] or 0,
+        "rope_dim": rope_dim,
+        "nope_dim": nope_dim,
+        "value_dim": config["v_head_dim"],
+    }
+    return {"latent": latent}
+
+
+def _write_latent_attention(model: ModelConfig) -> Json:
+    return {
+        "num_key_value_heads": model.heads,
+        "q_lora_rank": model.latent.query_rank or None,
+        "kv_lora_rank": model.latent.kv_rank,
+        "qk_rope_head_dim": model.latent.rope_dim,
+        "qk_nope_head_dim": model.latent.nope_dim,
+        "v_head_dim": model.latent.value_dim,
+    }
+
+
+def _read_no_mtp_layers(config: ConfigKeys) -> Fields:
+    config.mark_read("num_mtp_layers")  # `notes` says that DeepSeek-V2 has none
+    return {}
+
+
+def _softcap(key: str, field: str) -> Entry:
+    """Return the entry of a soft cap; null there is 0 here."""
+
+    def read(config: ConfigKeys) -> Fields:
+        cap = config[key]
+        if cap is not None and not cap > 0:
+            raise UserError.of("convert.hf_softcap_zero", key=key, cap=cap)
+        return {field: float(cap or 0)}
+
+    return Entry(read, lambda model: {key: getattr(model, field) or None})
+
+
+def _read_repeated_experts_per_token(config: ConfigKeys) -> Fields:
+    # Published files of gpt-oss have it, and transformers ignores it.
+    per_token = config["num_experts_per_tok"]
+    require(config["experts_per_token"], "experts_per_token", (per_token, None))
+    return {}
+
+
+def _heads_divide_hidden(model: ModelConfig) -> bool:
+    """Return True if the heads divide the features, which some classes of transformers require
+    without using it."""
+    return model.hidden % model.heads == 0
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    """Return True if there are experts, without which some classes of transformers make no
+    layer."""
+    return model.experts > 0
+
+
+def _qwen2_moe_beyond_4(model: ModelConfig) -> Iterator[str]:
+    if not _heads_divide_hidden(model):
+        yield (
+            f"make a qwen2_moe model whose hidden_size = {model.hidden} is no multiple of its "
+            f"{model.heads} heads"
+        )
+
+
+def _gpt_oss_beyond_4(model: ModelConfig) -> Iterator[str]:
+    if (model.swiglu_alpha, model.swiglu_limit) != PUBLISHED_CLAMP:
+        yield (
+            f"use swiglu_alpha = {model.swiglu_alpha:g} and swiglu_limit = "
+            f"{model.swiglu_limit:g}, but 1.702 and 7 alone"
+        )
+
+
+# Of every family; entries that only check a key return no fields.
+_COMMON = (
+    same("vocab_size", "vocab"),
+    same("tie_word_embeddings", "tied"),
+    same("initializer_range", "init_std"),
+    Entry(_skip_ids),
+)
+_ROTARY = (
+    *_COMMON,
+    same("num_hidden_layers", "layers"),
+    same("hidden_size", "hidden"),
+    same("num_attention_heads", "heads"),
+    same("intermediate_size", "ffn"),
+    same("max_position_embeddings", "max_positions"),
+    same("attention_dropout", "attention_dropout"),
+)
+_MTP_LAYERS = Entry(
+    lambda config: {"mtp_layers": config["num_mtp_layers"] or 0},
+    # as published files call it; transformers 5 takes both names
+    lambda model: {"num_nextn_predict_layers": model.mtp_layers},
+)
+_HEADS = Entry(_read_heads, _write_heads)
+_SILU = only("hidden_act", "silu", "swish")
+_TANH_GELU = only("hidden_activation", *TANH_GELU)
+_ATTENTION_BIAS = same("attention_bias", "qkv_bias", "output_bias")
+# What the families after Llama share.
+_LLAMA = (*_ROTARY, _HEADS, same("rms_norm_eps", "norm_eps"))
+_GEMMA = (
+    *_LLAMA,
+    _TANH_GELU,
+    _ATTENTION_BIAS,
+    Entry(
+        lambda config: {"attention_scalar": float(config["query_pre_attn_scalar"])},
+        lambda model: {"query_pre_attn_scalar": int(model.attention_scalar)},
+    ),
+)
+_DEEPSEEK = (
+    *_ROTARY,
+    Entry(_read_latent_attention, _write_latent_attention),
+    _SILU,
+    ROPE,
+    same("rms_norm_eps", "norm_eps"),
+    _ATTENTION_BIAS,
+)
+
+# A family states its own defaults over those of the one that it was made of.
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "layer_types": None,
+}
+_LLAMA_DEFAULTS = _DEFAULTS | {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_MISTRAL_DEFAULTS = _DEFAULTS | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_QWEN2_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_OLMO2_DEFAULTS = _LLAMA_DEFAULTS | {
+    "vocab_size": 50304,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": 50279,
+}
+_EXPERTS_DEFAULTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+_DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "qk_head_dim": None,  # no key of their classes: the sum of the two before
+    "v_head_dim": 128,
+    "aux_loss_alpha": 0.0,  # neither: transformers has no such loss
+    "num_mtp_layers": 0,
+}
+
+# By model_type. A model whose own family cannot say all of it is written as the first that can.
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        ours="gpt2",
+        architecture="GPT2LMHeadModel",
+        defaults={
+            "vocab_size": 50257,
+            "n_positions": 1024,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+            "pad_token_id": None,
+            "layer_types": None,
+        },
+        entries=(
+            *_COMMON,
+            same("n_layer", "layers"),
+            same("n_embd", "hidden"),
+            same("n_head", "heads"),
+            _gelu("activation_function"),
+            Entry(_read_gpt2_ffn, lambda model: {"n_inner": model.ffn}),
+            same("n_positions", "max_positions"),
+            same("layer_norm_epsilon", "norm_eps"),
+            same("resid_pdrop", "dropout"),
+            same("embd_pdrop", "embedding_dropout"),
+            same("attn_pdrop", "attention_dropout"),
+            Entry(
+                lambda config: _require_default_width(config, config["n_embd"], config["n_head"])
+            ),
+            Entry(lambda config: require_layers_alike(config, 0, config["n_layer"])),
+        ),
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "n_ctx": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        allowed={"attention_bias": (True, None), "mlp_bias": (True, None)},
+    ),
+    "gpt_neox": Family(
+        ours="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        defaults={
+            **_DEFAULTS,
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "intermediate_size": 24576,
+            "hidden_act": "gelu",
+            "hidden_dropout": 0.0,
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000.0,
+            "rope_theta": None,
+            "bos_token_id": 0,
+        },
+        entries=(
+            *_ROTARY,
+            ROPE_OF_GPT_NEOX,
+            _gelu("hidden_act"),
+            same("layer_norm_eps", "norm_eps"),
+            _ATTENTION_BIAS,
+            same("use_parallel_residual", "parallel_residual"),
+            same("hidden_dropout", "dropout"),
+            Entry(
+                lambda config: _require_default_width(
+                    config, config["hidden_size"], config["num_attention_heads"]
+                )
+            ),
+            NO_WINDOW,
+        ),
+        allowed={"mlp_bias": (True, None)},
+    ),
+    "llama": Family(
+        ours="llama",
+        architecture="LlamaForCausalLM",
+        defaults=_LLAMA_DEFAULTS,
+        entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, same("mlp_bias", "mlp_bias"), NO_WINDOW),
+        requires=_heads_divide_hidden,
+    ),
+    "qwen2": Family(
+        ours="qwen2",
+        architecture="Qwen2ForCausalLM",
+        defaults=_QWEN2_DEFAULTS,
+        entries=(*_LLAMA, _SILU, ROPE, always(qkv_bias=True), WINDOWS_OF_QWEN),
+        allowed={"qkv_bias": (True, None)},
+    ),
+    "qwen2_moe": Family(
+        ours="qwen2",
+        architecture="Qwen2MoeForCausalLM",
+        defaults=_QWEN2_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        requires=_has_experts,
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            same("qkv_bias", "qkv_bias"),
+            WINDOWS_OF_QWEN2_MOE,
+            experts_of_qwen(shared=True),
+        ),
+        beyond_transformers_4=_qwen2_moe_beyond_4,
+    ),
+    "qwen3": Family(
+        ours="qwen3",
+        architecture="Qwen3ForCausalLM",
+        defaults=_QWEN2_DEFAULTS | {"head_dim": 128},
+        entries=(*_LLAMA, _SILU, ROPE, _ATTENTION_BIAS, WINDOWS_OF_QWEN),
+    ),
+    "qwen3_moe": Family(
+        ours="qwen3",
+        architecture="Qwen3MoeForCausalLM",
+        defaults=_QWEN2_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_window_layers": 0,  # no key of its class
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE,
+            _ATTENTION_BIAS,
+            WINDOW_OF_QWEN3_MOE,
+            experts_of_qwen(shared=False),
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v2": Family(
+        ours="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "vocab_size": 102400,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        entries=(
+            *_DEEPSEEK,
+            same("mlp_bias", "mlp_bias"),
+            Entry(_read_no_mtp_layers, lambda model: {"num_nextn_predict_layers": 0}),
+            EXPERTS_OF_DEEPSEEK_V2,
+        ),
+        aliases={
+            "num_experts": "n_routed_experts",
+            "num_nextn_predict_layers": "num_mtp_layers",
+        },
+        allowed={
+            "scoring_func": ("softmax", None),
+            "moe_layer_freq": (1, None),
+            "seq_aux": (True, None),
+        },
+        requires=_heads_divide_hidden,
+    ),
+    "deepseek_v3": Family(
+        ours="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "rope_interleave": True,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 1,
+        },
+        entries=(
+            *_DEEPSEEK,
+            # the order of rows, by which they are read
+            only("rope_interleave", True, False),
+            _MTP_LAYERS,
+            EXPERTS_OF_DEEPSEEK_V3,
+        ),
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_nextn_predict_layers": "num_mtp_layers",
+        },
+        allowed={
+            "scoring_func": ("sigmoid", None),
+            "topk_method": ("noaux_tc", None),
+            "moe_layer_freq": (1, None),
+            "seq_aux": (True, None),
+        },
+    ),
+    "olmo2": Family(
+        ours="olmo2",
+        architecture="Olmo2ForCausalLM",
+        defaults=_OLMO2_DEFAULTS,
+        entries=(*_LLAMA, _SILU, ROPE_OF_OLMO2, _ATTENTION_BIAS, NO_WINDOW),
+        beyond_transformers_4=olmo2_beyond_transformers_4,
+    ),
+    "olmo3": Family(
+        ours="olmo3",
+        architecture="Olmo3ForCausalLM",
+        defaults=_OLMO2_DEFAULTS | {"rope_theta": 500000.0, "sliding_window": 4096},
+        entries=(
+            *_LLAMA,
+            _SILU,
+            _ATTENTION_BIAS,
+            rope_by_layer(by_layer_type(pattern=4, unused_window=4096)),
+        ),
+        beyond_transformers_4=by_layer_beyond_transformers_4("olmo3"),
+    ),
+    "gemma2": Family(
+        ours="gemma2",
+        architecture="Gemma2ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+        },
+        entries=(
+            *_GEMMA,
+            ROPE,
+            by_layer_type(pattern=2, unused_window=4096),
+            _softcap("attn_logit_softcapping", "attention_softcap"),
+            _softcap("final_logit_softcapping", "final_softcap"),
+        ),
+        requires=_heads_divide_hidden,
+    ),
+    "gemma3_text": Family(
+        ours="gemma3",
+        architecture="Gemma3ForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "bos_token_id": 2,
+        },
+        entries=(
+            *_GEMMA,
+            rope_by_layer(
+                by_layer_type(pattern="sliding_window_pattern", unused_window=4096),
+                window_base_key="rope_local_base_freq",
+            ),
+        ),
+        requires=_heads_divide_hidden,
+        beyond_transformers_4=by_layer_beyond_transformers_4("gemma3_text"),
+    ),
+    "glm4_moe": Family(
+        ours="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "vocab_size": 151552,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "num_mtp_layers": 1,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_SOME_FEATURES,
+            same("attention_bias", "qkv_bias"),
+            always(output_bias=False),
+            same("use_qk_norm", "qk_norm"),
+            EXPERTS_OF_GLM4,
+            _MTP_LAYERS,
+            NO_WINDOW,
+        ),
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_nextn_predict_layers": "num_mtp_layers",
+        },
+    ),
+    "gpt_oss": Family(
+        ours="gpt_oss",
+        architecture="GptOssForCausalLM",
+        defaults=_DEFAULTS
+        | {
+            "num_hidden_layers": 36,
+            "num_local_experts": 128,
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "head_dim": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "router_aux_loss_coef": 0.001,
+            "attention_bias": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "initial_context_length": None,  # no key of its class, but of the published files
+            "experts_per_token": None,
+        },
+        requires=_has_experts,
+        entries=(
+            *_LLAMA,
+            _SILU,
+            ROPE_OF_GPT_OSS,
+            by_layer_type(pattern=2, unused_window=128),
+            _ATTENTION_BIAS,
+            *LOCAL_EXPERTS,
+            Entry(_read_repeated_experts_per_token),
+            same("swiglu_alpha", "swiglu_alpha"),
+            same("swiglu_limit", "swiglu_limit"),
+        ),
+        aliases={"num_experts": "num_local_experts"},
+        beyond_transformers_4=_gpt_oss_beyond_4,
+    ),
+    "mistral": Family(
+        ours="mistral",
+        architecture="MistralForCausalLM",
+        defaults=_MISTRAL_DEFAULTS,
+        entries=(*_LLAMA, _SILU, ROPE, WINDOW_OF_ALL_LAYERS),
+    ),
+    "mixtral": Family(
+        ours="mixtral",
+        architecture="MixtralForCausalLM",
+        defaults=_MISTRAL_DEFAULTS
+        | _EXPERTS_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.0,
+        },
+        requires=_has_experts,
+        entries=(*_LLAMA, _SILU, ROPE, WINDOW_OF_ALL_LAYERS, *LOCAL_EXPERTS),
+        aliases={"num_experts": "num_local_experts"},
+    ),
+}

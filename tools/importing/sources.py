@@ -11,9 +11,8 @@ from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from tools.arguments.deepspeed import is_deepspeeds
 from tools.convert.megatron.keys import ALIASES
-from tools.foreign.data_files import Data, TooLarge, from_json, from_yaml
+from tools.foreign.data_files import Data, Table, TooLarge, from_json, from_yaml
 from tools.foreign.plain import Unreadable, plain
-from tools.foreign.values import Table
 from tools.foreign.whose import DEEPSPEED, whose, whose_file
 from tools.importing.grammar import Arguments, is_known, read_table, read_words
 from tools.importing.shell import Word, read_script, split_words

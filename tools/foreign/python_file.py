@@ -1,0 +1,504 @@
+"""A Python file, read as text: the values of its names, dicts and calls, without running it.
+
+A name counts that is assigned once in its scope: a literal, arithmetic, a dict, a call, another
+name. Keys and attributes that are set later belong to the dict or object, if it is certain that they
+are set before its use. Everything else makes a value `Unknown`, with the reason: a condition, a
+loop, a function's argument, a second assignment, what is set in another function.
+"""
+
+import ast
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import Problem, UserError
+from tools.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, spread
+from tools.foreign.precision_words import bears_on_precision, shortened
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+}
+NUMBERS = (int, float)
+LARGEST_EXPONENT = 1024
+LARGEST = 2.0**128  # numbers past it are not worked out
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+SCOPES = (ast.Module, *FUNCTIONS, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+REPEATED = (*LOOPS, ast.Try, ast.Lambda)  # what is in them counts as run, once or more often
+DECIDING = (ast.If, ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case)
+PARTIALS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
+LATER = ("functools.partial", "partial")  # called where its result is called
+SETTING_ENVIRONMENT = ("os.environ.setdefault", "os.environ.update", "os.putenv")
+READING = ("get", "items", "keys", "values", "copy")  # methods of a dict that change nothing
+CHANGING = ("vars", "setattr", "delattr", "object.__setattr__", "operator.", "dict.")
+"""Beginnings of functions that may change an object that they are given."""
+CHANGING_METHODS = ("update", "merge", "set", "load", "override", "pop", "add", "clear", "__")
+"""Beginnings of methods that may change their object, also of configuration packages."""
+
+
+class PythonFile:
+    """What a Python file says.
+
+    calls: every call of something outside of the file. scopes: of the module and each function, its
+    names. environment: the variables that it sets. problems: what cannot be followed though it
+    concerns precision. notes: lines and texts of what is taken for granted. holders: every name,
+    key and attribute that is set.
+    """
+
+    def __init__(self, path: Path, tree: ast.Module) -> None:
+        """Read the module. Raises UserError for a key of precision that is given twice."""
+        self.calls: list[Call] = []
+        self.environment: dict[str, Entry] = {}
+        self.problems: list[Problem] = []
+        self.notes: list[tuple[int, str]] = []
+        self.holders: list[Entry] = []
+        self._path = path
+        self._nodes = list(ast.walk(tree))
+        self._parents = {
+            child: node for node in self._nodes for child in ast.iter_child_nodes(node)
+        }
+        self._values: dict[ast.AST, Any] = {}
+        self._partials: set[int] = set()  # ids of calls that count where they are called again
+        self._roots: set[ast.AST] = set()  # names through which something is set
+        self._binders: dict[ast.AST, dict[str, list[ast.AST]]] = defaultdict(dict)
+        self._loads: dict[str, list[ast.Name]] = defaultdict(list)
+        self._shared: set[str] = set()  # names that functions assign for others
+        self._leaving: dict[ast.AST, list[ast.AST]] = defaultdict(list)
+        self._collect_names()
+        self._follow_changes()
+        self.scopes = [self._names_of(scope) for scope in self._binders]
+        self.holders += [entry for scope in self.scopes for entry in scope.entries.values()]
+        for node in self._nodes:
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict):
+                # a dict on its own, as snippets have it
+                self.scopes.append(Table({"the dict": Entry(self.value(node.value), node.lineno)}))
+            elif isinstance(node, ast.Call):
+                self._add_call(self.value(node))
+
+    # names
+
+    def _collect_names(self) -> None:
+        for node in self._nodes:
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    self._loads[name].append(node)
+                case ast.Name(id=name) | ast.arg(arg=name):
+                    self._bind(name, node)
+                case ast.alias():
+                    self._bind(node.asname or node.name.partition(".")[0], node)
+                case ast.Global() | ast.Nonlocal():
+                    self._shared |= set(node.names)
+                case ast.Return() | ast.Break() | ast.Continue():
+                    self._leaving[self._scope(node)].append(node)
+                case _ if isinstance(name := getattr(node, "name", None), str):
+                    # a function, a class, an error that is caught or a pattern
+                    self._bind(name, node)
+
+    def _bind(self, name: str, node: ast.AST) -> None:
+        self._binders[self._scope(node)].setdefault(name, []).append(node)
+
+    def _scope(self, node: ast.AST) -> ast.AST:
+        """Return the module, function or class whose names a node sees or assigns."""
+        node = self._parents.get(node, node)
+        while not isinstance(node, SCOPES):
+            node = self._parents[node]
+        return node
+
+    def _binders_of(self, node: ast.Name) -> list[ast.AST]:
+        """Return the nodes that assign a name, in the scope where it is found."""
+        own = scope = self._scope(node)
+        while True:
+            is_seen = scope is own or not isinstance(scope, ast.ClassDef)
+            if is_seen and node.id in self._binders.get(scope, {}):
+                return self._binders[scope][node.id]
+            if isinstance(scope, ast.Module):
+                return []
+            scope = self._scope(scope)
+
+    def _names_of(self, scope: ast.AST) -> Table:
+        """Return the names that a scope assigns, as a table."""
+        table = Table()
+        for name, binders in self._binders[scope].items():
+            node = binders[-1]
+            if isinstance(node, ast.Name):
+                entry = Entry(self._bound(name, binders), node.lineno, id(node))
+                table.entries[name] = entry
+        return table
+
+    def _bound(self, name: str, binders: list[ast.AST]) -> Any:
+        """Return the value of a name that these nodes assign."""
+        node = binders[-1]
+        symbols = {self._imported(node) for node in binders}
+        line = getattr(node, "lineno", 0)
+        if len(symbols) == 1 and (symbol := symbols.pop()) is not None:
+            return symbol
+        if len(binders) > 1 or name in self._shared:
+            return Unknown(name, line, "is assigned more than once")
+        if isinstance(node, ast.arg):
+            return Unknown(name, line, f"is an argument of {self._title(node)}")
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            return node
+        assigned = self._assigned(node)
+        if assigned is None:
+            return Unknown(name, line, "changes in a loop, or is not followed")
+        return self.value(assigned)
+
+    def _assigned(self, target: ast.AST) -> ast.expr | None:
+        """Return the expression that a statement assigns to a name; None if it is not plain."""
+        parent = self._parents[target]
+        if isinstance(parent, ast.Tuple) and isinstance(self._parents[parent], ast.Assign):
+            values = getattr(self._parents[parent], "value", None)
+            if isinstance(values, ast.Tuple) and len(values.elts) == len(parent.elts):
+                return values.elts[parent.elts.index(target)]
+        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            return parent.value
+        return None
+
+    def _imported(self, node: ast.AST) -> Symbol | None:
+        if not isinstance(node, ast.alias):
+            return None
+        parent = self._parents[node]
+        if isinstance(parent, ast.ImportFrom):
+            return Symbol(f"{'.' * parent.level}{parent.module or ''}.{node.name}", imported=True)
+        return Symbol(node.name if node.asname else node.name.partition(".")[0], imported=True)
+
+    def _title(self, node: ast.AST) -> str:
+        scope = self._scope(node)
+        name = getattr(scope, "name", "")
+        if isinstance(scope, ast.ClassDef):
+            return f"class {name}"
+        return f"{name}()" if name else "the module"
+
+    # conditions
+
+    def _guards(self, node: ast.AST, decides_only: bool = False) -> list[str]:
+        """Return the statements and expressions on which it depends whether a node runs, or with
+        what: the innermost first.
+
+        decides_only: leave out what counts as run, such as a loop.
+        """
+        guards = list[str]()
+        loops = [None]
+        scope = self._scope(node)
+        line = getattr(node, "lineno", 0)
+        while not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+            parent = self._parents[node]
+            head = getattr(parent, "test", None) or getattr(parent, "values", [None])[0]
+            repeats = isinstance(parent, REPEATED) and not decides_only
+            filters = any(part.ifs for part in getattr(parent, "generators", ()))
+            decides = isinstance(parent, DECIDING) and not _is_main(parent, node)
+            if node is not head and (repeats or filters or decides):
+                guards.append(_described(parent))
+            loops += [parent] if isinstance(parent, LOOPS) else []
+            node = parent
+        for leaving in self._leaving[scope]:
+            # a `break` leaves its own loop only
+            is_return = isinstance(leaving, ast.Return)
+            if leaving.end_lineno < line and (is_return or self._loop(leaving) in loops):
+                guards.append(_described(self._parents[leaving]))
+        if isinstance(node, FUNCTIONS):
+            calls = [self._guards(name, True) for name in self._loads[node.name]]
+            guards += calls[0] if all(calls) and calls else []
+        return guards
+
+    def _loop(self, node: ast.AST) -> ast.AST | None:
+        while node is not None and not isinstance(node, LOOPS):
+            node = self._parents.get(node)
+        return node
+
+    # changes
+
+    def _follow_changes(self) -> None:
+        """Follow, in the order of the file, what sets keys and attributes or may do so."""
+        changes = [node for node in self._nodes if isinstance(node, ast.Attribute | ast.Subscript)]
+        for target in changes:
+            if not isinstance(target.ctx, ast.Load):
+                self._roots.add(_root(target))
+        changes += [node for node in self._nodes if isinstance(node, ast.Call | ast.AugAssign)]
+        for node in sorted(changes, key=lambda node: (node.lineno, node.col_offset)):
+            match node:
+                case ast.Attribute(ctx=ast.Load(), attr=name):
+                    base = self.value(node.value)
+                    may_change = isinstance(base, Table | Row) and name not in READING
+                    if may_change or name == "__dict__":
+                        self._doubt(base, node)
+                case ast.Attribute(attr=name):
+                    self._set(node, name)
+                case ast.Subscript() if not isinstance(node.ctx, ast.Load):
+                    self._set(node, self.value(node.slice))
+                case ast.AugAssign(target=ast.Name(id=name)):
+                    for binder in self._binders_of(ast.copy_location(node.target, node.target)):
+                        self._doubt(self.value(self._assigned(binder)), node)
+                case ast.Call():
+                    self._follow_call(node)
+
+    def _follow_call(self, node: ast.Call) -> None:
+        """Doubt the objects that a call may change."""
+        function = self.value(node.func)
+        given = [self.value(argument) for argument in node.args]
+        if isinstance(node.func, ast.Attribute) and node.func.attr.startswith(CHANGING_METHODS):
+            self._doubt(self.value(node.func.value), node)
+        if isinstance(function, Symbol) and function.name.startswith(CHANGING):
+            self._doubt(given[0] if given else None, node)
+        if isinstance(function, ast.AST) and _changes_objects(function):
+            for value in [*given, *(self.value(keyword.value) for keyword in node.keywords)]:
+                self._doubt(value, node)
+        if isinstance(function, Symbol) and function.name in SETTING_ENVIRONMENT and given:
+            names = given[0].entries if isinstance(given[0], Table) else given[:1]
+            why = "sets it: write os.environ[...] = ..."
+            for name in names:
+                self.environment[str(name)] = Entry(_unknown(node, why), node.lineno)
+
+    def _doubt(self, value: Any, node: ast.AST) -> None:
+        if isinstance(value, Table | Row | Unknown):
+            value.doubt = f"`{shortened(node)}` (line {getattr(node, 'lineno', 0)}) may change it"
+
+    def _set(self, target: ast.Attribute | ast.Subscript, key: Any) -> None:
+        """Follow `target = ...`, also `target += ...` and `del target`."""
+        base = self.value(target.value)
+        root = _root(target)
+        assigned = self._assigned(target)
+        value = (
+            _unknown(target, "is changed in place") if assigned is None else self.value(assigned)
+        )
+        if isinstance(base, Symbol) and base.last == "environ":
+            uncertain = bool(self._guards(target)) or str(key) in self.environment
+            value = _unknown(target, "is set under a condition, or twice") if uncertain else value
+            self.environment[str(key)] = Entry(value, target.lineno, id(target))
+        if not isinstance(base, Table | Row | Unknown):
+            return
+        if not isinstance(key, str) or isinstance(base, Row):
+            self._doubt(base, target)
+            return
+        why = self._why_uncertain(target, root)
+        if why:
+            value = _unknown(target, why)
+            # what belongs to `self` is of a class of their own, and in a note
+            if bears_on_precision(key) and shortened(root) != "self":
+                fields = {"path": self._path, "line": target.lineno, "text": shortened(target)}
+                self.problems.append(Problem.of("precision_file.not_followed", why=why, **fields))
+        entries = base.entries if isinstance(base, Table) else base.attributes
+        entries[key] = Entry(value, target.lineno, id(target))
+        self.holders.append(entries[key])
+
+    def _why_uncertain(self, target: ast.expr, root: ast.expr) -> str:
+        """Return why it is not certain that what is set counts where the object is used."""
+        binders = self._binders_of(root) if isinstance(root, ast.Name) else []
+        if len(binders) != 1 or isinstance(binders[0], ast.arg):
+            return f"belongs to `{shortened(root)}`, which is not known"
+        (binder,) = binders
+        if self._scope(binder) is not self._scope(target):
+            return f"is set in {self._title(target)}, which may run before or after its use"
+        more = [guard for guard in self._guards(target) if guard not in self._guards(binder)]
+        if more:
+            return f"depends on {more[0]}"
+        for name in self._loads[getattr(root, "id", "")]:
+            is_use = name not in self._roots and name.lineno < target.lineno
+            if is_use and self._binders_of(name) is binders:
+                return f"is set after line {name.lineno} has used it"
+        return ""
+
+    # values
+
+    def value(self, node: ast.AST | None) -> Any:
+        """Return the value of an expression; `Unknown` if it would have to be run."""
+        if node is None:
+            return None
+        if node not in self._values:
+            self._values[node] = _unknown(node, "holds itself")
+            self._values[node] = self._new_value(node)
+        return self._values[node]
+
+    def _new_value(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() | None as literal):
+                return literal
+            case ast.Name():
+                binders = self._binders_of(node)
+                return self._bound(node.id, binders) if binders else Symbol(node.id)
+            case ast.Attribute():
+                return self._part(node, self.value(node.value), node.attr)
+            case ast.Subscript():
+                return self._part(node, self.value(node.value), self.value(node.slice))
+            case ast.Dict():
+                return self._dict(node)
+            case ast.Set(elts=[ast.Name(id=name) as item]) if self.value(item) == Symbol(name):
+                text = f"`{shortened(node)}` is a placeholder of documentation, read as nothing"
+                self.notes.append((node.lineno, text))
+                return Table(line=node.lineno)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return Row([self.value(item) for item in node.elts])
+            case ast.Call():
+                return self._call(node)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                number = self.value(operand)
+                return -number if type(number) in NUMBERS else _unknown(node, "is no number")
+            case ast.BinOp():
+                return self._number(node)
+        for part in ast.iter_child_nodes(node):
+            value = self.value(part) if isinstance(part, ast.expr) else None
+            if isinstance(value, Unknown):
+                return _unknown(node, f"hangs on `{value.text}`, which {value.why}")
+        return _unknown(node, "is not worked out")
+
+    def _number(self, node: ast.BinOp) -> Any:
+        """Return the result of arithmetic on numbers of the size that settings have."""
+        left = self.value(node.left)
+        right = self.value(node.right)
+        calculate = ARITHMETIC.get(type(node.op))
+        are_numbers = type(left) in NUMBERS and type(right) in NUMBERS
+        is_small = isinstance(node.op, ast.Pow | ast.LShift) is False or (
+            are_numbers and right <= LARGEST_EXPONENT
+        )
+        if calculate is None or not are_numbers or not is_small:
+            return _unknown(node, "is not worked out")
+        try:
+            result = calculate(left, right)
+        except (ArithmeticError, ValueError, TypeError):
+            return _unknown(node, "is not worked out")
+        is_number = type(result) in NUMBERS and abs(result) <= LARGEST
+        return result if is_number else _unknown(node, "is not worked out")
+
+    def _part(self, node: ast.expr, base: Any, key: Any) -> Any:
+        """Return an attribute or item of a value."""
+        match base:
+            case Symbol() if isinstance(node, ast.Attribute):
+                return Symbol(f"{base.name}.{key}", base.imported)
+            case Table() if isinstance(node, ast.Subscript) and not base.doubt:
+                entries = spread(base)
+                if key not in entries or any(name.startswith("**") for name in entries):
+                    return _unknown(node, "is not in the dict, or may be another")
+                return entries[key].value
+            case Unknown() if isinstance(key, str) and not base.doubt:
+                if key not in base.attributes:
+                    part = base.arguments.get(key) if isinstance(base, Call) else None
+                    if not isinstance(part, Call):
+                        part = _unknown(node, f"belongs to `{base.text}`, which {base.why}")
+                    base.attributes[key] = Entry(part, node.lineno)
+                return base.attributes[key].value
+        return _unknown(node, getattr(base, "doubt", "") or "is not in the file")
+
+    def _dict(self, node: ast.Dict) -> Table:
+        table = Table(line=node.lineno)
+        for key_node, value_node in zip(node.keys, node.values, strict=True):
+            entry = Entry(self.value(value_node), value_node.lineno, id(key_node))
+            if key_node is None:
+                table.entries[f"**{shortened(value_node)}"] = replace(entry, node=0)
+                continue
+            key = self.value(key_node)
+            if isinstance(key, str):
+                self._require_once(key, key_node.lineno, table)
+                table.entries[key] = entry
+            elif isinstance(key, Unknown):
+                self._doubt(table, key_node)
+        return table
+
+    def _require_once(self, key: str, line: int, table: Table) -> None:
+        if key in table.entries and bears_on_precision(key):
+            raise UserError.of("precision_file.key_twice", path=self._path, line=line, name=key)
+
+    # calls
+
+    def _call(self, node: ast.Call) -> Any:
+        """Return the value of a call: a dict, what a function of the file returns, or a `Call`."""
+        function = self.value(node.func)
+        positional = [Entry(self.value(item), item.lineno) for item in node.args]
+        arguments = Table(line=node.lineno)
+        for keyword in node.keywords:
+            value = self.value(keyword.value)
+            if keyword.arg is None:
+                name = f"**{shortened(keyword.value)}"
+                arguments.entries[name] = Entry(value, keyword.lineno)
+            else:
+                self._require_once(keyword.arg, keyword.lineno, arguments)
+                arguments.entries[keyword.arg] = Entry(value, keyword.lineno, id(keyword))
+        if function == Symbol("dict"):
+            taken_in = {
+                f"**{shortened(item)}": entry
+                for item, entry in zip(node.args, positional, strict=True)
+            }
+            return Table(taken_in | arguments.entries, node.lineno)
+        is_partial = isinstance(function, Symbol) and function.name in (*PARTIALS, *LATER)
+        is_later = isinstance(function, Symbol) and function.name in LATER
+        if is_partial and positional:
+            function = positional.pop(0).value
+        if isinstance(function, ast.AST):
+            return self._returned(function, node)
+        call = Call(shortened(node), node.lineno, "comes of a call that is not run")
+        if id(function) in self._partials:
+            positional = [*function.positional, *positional]
+            arguments.entries = function.arguments.entries | arguments.entries
+            function = function.function
+        name = function.text if isinstance(function, Unknown) else shortened(node.func)
+        call.function = function if isinstance(function, Symbol) else Symbol(name)
+        call.positional = tuple(positional)
+        call.node = id(node)
+        call.arguments = arguments
+        call.guard = next(iter(self._guards(node, decides_only=True)), "")
+        if is_later:
+            self._partials.add(id(call))
+        return call
+
+    def _add_call(self, call: Any) -> None:
+        if isinstance(call, Call) and id(call) not in self._partials and call not in self.calls:
+            self.calls.append(call)
+
+    def _returned(self, function: ast.AST, node: ast.Call) -> Any:
+        """Return what a function of the file returns at its end, if it is called once."""
+        name = getattr(function, "name", "")
+        body = getattr(function, "body", [])
+        returns = [part for part in ast.walk(function) if isinstance(part, ast.Return)]
+        is_once = len(self._loads[name]) == 1 and not getattr(function, "decorator_list", [])
+        if isinstance(function, FUNCTIONS) and is_once and returns == body[-1:]:
+            return self.value(returns[0].value)
+        return _unknown(node, f"is made by {name}(), which is not run")
+
+
+def _unknown(node: ast.AST, why: str) -> Unknown:
+    return Unknown(shortened(node), getattr(node, "lineno", 0), why)
+
+
+def _root(target: ast.expr) -> ast.expr:
+    """Return the beginning of a chain such as recipe.trainer.plugins."""
+    while isinstance(target, ast.Attribute | ast.Subscript):
+        target = target.value
+    return target
+
+
+def _described(node: ast.AST) -> str:
+    """Return a condition or loop for a message, with its line."""
+    head = getattr(node, "test", None) or getattr(node, "type", None)
+    text = shortened(head or node).partition(":")[0]
+    return f"`{text}` (line {getattr(node, 'lineno', 0)})"
+
+
+def _is_main(parent: ast.AST, node: ast.AST) -> bool:
+    """Return True for what is under `if __name__ == ...`, which counts as run."""
+    test = getattr(parent, "test", None)
+    is_main = test is not None and shortened(test).startswith("__name__ ==")
+    return is_main and node not in getattr(parent, "orelse", [])
+
+
+def _changes_objects(function: ast.AST) -> bool:
+    """Return True if a function may change an object that it is given."""
+    for part in ast.walk(function):
+        match part:
+            case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Attribute(attr="__dict__"):
+                return True
+            case ast.Subscript(ctx=ast.Store() | ast.Del()):
+                return True
+            case ast.Call() if shortened(part.func).startswith(CHANGING):
+                return True
+            case ast.Call(func=ast.Attribute(attr=name)) if name.startswith(CHANGING_METHODS):
+                return True
+    return False

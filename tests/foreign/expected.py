@@ -244,7 +244,7 @@ TABLE: tuple[Expected, ...] = (
     # policy, used twice.
     Expected("smp_fully_shard.py", half(BF16) | {"output": FP32, "cast_inputs": "all"}, quiet=True),
     # A key that one function sets of a dict of the module.
-    Expected("smp_policy_kwargs.py", refused=("buffer_dtype", "setup()"), at=(10,)),
+    Expected("smp_policy_kwargs.py", refused=("buffer_dtype", "mp_args"), at=(10,)),
     Expected(
         "smp_scaler_in_order.py",
         fsdp(
@@ -358,7 +358,9 @@ TABLE: tuple[Expected, ...] = (
         "colossalai_gpt2_torch.py",
         autocast(FP16, output=FP16, scaling=TORCH_SCALE),
         {"optimizer.clip": 1.0},
-        notes=("dtype=torch.half",),  # of the model that the file builds, not of how it is trained
+        notes=(
+            "dtype = torch.half",
+        ),  # of the model that the file builds, not of how it is trained
     ),
     Expected(
         "colossalai_launch_dict.py",
@@ -467,14 +469,14 @@ TABLE: tuple[Expected, ...] = (
         "colossalai_hybrid_fp32.py",
         half(FP32),
         {"parallel.zero": False, "optimizer.clip": 1.0},
-        notes=("num_microbatches, pp_style: not used",),
+        unsaid=("pp_style",),
     ),
     # booster/plugin/moe_hybrid_parallel_plugin.py: ep_size is the third argument.
     Expected(
         "colossalai_moe.py",
         half(BF16, BF16, cast_inputs="root"),
         {"parallel.zero": True, "optimizer.clip": 1.0},
-        notes=("ep_size: not used",),
+        unsaid=("ep_size",),
     ),
     # Comments and texts decide nothing.
     Expected(

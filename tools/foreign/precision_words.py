@@ -5,7 +5,7 @@ systems has it as a key, or if it is similar to one of these, as a misspelt key 
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -22,17 +22,17 @@ from megaprec.dialects import (
 )
 from megaprec.dialects.reading import Keys
 from megaprec.dialects.scaling import GradScaler
-from tools.foreign.plain import Call, Row, Symbol, Table, Unknown, inner_table
+from tools.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, inner_table
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-WORDS = _words(
-    "fp4 fp8 fp16 fp32 fp64 bf16 tf32 mxfp8 nvfp4 float16 bfloat16 float32 float64 half amp apex "
-    "autocast dtype precision amax hysteresis downcast mixed"
+DTYPES = _words(
+    "fp4 fp8 fp16 fp32 fp64 bf16 tf32 mxfp8 nvfp4 float16 bfloat16 float32 float64 half"
 )
+WORDS = DTYPES | _words("amp apex autocast dtype precision amax hysteresis downcast mixed")
 PHRASES = _words(
     "loss_scale loss_scaling grad_scaler gradscaler init_scale initial_scale min_scale max_scale "
     "growth_factor backoff_factor growth_interval master_weight master_param grad_clip clip_grad "
@@ -57,9 +57,9 @@ MAKING_TENSORS = (
 )
 OTHER_NUMBERS = (
     *("np.", "numpy.", "pd.", "pandas.", "jnp.", "tf."),
-    *("torch.int", "torch.uint", "torch.long", "torch.bool"),
+    *("torch.int", "torch.uint", "torch.long", "torch.bool", "lambda"),
 )
-FP32 = ("torch.float", "torch.float32")
+"""Beginnings of values that are no floating-point dtype."""
 LONGEST_NAME = 60
 HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
 DIALECTS = (
@@ -117,79 +117,27 @@ def shortened(node: ast.AST, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def mentions_in(tree: ast.Module) -> Iterator[Mention]:
-    """Return every mention of precision in a Python file, in no order."""
-    nodes = list(ast.walk(tree))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    loaded = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-    # what a function of the file is about stands in its body
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for node in nodes:
-        match node:
-            case ast.Call():
-                yield from _in_call(node, own)
-            case ast.Dict():
-                yield from _in_dict(node)
-            case ast.Assign(targets=targets, value=value):
-                for target in targets:
-                    yield from _in_target(target, value, loaded)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                yield from _in_target(target, value, loaded)
-            case ast.AugAssign(target=target, value=value):
-                yield from _in_target(target, value, loaded)
-
-
-def _in_call(node: ast.Call, own: set[str]) -> Iterator[Mention]:
-    function = shortened(node.func)
-    name = function.rpartition(".")[2]
-    arguments = [shortened(argument) for argument in node.args]
-    idle = name == "set_default_dtype" and arguments[:1] in ([dtype] for dtype in FP32)
-    # model.to(torch.bfloat16)
-    converts = name in ("to", "type") and WORDS & {
-        word.removeprefix("torch.") for word in arguments
-    }
-    sets = (
-        name == "setattr"
-        and len(node.args) > 1
-        and bears_on_precision(str(getattr(node.args[1], "value", "")))
-    )
-    bears = bears_on_precision(name) and not function.startswith(OTHER_NUMBERS) and not idle
-    if (bears and function not in own) or converts or sets or function in HIDING:
-        yield Mention(id(node), node.lineno, shortened(node))
-    if function.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
-        return
-    for keyword in node.keywords:
-        value = shortened(keyword.value)
-        if keyword.arg and bears_on_precision(keyword.arg) and not value.startswith(OTHER_NUMBERS):
-            text = f"{keyword.arg}={value} of {function}()"
-            yield Mention(id(keyword), keyword.lineno, text)
-
-
-def _in_dict(node: ast.Dict) -> Iterator[Mention]:
-    for key, value in zip(node.keys, node.values, strict=True):
-        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-            continue
-        # a list of dtypes by name, of which one is chosen elsewhere
-        lists_dtypes = key.value in WORDS and shortened(value).removeprefix("torch.") in WORDS
-        if bears_on_precision(key.value) and not lists_dtypes:
-            yield Mention(id(key), key.lineno, f'"{key.value}": {shortened(value)}')
-
-
-def _in_target(target: ast.expr, value: ast.expr, loaded: set[str]) -> Iterator[Mention]:
-    """Yield the mention in the target of an assignment; a name that is used later is accounted for
-    there."""
-    match target:
-        case ast.Name(id=name) if name not in loaded:
-            pass
-        case ast.Attribute(attr=name):
-            pass
-        case ast.Subscript(slice=ast.Constant(value=str(name))):
-            pass
-        case _:
-            return
-    is_number = shortened(value).startswith(OTHER_NUMBERS)
-    if bears_on_precision(name) and not is_number and not isinstance(value, ast.Lambda):
-        yield Mention(id(target), target.lineno, f"{shortened(target)} = {shortened(value)}")
+def mentions_of(named: Iterable[tuple[str, Entry]], calls: Iterable[Call]) -> Iterator[Mention]:
+    """Return every mention of precision among the keys, names and calls of a Python file."""
+    for name, entry in named:
+        text = shown(entry.value)
+        # a dtype by its own name is one of a list, of which one is chosen elsewhere
+        is_list = name in DTYPES and text.removeprefix("torch.") in DTYPES
+        other = is_list or text.startswith(OTHER_NUMBERS)
+        if entry.node and bears_on_precision(name) and not other:
+            yield Mention(entry.node, entry.line, f"{name} = {text}")
+    for call in calls:
+        name = call.function.last
+        given = [shown(entry.value) for entry in call.positional]
+        idle = name == "set_default_dtype" and given[:1] in (["torch.float"], ["torch.float32"])
+        # model.to(torch.bfloat16), setattr(config, "dtype", ...)
+        converts = name in ("to", "type") and DTYPES & {
+            text.removeprefix("torch.") for text in given
+        }
+        sets = name == "setattr" and any(map(bears_on_precision, given[1:2]))
+        bears = bears_on_precision(name) and not call.function.name.startswith(OTHER_NUMBERS)
+        if (bears and not idle) or converts or sets or call.function.name in HIDING:
+            yield Mention(call.node, call.line, call.text)
 
 
 def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
@@ -197,7 +145,7 @@ def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
     for key, entry in table.entries.items():
         name = f"{path}.{key}" if path else key
         if bears_on_precision(key) and entry.value is not None:
-            yield Mention(entry.node, entry.line, f"{name} = {_shown(entry.value)}")
+            yield Mention(entry.node, entry.line, f"{name} = {shown(entry.value)}")
         values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
         for value in values:
             inner = inner_table(value)
@@ -205,7 +153,8 @@ def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
                 yield from mentions_in_data(inner, name)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as text for a message."""
     match value:
         case Table():
             return "{...}"

@@ -10,13 +10,17 @@ import ast
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import Problem, UserError
 from tools.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, spread
-from tools.foreign.precision_words import bears_on_precision, shortened
+from tools.foreign.precision_words import (
+    MAKING_TENSORS,
+    OTHER_NUMBERS,
+    bears_on_precision,
+    shortened,
+)
 
 ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -34,7 +38,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (ast.Module, *FUNCTIONS, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
-REPEATED = (*LOOPS, ast.Try, ast.Lambda)  # what is in them counts as run, once or more often
 DECIDING = (ast.If, ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case)
 PARTIALS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
 LATER = ("functools.partial", "partial")  # called where its result is called
@@ -51,39 +54,42 @@ class PythonFile:
 
     calls: every call of something outside of the file. scopes: of the module and each function, its
     names. environment: the variables that it sets. problems: what cannot be followed though it
-    concerns precision. notes: lines and texts of what is taken for granted. holders: every name,
-    key and attribute that is set.
+    concerns precision. notes: lines and texts of what is taken for granted. named: every key,
+    argument and attribute that is set, and every name that is not used again.
     """
 
     def __init__(self, path: Path, tree: ast.Module) -> None:
         """Read the module. Raises UserError for a key of precision that is given twice."""
-        self.calls: list[Call] = []
         self.environment: dict[str, Entry] = {}
         self.problems: list[Problem] = []
         self.notes: list[tuple[int, str]] = []
-        self.holders: list[Entry] = []
+        self.named: list[tuple[str, Entry]] = []
         self._path = path
         self._nodes = list(ast.walk(tree))
         self._parents = {
             child: node for node in self._nodes for child in ast.iter_child_nodes(node)
         }
         self._values: dict[ast.AST, Any] = {}
-        self._partials: set[int] = set()  # ids of calls that count where they are called again
+        self._partials: dict[int, Call] = {}
+        self._own_calls: dict[int, Call] = {}
         self._roots: set[ast.AST] = set()  # names through which something is set
         self._binders: dict[ast.AST, dict[str, list[ast.AST]]] = defaultdict(dict)
         self._loads: dict[str, list[ast.Name]] = defaultdict(list)
         self._shared: set[str] = set()  # names that functions assign for others
         self._leaving: dict[ast.AST, list[ast.AST]] = defaultdict(list)
+        self._calls_depend_on: dict[ast.AST, str] = {}  # function -> condition of its calls
         self._collect_names()
         self._follow_changes()
         self.scopes = [self._names_of(scope) for scope in self._binders]
-        self.holders += [entry for scope in self.scopes for entry in scope.entries.values()]
+        for scope in self.scopes:
+            self.named += [pair for pair in scope.entries.items() if not self._loads[pair[0]]]
         for node in self._nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict):
                 # a dict on its own, as snippets have it
                 self.scopes.append(Table({"the dict": Entry(self.value(node.value), node.lineno)}))
-            elif isinstance(node, ast.Call):
-                self._add_call(self.value(node))
+            elif isinstance(node, ast.expr):
+                self.value(node)
+        self.calls = list(self._own_calls.values())
 
     # names
 
@@ -181,37 +187,32 @@ class PythonFile:
 
     # conditions
 
-    def _guards(self, node: ast.AST, decides_only: bool = False) -> list[str]:
-        """Return the statements and expressions on which it depends whether a node runs, or with
-        what: the innermost first.
-
-        decides_only: leave out what counts as run, such as a loop.
-        """
-        guards = list[str]()
-        loops = [None]
+    def _guard(self, node: ast.AST) -> str:
+        """Return the condition on which it depends whether a node runs; empty for none. A loop and
+        the body of a `try` count as run."""
         scope = self._scope(node)
         line = getattr(node, "lineno", 0)
+        loops: list[ast.AST | None] = [None]
         while not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
             parent = self._parents[node]
-            head = getattr(parent, "test", None) or getattr(parent, "values", [None])[0]
-            repeats = isinstance(parent, REPEATED) and not decides_only
             filters = any(part.ifs for part in getattr(parent, "generators", ()))
-            decides = isinstance(parent, DECIDING) and not _is_main(parent, node)
-            if node is not head and (repeats or filters or decides):
-                guards.append(_described(parent))
+            if filters or (isinstance(parent, DECIDING) and not _always_runs(parent, node)):
+                return _described(parent)
             loops += [parent] if isinstance(parent, LOOPS) else []
             node = parent
         for leaving in self._leaving[scope]:
             # a `break` leaves its own loop only
             is_return = isinstance(leaving, ast.Return)
             if leaving.end_lineno < line and (is_return or self._loop(leaving) in loops):
-                guards.append(_described(self._parents[leaving]))
-        if isinstance(node, FUNCTIONS):
-            calls = [self._guards(name, True) for name in self._loads[node.name]]
-            guards += calls[0] if all(calls) and calls else []
-        return guards
+                return _described(self._parents[leaving])
+        if node not in self._calls_depend_on:
+            self._calls_depend_on[node] = ""  # of a function that calls itself
+            names = self._loads[getattr(node, "name", "")]
+            guards = [self._guard(name) for name in names if self._binders_of(name) == [node]]
+            self._calls_depend_on[node] = guards[0] if all(guards) and guards else ""
+        return self._calls_depend_on[node]
 
-    def _loop(self, node: ast.AST) -> ast.AST | None:
+    def _loop(self, node: ast.AST | None) -> ast.AST | None:
         while node is not None and not isinstance(node, LOOPS):
             node = self._parents.get(node)
         return node
@@ -236,8 +237,9 @@ class PythonFile:
                     self._set(node, name)
                 case ast.Subscript() if not isinstance(node.ctx, ast.Load):
                     self._set(node, self.value(node.slice))
-                case ast.AugAssign(target=ast.Name(id=name)):
-                    for binder in self._binders_of(ast.copy_location(node.target, node.target)):
+                case ast.AugAssign(target=ast.Name()):
+                    # another name may stand for the same object
+                    for binder in self._binders_of(node.target):
                         self._doubt(self.value(self._assigned(binder)), node)
                 case ast.Call():
                     self._follow_call(node)
@@ -266,47 +268,55 @@ class PythonFile:
     def _set(self, target: ast.Attribute | ast.Subscript, key: Any) -> None:
         """Follow `target = ...`, also `target += ...` and `del target`."""
         base = self.value(target.value)
-        root = _root(target)
         assigned = self._assigned(target)
-        value = (
-            _unknown(target, "is changed in place") if assigned is None else self.value(assigned)
-        )
+        value = self.value(assigned)
+        if assigned is None:
+            value = _unknown(target, "is changed in place")
+        if isinstance(base, Symbol):
+            # of a module: os.environ[...] or torch.backends.cuda.matmul.allow_tf32
+            self.named.append((str(key), Entry(value, target.lineno, id(target))))
         if isinstance(base, Symbol) and base.last == "environ":
-            uncertain = bool(self._guards(target)) or str(key) in self.environment
-            value = _unknown(target, "is set under a condition, or twice") if uncertain else value
+            if self._guard(target) or key in self.environment:
+                value = _unknown(target, "is set under a condition, or twice")
             self.environment[str(key)] = Entry(value, target.lineno, id(target))
-        if not isinstance(base, Table | Row | Unknown):
-            return
-        if not isinstance(key, str) or isinstance(base, Row):
+        elif isinstance(base, Row) or not isinstance(key, str):
             self._doubt(base, target)
-            return
-        why = self._why_uncertain(target, root)
-        if why:
-            value = _unknown(target, why)
-            # what belongs to `self` is of a class of their own, and in a note
-            if bears_on_precision(key) and shortened(root) != "self":
-                fields = {"path": self._path, "line": target.lineno, "text": shortened(target)}
-                self.problems.append(Problem.of("precision_file.not_followed", why=why, **fields))
-        entries = base.entries if isinstance(base, Table) else base.attributes
-        entries[key] = Entry(value, target.lineno, id(target))
-        self.holders.append(entries[key])
+        elif isinstance(base, Table | Unknown):
+            root = _root(target)
+            if why := self._why_uncertain(target, root):
+                value = _unknown(target, why)
+                # what belongs to `self` is of a class of their own, and in a note
+                if bears_on_precision(key) and shortened(root) != "self":
+                    self._refuse(target, why)
+            entries = base.entries if isinstance(base, Table) else base.attributes
+            entries[key] = Entry(value, target.lineno, id(target))
+            self.named.append((key, entries[key]))
+
+    def _refuse(self, node: ast.expr, why: str) -> None:
+        fields = {"path": self._path, "line": node.lineno, "text": shortened(node), "why": why}
+        self.problems.append(Problem.of("precision_file.not_followed", **fields))
 
     def _why_uncertain(self, target: ast.expr, root: ast.expr) -> str:
         """Return why it is not certain that what is set counts where the object is used."""
+        value = self.value(root)
         binders = self._binders_of(root) if isinstance(root, ast.Name) else []
-        if len(binders) != 1 or isinstance(binders[0], ast.arg):
-            return f"belongs to `{shortened(root)}`, which is not known"
-        (binder,) = binders
-        if self._scope(binder) is not self._scope(target):
-            return f"is set in {self._title(target)}, which may run before or after its use"
-        more = [guard for guard in self._guards(target) if guard not in self._guards(binder)]
-        if more:
-            return f"depends on {more[0]}"
+        if isinstance(value, Unknown) and not isinstance(value, Call):
+            return f"belongs to `{value.text}`, which {value.why}"
+        if len(binders) != 1 or self._block(target) is not self._block(binders[0]):
+            return f"is not set beside the assignment of `{shortened(root)}`"
+        if guard := self._guard(target):
+            return f"depends on {guard}"
         for name in self._loads[getattr(root, "id", "")]:
             is_use = name not in self._roots and name.lineno < target.lineno
             if is_use and self._binders_of(name) is binders:
                 return f"is set after line {name.lineno} has used it"
         return ""
+
+    def _block(self, node: ast.AST) -> ast.AST:
+        """Return the statement, module or function in whose body a node's statement stands."""
+        while not isinstance(node, ast.stmt):
+            node = self._parents[node]
+        return self._parents[node]
 
     # values
 
@@ -391,21 +401,22 @@ class PythonFile:
     def _dict(self, node: ast.Dict) -> Table:
         table = Table(line=node.lineno)
         for key_node, value_node in zip(node.keys, node.values, strict=True):
-            entry = Entry(self.value(value_node), value_node.lineno, id(key_node))
+            value = self.value(value_node)
             if key_node is None:
-                table.entries[f"**{shortened(value_node)}"] = replace(entry, node=0)
-                continue
-            key = self.value(key_node)
-            if isinstance(key, str):
-                self._require_once(key, key_node.lineno, table)
-                table.entries[key] = entry
+                key = f"**{shortened(value_node)}"
+                table.entries[key] = Entry(value, value_node.lineno)
+            elif isinstance(key := self.value(key_node), str):
+                self._add(table, key, value, key_node)
             elif isinstance(key, Unknown):
                 self._doubt(table, key_node)
+        self.named += table.entries.items()
         return table
 
-    def _require_once(self, key: str, line: int, table: Table) -> None:
+    def _add(self, table: Table, key: str, value: Any, node: ast.expr | ast.keyword) -> None:
         if key in table.entries and bears_on_precision(key):
-            raise UserError.of("precision_file.key_twice", path=self._path, line=line, name=key)
+            fields = {"path": self._path, "line": node.lineno, "name": key}
+            raise UserError.of("precision_file.key_twice", **fields)
+        table.entries[key] = Entry(value, node.lineno, id(node))
 
     # calls
 
@@ -414,23 +425,18 @@ class PythonFile:
         function = self.value(node.func)
         positional = [Entry(self.value(item), item.lineno) for item in node.args]
         arguments = Table(line=node.lineno)
+        name = function.name if isinstance(function, Symbol) else ""
+        if name == "dict":
+            for item, entry in zip(node.args, positional, strict=True):
+                arguments.entries[f"**{shortened(item)}"] = entry
         for keyword in node.keywords:
-            value = self.value(keyword.value)
-            if keyword.arg is None:
-                name = f"**{shortened(keyword.value)}"
-                arguments.entries[name] = Entry(value, keyword.lineno)
-            else:
-                self._require_once(keyword.arg, keyword.lineno, arguments)
-                arguments.entries[keyword.arg] = Entry(value, keyword.lineno, id(keyword))
-        if function == Symbol("dict"):
-            taken_in = {
-                f"**{shortened(item)}": entry
-                for item, entry in zip(node.args, positional, strict=True)
-            }
-            return Table(taken_in | arguments.entries, node.lineno)
-        is_partial = isinstance(function, Symbol) and function.name in (*PARTIALS, *LATER)
-        is_later = isinstance(function, Symbol) and function.name in LATER
-        if is_partial and positional:
+            key = keyword.arg or f"**{shortened(keyword.value)}"
+            self._add(arguments, key, self.value(keyword.value), keyword)
+        if not name.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
+            self.named += arguments.entries.items()
+        if name == "dict":
+            return arguments
+        if name in (*PARTIALS, *LATER) and positional:
             function = positional.pop(0).value
         if isinstance(function, ast.AST):
             return self._returned(function, node)
@@ -439,28 +445,23 @@ class PythonFile:
             positional = [*function.positional, *positional]
             arguments.entries = function.arguments.entries | arguments.entries
             function = function.function
-        name = function.text if isinstance(function, Unknown) else shortened(node.func)
-        call.function = function if isinstance(function, Symbol) else Symbol(name)
+        text = function.text if isinstance(function, Unknown) else shortened(node.func)
+        call.function = function if isinstance(function, Symbol) else Symbol(text)
         call.positional = tuple(positional)
-        call.node = id(node)
         call.arguments = arguments
-        call.guard = next(iter(self._guards(node, decides_only=True)), "")
-        if is_later:
-            self._partials.add(id(call))
+        call.guard = self._guard(node)
+        call.node = id(node)
+        # the others count where they are called again
+        (self._partials if name in LATER else self._own_calls)[id(call)] = call
         return call
-
-    def _add_call(self, call: Any) -> None:
-        if isinstance(call, Call) and id(call) not in self._partials and call not in self.calls:
-            self.calls.append(call)
 
     def _returned(self, function: ast.AST, node: ast.Call) -> Any:
         """Return what a function of the file returns at its end, if it is called once."""
         name = getattr(function, "name", "")
-        body = getattr(function, "body", [])
-        returns = [part for part in ast.walk(function) if isinstance(part, ast.Return)]
-        is_once = len(self._loads[name]) == 1 and not getattr(function, "decorator_list", [])
-        if isinstance(function, FUNCTIONS) and is_once and returns == body[-1:]:
-            return self.value(returns[0].value)
+        returns = self._leaving[function]
+        is_plain = isinstance(function, FUNCTIONS) and not function.decorator_list
+        if is_plain and len(self._loads[name]) == 1 and returns == function.body[-1:]:
+            return self.value(function.body[-1].value)
         return _unknown(node, f"is made by {name}(), which is not run")
 
 
@@ -482,11 +483,13 @@ def _described(node: ast.AST) -> str:
     return f"`{text}` (line {getattr(node, 'lineno', 0)})"
 
 
-def _is_main(parent: ast.AST, node: ast.AST) -> bool:
-    """Return True for what is under `if __name__ == ...`, which counts as run."""
+def _always_runs(parent: ast.AST, node: ast.AST) -> bool:
+    """Return True for the condition itself, and what is under `if __name__ == ...`."""
+    if isinstance(parent, ast.BoolOp):
+        return node is parent.values[0]
     test = getattr(parent, "test", None)
     is_main = test is not None and shortened(test).startswith("__name__ ==")
-    return is_main and node not in getattr(parent, "orelse", [])
+    return node is test or (is_main and node not in getattr(parent, "orelse", []))
 
 
 def _changes_objects(function: ast.AST) -> bool:

@@ -69,8 +69,8 @@ class Gatherer:
             for entry in given:
                 _add_inside(entry.value, self.used)
 
-    def gather(self, holders: Iterable[Entry] = ()) -> None:
-        """Add all settings to the findings. holders: names, keys and attributes that are set."""
+    def gather(self, named: Iterable[tuple[str, Entry]] = ()) -> None:
+        """Add all settings to the findings. named: names, keys and attributes that are set."""
         for call in self.calls:
             self._call(call)
             for settings in recipe_settings(call):
@@ -81,7 +81,7 @@ class Gatherer:
         self._environment()
         self._clipping()
         self._refuse_parts()
-        for entry in holders:
+        for _, entry in named:
             # names that stand for what is read
             values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
             if any(id(value) in self.read for value in values):
@@ -128,7 +128,11 @@ class Gatherer:
         if not maker.table:
             self._holder(call, fields)
             return
-        own = self._own(fields, maker, call)
+        own = {
+            maker.keys.get(name, name): replace(entry, line=entry.line or call.line)
+            for name, entry in fields.items()
+            if name in maker.keys or (maker.strict and name not in maker.unrelated)
+        }
         if call.doubt:
             own["its attributes"] = Entry(call, call.line)
         own |= {key: Entry(value, call.line) for key, value in maker.adds.items()}
@@ -154,19 +158,6 @@ class Gatherer:
             why = "read as fields of the precision plugin; nl.Trainer has none such"
             self.findings.note(call.line, f"{', '.join(own)}: {why}")
             self._add(NEMO, own, call, completes=True)
-
-    def _own(self, fields: Mapping[str, Entry], maker: Maker, call: Call) -> dict[str, Entry]:
-        """Return the arguments that are keys of the table, by key."""
-        own = dict[str, Entry]()
-        remarked = dict[str, list[str]]()
-        for name, entry in fields.items():
-            if name in maker.remarks:
-                remarked.setdefault(maker.remarks[name], []).append(name)
-            elif name not in maker.unrelated and (maker.strict or name in maker.keys):
-                own[maker.keys.get(name, name)] = replace(entry, line=entry.line or call.line)
-        for why, names in remarked.items():
-            self.findings.note(call.line, f"{', '.join(names)}: not used, for {why}")
-        return own
 
     def _table_argument(self, table: str, entry: Entry, name: str, holder: Call) -> None:
         """Read an argument that is a table: a dict, an object with settings, the name of a recipe,

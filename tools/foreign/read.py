@@ -15,7 +15,7 @@ from megaprec.parsing import read_text
 from tools.console.toml import Setting
 from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml
 from tools.foreign.findings import Findings, Known
-from tools.foreign.precision_words import mentions_in, mentions_in_data
+from tools.foreign.precision_words import mentions_in_data, mentions_of
 from tools.foreign.python_file import PythonFile
 from tools.foreign.python_settings import Gatherer
 from tools.foreign.systems import INTERNEVO, NXD, NXD_OPTIMIZER
@@ -125,12 +125,12 @@ def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findi
 
 def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
     tree = _parsed(path, text)
-    findings = Findings(str(path), mentions_in(tree), given)
     file = PythonFile(path, tree)
+    findings = Findings(str(path), mentions_of(file.named, file.calls), given)
     findings.problems += file.problems
     for line, note in file.notes:
         findings.note(line, note)
-    Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.holders)
+    Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.named)
     # a star import may define any name, unless the file itself sets the dtype
     says_dtype = any(
         "dtype" in settings.fields or settings.system != INTERNEVO for settings in findings.settings

@@ -290,6 +290,89 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "a dict that holds itself": ("model = dict(dtype='torch.bfloat16')\nmodel['x'] = model", OPEN),
+    "a dict under a condition": ("if args.half:\n    fp16 = dict(mode='TORCH')", OPEN),
+    "a variable under a condition": (
+        "fp16 = dict(mode='NAIVE')\nif args.clip:\n    clip_grad_norm = 0.5",
+        OPEN,
+    ),
+    "a class with another name for a partial call of it": (
+        (
+            "from functools import partial\nMixedPrecision = partial(MixedPrecision, "
+            "reduce_dtype=torch.float32)\nMixedPrecision(torch.bfloat16)"
+        ),
+        OPEN,
+    ),
+    "a key that is set by another name after its use": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nb = a\nMixedPrecision(**a)\n"
+            "b['reduce_dtype'] = torch.float32"
+        ),
+        OPEN,
+    ),
+    "a key that is set through a dict that holds it, after its use": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nc = {'a': a}\nMixedPrecision(**a)\n"
+            "c['a']['reduce_dtype'] = torch.float32"
+        ),
+        OPEN,
+    ),
+    "a dict that another name changes in place": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nb = a\nb |= {'param_dtype': torch.float16}\n"
+            "MixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "a dict that a function of the file changes": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\ndef patch(d):\n    d.update(load())\n"
+            "patch(d=a)\nMixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "a dict that a lambda changes": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\npatch = lambda d: d.update(load())\npatch(a)\n"
+            "MixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "fields of what a loop goes over": (
+        "p = MixedPrecision(torch.bfloat16)\nfor q in [p]:\n    q.reduce_dtype = torch.float32",
+        OPEN,
+    ),
+    "a field of what is no object": (
+        (
+            "from megatron.bridge.recipes.llama import llama3_8b_pretrain_config\n"
+            "cfg = llama3_8b_pretrain_config()\ncfg.mixed_precision = 'bf16_mixed'\n"
+            "if args.fp8:\n    cfg.mixed_precision.fp8 = 'hybrid'"
+        ),
+        OPEN,
+    ),
+    "an item of a list of plugins": (
+        "recipe = llm.llama3_8b.pretrain_recipe()\nrecipe.trainer.plugins[0].fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a method of a plugin": (
+        "recipe = llm.llama3_8b.pretrain_recipe()\nrecipe.trainer.plugins.update(fp8='hybrid')",
+        OPEN,
+    ),
+    "a dict of a class, changed through it": (
+        "class C:\n    fp16 = dict(mode='TORCH')\nC.fp16['mode'] = 'NAIVE'",
+        OPEN,
+    ),
+    "a changed copy": (
+        (
+            "import dataclasses\np = MixedPrecision(torch.bfloat16)\n"
+            "q = dataclasses.replace(p, reduce_dtype=torch.float32)\n"
+            "FSDP(model, mixed_precision=q)"
+        ),
+        OPEN,
+    ),
+    "a dict of two names": (
+        "fp16 = other = dict(mode='TORCH')\nother['mode'] = 'NAIVE'",
+        {"compute": FP16, "parameters": FP16},
+    ),
 }
 
 

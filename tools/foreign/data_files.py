@@ -193,13 +193,18 @@ class _YamlBuilder(_Builder):
         take."""
         lines: dict[str, int] = {}
         for key in keys:
-            place = {"path": self.path, "line": key.start_mark.line + 1}
+            line = key.start_mark.line + 1
             if not isinstance(key.value, str):
-                raise UserError.of("precision_file.yaml_key_kind", **place)
+                raise UserError.of("precision_file.yaml_key_kind", path=self.path, line=line)
             if key.value in lines:
-                fields = {"value": key.value, "lines": lines[key.value]}
-                raise UserError.of("precision_file.yaml_key_twice", **place, **fields)
-            lines[key.value] = key.start_mark.line + 1
+                raise UserError.of(
+                    "precision_file.yaml_key_twice",
+                    path=self.path,
+                    line=line,
+                    value=key.value,
+                    lines=lines[key.value],
+                )
+            lines[key.value] = line
 
 
 def from_json(text: str, path: Path | None = None) -> Data | None:

@@ -1,4 +1,4 @@
-"""What a file says of precision: settings, notes and problems, and the names not yet accounted for.
+"""Settings of precision in a file, notes and problems, and the names not yet accounted for.
 
 For each table of a system one place in the file may count: the one that is passed to a call, if
 only one is, or the only one that there is. Places that differ are refused with their lines, and so
@@ -14,6 +14,7 @@ from megaprec.errors import Problem
 from tools.foreign.plain import LAYOUT_KEYS, OPEN_KEYS, Entry, Unreadable, plain
 from tools.foreign.precision_words import Mention
 
+RUN_FILE = "write the precision as keys of [precision] in a run file"
 Known = dict[str, tuple[Any, Entry]]
 """Key -> its value as plain data, and its place."""
 
@@ -73,10 +74,7 @@ class Findings:
 
     def refuse(self, line: int, why: str) -> None:
         """Add a problem."""
-        self._refuse("refused", line, why=why)
-
-    def _refuse(self, code: str, line: int, **fields: str) -> None:
-        problem = Problem.of(f"precision_file.{code}", place=self.place(line), **fields)
+        problem = Problem.of("precision_file.refused", place=self.place(line), why=why)
         self.problems.append(problem)
 
     def note(self, line: int, text: str) -> None:
@@ -116,7 +114,8 @@ class Findings:
             first, place = known.setdefault(key, (value, entry))
             if first != value:
                 lines = f"{first} in line {place.line}, {value} in line {entry.line}"
-                self._refuse("given_twice", entry.line, key=key, name=settings.name, lines=lines)
+                text = f"{key} of {settings.name} is given twice: {lines}; keep one of them"
+                self.refuse(entry.line, text)
 
     def _chosen(self, places: list[Settings]) -> Known:
         used = [settings for settings in places if settings.is_used]
@@ -129,7 +128,8 @@ class Findings:
         different = _different(meant)
         if len(different) > 1:
             lines = ", ".join(f"{one.name} in line {one.line}" for one in different)
-            self._refuse("second_differs", different[1].line, lines=lines)
+            text = f"a second one, and they differ: {lines}; keep one of them in the file"
+            self.refuse(different[1].line, text)
         return different[0].known
 
     def _read(self, settings: Settings) -> None:
@@ -140,7 +140,13 @@ class Findings:
             except Unreadable as reason:
                 self._leave_open(settings, key, entry, str(reason))
         if settings.guard:
-            self._refuse("conditional", settings.line, name=settings.name, guard=settings.guard)
+            problem = Problem.of(
+                "precision_file.conditional",
+                place=self.place(settings.line),
+                name=settings.name,
+                guard=settings.guard,
+            )
+            self.problems.append(problem)
 
     def _leave_open(self, settings: Settings, key: str, entry: Entry, why: str) -> None:
         whole = f"precision.{settings.table}.{key}"
@@ -151,9 +157,16 @@ class Findings:
             self.note(entry.line, f"{key} of {settings.name}: {why}: left to the run file")
         elif whole not in self.given:
             # what is no key, such as the text of a dict, cannot be given either
-            remedy = f", or add {whole}=VALUE to the command" if key.isidentifier() else ""
-            fields = {"key": key, "name": settings.name, "why": why, "remedy": remedy}
-            self._refuse("unknown_value", entry.line, **fields)
+            is_key = key.isidentifier()
+            problem = Problem.of(
+                "precision_file.unknown_value",
+                place=self.place(entry.line),
+                key=key,
+                name=settings.name,
+                why=why,
+                remedy=f"add {whole}=VALUE to the command" if is_key else RUN_FILE,
+            )
+            self.problems.append(problem)
 
     def close(self) -> None:
         """Name the mentions that are not accounted for."""

@@ -2,9 +2,10 @@
 
 Numbers, texts, True, False and None are themselves. A dict is a `Table`, a list a `Row`, and a name
 from outside of the file a `Symbol`, with import aliases resolved: torch.bfloat16. A `Call` is the
-result of a call of something outside of the file, and everything else is `Unknown`, with the reason.
+result of a call of something outside of the file, and all else is `Unknown`, with the reason.
 """
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name from outside of the file. imported: the file imports it; else it is not defined there."""
+    """A name from outside of the file. imported: the file imports it; else nothing defines it."""
 
     name: str
     imported: bool = False
@@ -140,6 +141,8 @@ def plain(value: Any) -> Any:
             return {"recipe": value.function.last} | _of_entries(fields)
         case Call() if is_dtype(value.function) and not value.arguments.entries:
             return value.function.name  # torch.bfloat16(), as one system's documentation has it
+        case ast.AST():
+            raise Unreadable("it is a function, which would have to be run")
         case Unknown():
             raise Unreadable(f"`{value.text}` {value.why}")
     return value
@@ -201,5 +204,8 @@ def spread(table: Table) -> dict[str, Entry]:
 
 def attributes_set(value: Any) -> dict[str, Entry]:
     """Return the attributes of an object that the file sets; it only looks at the others."""
-    attributes = value.attributes if isinstance(value, Unknown) else {}
-    return {name: entry for name, entry in attributes.items() if entry.node}
+    if not isinstance(value, Unknown):
+        return {}
+    if value.doubt:
+        return {"its attributes": Entry(value, value.line)}
+    return {name: entry for name, entry in value.attributes.items() if entry.node}

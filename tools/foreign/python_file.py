@@ -1,9 +1,9 @@
 """A Python file, read as text: the values of its names, dicts and calls, without running it.
 
 A name counts that is assigned once in its scope: a literal, arithmetic, a dict, a call, another
-name. Keys and attributes that are set later belong to the dict or object, if it is certain that they
-are set before its use. Everything else makes a value `Unknown`, with the reason: a condition, a
-loop, a function's argument, a second assignment, what is set in another function.
+name. Keys and attributes that are set later belong to the dict or object, if it is certain that
+they are set before its use. Everything else makes a value `Unknown`, with the reason: a condition,
+a loop, a function's argument, a second assignment, what is set in another function.
 """
 
 import ast
@@ -22,7 +22,8 @@ from tools.foreign.precision_words import (
     shortened,
 )
 
-ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+ARITHMETIC: Mapping[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -38,7 +39,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (ast.Module, *FUNCTIONS, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
-DECIDING = (ast.If, ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case)
+# a class too: what belongs to it may be changed through it
+DECIDING = (ast.If, ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case, ast.ClassDef)
 PARTIALS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial")
 LATER = ("functools.partial", "partial")  # called where its result is called
 SETTING_ENVIRONMENT = ("os.environ.setdefault", "os.environ.update", "os.putenv")
@@ -50,7 +52,7 @@ CHANGING_METHODS = ("update", "merge", "set", "load", "override", "pop", "add", 
 
 
 class PythonFile:
-    """What a Python file says.
+    """A Python file by its values.
 
     calls: every call of something outside of the file. scopes: of the module and each function, its
     names. environment: the variables that it sets. problems: what cannot be followed though it
@@ -73,10 +75,11 @@ class PythonFile:
         self._partials: dict[int, Call] = {}
         self._own_calls: dict[int, Call] = {}
         self._roots: set[ast.AST] = set()  # names through which something is set
+        self._used: dict[int, int] = {}  # ids of values that a call has, and its line
         self._binders: dict[ast.AST, dict[str, list[ast.AST]]] = defaultdict(dict)
         self._loads: dict[str, list[ast.Name]] = defaultdict(list)
         self._shared: set[str] = set()  # names that functions assign for others
-        self._leaving: dict[ast.AST, list[ast.AST]] = defaultdict(list)
+        self._leaving: dict[ast.AST, list[ast.stmt]] = defaultdict(list)
         self._calls_depend_on: dict[ast.AST, str] = {}  # function -> condition of its calls
         self._collect_names()
         self._follow_changes()
@@ -86,7 +89,8 @@ class PythonFile:
         for node in self._nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict):
                 # a dict on its own, as snippets have it
-                self.scopes.append(Table({"the dict": Entry(self.value(node.value), node.lineno)}))
+                content = self._if_certain(self.value(node.value), node.value)
+                self.scopes.append(Table({"the dict": Entry(content, node.lineno)}))
             elif isinstance(node, ast.expr):
                 self.value(node)
         self.calls = list(self._own_calls.values())
@@ -137,9 +141,17 @@ class PythonFile:
         for name, binders in self._binders[scope].items():
             node = binders[-1]
             if isinstance(node, ast.Name):
-                entry = Entry(self._bound(name, binders), node.lineno, id(node))
-                table.entries[name] = entry
+                value = self._if_certain(self._bound(name, binders), node)
+                table.entries[name] = Entry(value, node.lineno, id(node))
         return table
+
+    def _if_certain(self, value: Any, node: ast.expr) -> Any:
+        """Return the value of what counts by its name alone; unknown under a condition."""
+        if guard := self._guard(node):
+            if not isinstance(value, Table):
+                return _unknown(node, f"depends on {guard}")
+            value.doubt = f"it depends on {guard}"
+        return value
 
     def _bound(self, name: str, binders: list[ast.AST]) -> Any:
         """Return the value of a name that these nodes assign."""
@@ -165,7 +177,7 @@ class PythonFile:
         if isinstance(parent, ast.Tuple) and isinstance(self._parents[parent], ast.Assign):
             values = getattr(self._parents[parent], "value", None)
             if isinstance(values, ast.Tuple) and len(values.elts) == len(parent.elts):
-                return values.elts[parent.elts.index(target)]
+                return values.elts[[id(part) for part in parent.elts].index(id(target))]
         if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             return parent.value
         return None
@@ -193,7 +205,7 @@ class PythonFile:
         scope = self._scope(node)
         line = getattr(node, "lineno", 0)
         loops: list[ast.AST | None] = [None]
-        while not isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)):
+        while not isinstance(node, (ast.Module, *FUNCTIONS)):
             parent = self._parents[node]
             filters = any(part.ifs for part in getattr(parent, "generators", ()))
             if filters or (isinstance(parent, DECIDING) and not _always_runs(parent, node)):
@@ -203,7 +215,7 @@ class PythonFile:
         for leaving in self._leaving[scope]:
             # a `break` leaves its own loop only
             is_return = isinstance(leaving, ast.Return)
-            if leaving.end_lineno < line and (is_return or self._loop(leaving) in loops):
+            if (leaving.end_lineno or 0) < line and (is_return or self._loop(leaving) in loops):
                 return _described(self._parents[leaving])
         if node not in self._calls_depend_on:
             self._calls_depend_on[node] = ""  # of a function that calls itself
@@ -237,9 +249,9 @@ class PythonFile:
                     self._set(node, name)
                 case ast.Subscript() if not isinstance(node.ctx, ast.Load):
                     self._set(node, self.value(node.slice))
-                case ast.AugAssign(target=ast.Name()):
+                case ast.AugAssign(target=ast.Name() as name):
                     # another name may stand for the same object
-                    for binder in self._binders_of(node.target):
+                    for binder in self._binders_of(name):
                         self._doubt(self.value(self._assigned(binder)), node)
                 case ast.Call():
                     self._follow_call(node)
@@ -248,12 +260,15 @@ class PythonFile:
         """Doubt the objects that a call may change."""
         function = self.value(node.func)
         given = [self.value(argument) for argument in node.args]
+        given += [self.value(keyword.value) for keyword in node.keywords]
+        for value in given if function != Symbol("dict") else ():
+            self._used.setdefault(id(value), node.lineno)
         if isinstance(node.func, ast.Attribute) and node.func.attr.startswith(CHANGING_METHODS):
             self._doubt(self.value(node.func.value), node)
         if isinstance(function, Symbol) and function.name.startswith(CHANGING):
             self._doubt(given[0] if given else None, node)
         if isinstance(function, ast.AST) and _changes_objects(function):
-            for value in [*given, *(self.value(keyword.value) for keyword in node.keywords)]:
+            for value in given:
                 self._doubt(value, node)
         if isinstance(function, Symbol) and function.name in SETTING_ENVIRONMENT and given:
             names = given[0].entries if isinstance(given[0], Table) else given[:1]
@@ -272,29 +287,43 @@ class PythonFile:
         value = self.value(assigned)
         if assigned is None:
             value = _unknown(target, "is changed in place")
+        self.named.append((str(key), Entry(value, target.lineno, id(target))))
         if isinstance(base, Symbol):
-            # of a module: os.environ[...] or torch.backends.cuda.matmul.allow_tf32
-            self.named.append((str(key), Entry(value, target.lineno, id(target))))
-        if isinstance(base, Symbol) and base.last == "environ":
-            if self._guard(target) or key in self.environment:
-                value = _unknown(target, "is set under a condition, or twice")
-            self.environment[str(key)] = Entry(value, target.lineno, id(target))
+            # torch.backends.cuda.matmul.allow_tf32 is in a note
+            if base.last == "environ":
+                self._set_environment(target, str(key), value)
         elif isinstance(base, Row) or not isinstance(key, str):
             self._doubt(base, target)
-        elif isinstance(base, Table | Unknown):
-            root = _root(target)
-            if why := self._why_uncertain(target, root):
-                value = _unknown(target, why)
-                # what belongs to `self` is of a class of their own, and in a note
-                if bears_on_precision(key) and shortened(root) != "self":
-                    self._refuse(target, why)
-            entries = base.entries if isinstance(base, Table) else base.attributes
-            entries[key] = Entry(value, target.lineno, id(target))
-            self.named.append((key, entries[key]))
+        else:
+            self._set_entry(target, base, key, value)
+
+    def _set_environment(self, target: ast.expr, name: str, value: Any) -> None:
+        if self._guard(target) or name in self.environment:
+            value = _unknown(target, "is set under a condition, or twice")
+        self.environment[name] = Entry(value, target.lineno, id(target))
+
+    def _set_entry(self, target: ast.expr, base: Any, key: str, value: Any) -> None:
+        root = _root(target)
+        why = self._why_uncertain(target, root)
+        if id(base) in self._used:
+            why = f"is set after line {self._used[id(base)]} has used it"
+        if not isinstance(base, Table | Unknown):
+            why = "is set on what is no object here"
+        # what belongs to `self` is of a class of their own, and in a note
+        if why and bears_on_precision(key) and shortened(root) != "self":
+            self._refuse(target, why)
+        entry = Entry(_unknown(target, why) if why else value, target.lineno, id(target))
+        if isinstance(base, Table):
+            base.entries[key] = entry
+        elif isinstance(base, Unknown):
+            base.attributes[key] = entry
 
     def _refuse(self, node: ast.expr, why: str) -> None:
-        fields = {"path": self._path, "line": node.lineno, "text": shortened(node), "why": why}
-        self.problems.append(Problem.of("precision_file.not_followed", **fields))
+        text = shortened(node)
+        problem = Problem.of(
+            "precision_file.not_followed", path=self._path, line=node.lineno, text=text, why=why
+        )
+        self.problems.append(problem)
 
     def _why_uncertain(self, target: ast.expr, root: ast.expr) -> str:
         """Return why it is not certain that what is set counts where the object is used."""
@@ -302,8 +331,11 @@ class PythonFile:
         binders = self._binders_of(root) if isinstance(root, ast.Name) else []
         if isinstance(value, Unknown) and not isinstance(value, Call):
             return f"belongs to `{value.text}`, which {value.why}"
-        if len(binders) != 1 or self._block(target) is not self._block(binders[0]):
+        assigned = self._assigned(binders[0]) if len(binders) == 1 else None
+        if assigned is None or self._block(target) is not self._block(assigned):
             return f"is not set beside the assignment of `{shortened(root)}`"
+        if not isinstance(assigned, ast.Dict | ast.Call):
+            return f"is set by another name, `{shortened(root)}`"
         if guard := self._guard(target):
             return f"depends on {guard}"
         for name in self._loads[getattr(root, "id", "")]:
@@ -342,38 +374,45 @@ class PythonFile:
                 return self._part(node, self.value(node.value), self.value(node.slice))
             case ast.Dict():
                 return self._dict(node)
-            case ast.Set(elts=[ast.Name(id=name) as item]) if self.value(item) == Symbol(name):
-                text = f"`{shortened(node)}` is a placeholder of documentation, read as nothing"
-                self.notes.append((node.lineno, text))
-                return Table(line=node.lineno)
+            case ast.Set(elts=[ast.Name() as item]) if isinstance(self.value(item), Symbol):
+                return self._placeholder(node, self.value(item))
             case ast.List() | ast.Tuple() | ast.Set():
                 return Row([self.value(item) for item in node.elts])
+            case ast.Lambda():
+                return node
             case ast.Call():
                 return self._call(node)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                number = self.value(operand)
-                return -number if type(number) in NUMBERS else _unknown(node, "is no number")
-            case ast.BinOp():
+            case ast.UnaryOp() | ast.BinOp():
                 return self._number(node)
+        return self._unworked(node)
+
+    def _unworked(self, node: ast.AST) -> Unknown:
         for part in ast.iter_child_nodes(node):
             value = self.value(part) if isinstance(part, ast.expr) else None
             if isinstance(value, Unknown):
                 return _unknown(node, f"hangs on `{value.text}`, which {value.why}")
         return _unknown(node, "is not worked out")
 
-    def _number(self, node: ast.BinOp) -> Any:
+    def _placeholder(self, node: ast.Set, symbol: Symbol) -> Table | Row:
+        """Return what documentation has in the place of a dict: {TRAINER_ARGS}."""
+        if symbol.imported:
+            return Row([symbol])
+        text = f"`{shortened(node)}` is a placeholder of documentation, read as nothing"
+        self.notes.append((node.lineno, text))
+        return Table(line=node.lineno)
+
+    def _number(self, node: ast.UnaryOp | ast.BinOp) -> Any:
         """Return the result of arithmetic on numbers of the size that settings have."""
-        left = self.value(node.left)
-        right = self.value(node.right)
+        operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        numbers = [self.value(operand) for operand in operands]
         calculate = ARITHMETIC.get(type(node.op))
-        are_numbers = type(left) in NUMBERS and type(right) in NUMBERS
-        is_small = isinstance(node.op, ast.Pow | ast.LShift) is False or (
-            are_numbers and right <= LARGEST_EXPONENT
-        )
-        if calculate is None or not are_numbers or not is_small:
+        is_growing = isinstance(node.op, ast.Pow | ast.LShift)
+        if calculate is None or any(type(number) not in NUMBERS for number in numbers):
+            return self._unworked(node)
+        if is_growing and numbers[1] > LARGEST_EXPONENT:
             return _unknown(node, "is not worked out")
         try:
-            result = calculate(left, right)
+            result = calculate(*numbers)
         except (ArithmeticError, ValueError, TypeError):
             return _unknown(node, "is not worked out")
         is_number = type(result) in NUMBERS and abs(result) <= LARGEST
@@ -414,8 +453,8 @@ class PythonFile:
 
     def _add(self, table: Table, key: str, value: Any, node: ast.expr | ast.keyword) -> None:
         if key in table.entries and bears_on_precision(key):
-            fields = {"path": self._path, "line": node.lineno, "name": key}
-            raise UserError.of("precision_file.key_twice", **fields)
+            line = node.lineno
+            raise UserError.of("precision_file.key_twice", path=self._path, line=line, name=key)
         table.entries[key] = Entry(value, node.lineno, id(node))
 
     # calls
@@ -441,15 +480,17 @@ class PythonFile:
         if isinstance(function, ast.AST):
             return self._returned(function, node)
         call = Call(shortened(node), node.lineno, "comes of a call that is not run")
-        if id(function) in self._partials:
-            positional = [*function.positional, *positional]
-            arguments.entries = function.arguments.entries | arguments.entries
-            function = function.function
+        if partial := self._partials.get(id(function)):
+            positional = [*partial.positional, *positional]
+            arguments.entries = partial.arguments.entries | arguments.entries
+            function = partial.function
         text = function.text if isinstance(function, Unknown) else shortened(node.func)
         call.function = function if isinstance(function, Symbol) else Symbol(text)
         call.positional = tuple(positional)
         call.arguments = arguments
         call.guard = self._guard(node)
+        if isinstance(function, Unknown) and isinstance(node.func, ast.Name):
+            call.doubt = f"`{function.text}` {function.why}"
         call.node = id(node)
         # the others count where they are called again
         (self._partials if name in LATER else self._own_calls)[id(call)] = call
@@ -457,11 +498,11 @@ class PythonFile:
 
     def _returned(self, function: ast.AST, node: ast.Call) -> Any:
         """Return what a function of the file returns at its end, if it is called once."""
-        name = getattr(function, "name", "")
+        name = getattr(function, "name", "a lambda")
         returns = self._leaving[function]
-        is_plain = isinstance(function, FUNCTIONS) and not function.decorator_list
-        if is_plain and len(self._loads[name]) == 1 and returns == function.body[-1:]:
-            return self.value(function.body[-1].value)
+        if isinstance(function, FUNCTIONS) and not function.decorator_list:
+            if len(self._loads[name]) == 1 and returns == function.body[-1:]:
+                return self.value(getattr(returns[0], "value", None))
         return _unknown(node, f"is made by {name}(), which is not run")
 
 
@@ -471,8 +512,11 @@ def _unknown(node: ast.AST, why: str) -> Unknown:
 
 def _root(target: ast.expr) -> ast.expr:
     """Return the beginning of a chain such as recipe.trainer.plugins."""
-    while isinstance(target, ast.Attribute | ast.Subscript):
-        target = target.value
+    if isinstance(target, ast.Attribute):
+        return _root(target.value)
+    match target:
+        case ast.Subscript(slice=ast.Constant(value=str())):
+            return _root(target.value)
     return target
 
 

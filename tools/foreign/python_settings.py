@@ -131,10 +131,9 @@ class Gatherer:
         own = {
             maker.keys.get(name, name): replace(entry, line=entry.line or call.line)
             for name, entry in fields.items()
-            if name in maker.keys or (maker.strict and name not in maker.unrelated)
+            if name in (*maker.keys, "its attributes")
+            or (maker.strict and name not in maker.unrelated)
         }
-        if call.doubt:
-            own["its attributes"] = Entry(call, call.line)
         own |= {key: Entry(value, call.line) for key, value in maker.adds.items()}
         if call.function.name.startswith(BRIDGE) or "library" in own:
             own = bridge_fields(own)
@@ -174,11 +173,11 @@ class Gatherer:
                 self._name(table, Entry(value, line, entry.node), name, holder)
             elif not settled:
                 whose = f"{holder.function.last}(...)"
-                fields = {name: Entry(value, line)}
+                fields = {f"argument {name}": Entry(value, line)}
                 self.findings.add(Settings(table, fields, line, whose, is_used=True))
 
     def _none(self, table: str, line: int, text: str) -> None:
-        """Refuse settings that are made and then not passed on: FSDP(model, mixed_precision=None)."""
+        """Refuse settings that are made and not passed on: FSDP(model, mixed_precision=None)."""
         for call in self.calls:
             maker, _ = maker_of(call.function)
             if maker is not None and maker.table == table and id(call) not in self.used:
@@ -211,7 +210,7 @@ class Gatherer:
             content = entry.value
             if isinstance(content, Unknown) and name in TABLES and name not in MARKS:
                 if not isinstance(content, Call):
-                    fields = {name: entry}
+                    fields = {"its keys": entry}
                     self.findings.add(Settings(TABLES[name], fields, entry.line, name))
                 continue
             if not isinstance(content, Table) or depth > DEEPEST:
@@ -268,7 +267,7 @@ class Gatherer:
             self.findings.add(Settings(NXD_ENVIRONMENT, fields, line, "os.environ"))
 
     def _clipping(self) -> None:
-        """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""
+        """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)`, torch's function."""
         tables = {settings.table for settings in self.findings.settings}
         if not tables & {SMP_POLICY, SMP_POLICY2}:
             return

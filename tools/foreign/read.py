@@ -19,7 +19,7 @@ from tools.foreign.precision_words import mentions_in_data, mentions_of
 from tools.foreign.python_file import PythonFile
 from tools.foreign.python_settings import Gatherer
 from tools.foreign.systems import INTERNEVO, NXD, NXD_OPTIMIZER
-from tools.foreign.whose import whose_file
+from tools.foreign.whose import DEEPSPEED, whose_file
 from tools.foreign.yaml_forms import note_composed, read_flat, read_forms
 
 # bytes, commas and brackets; what has more would take seconds to read
@@ -72,8 +72,8 @@ def _refuse_nothing(path: Path, text: str, findings: Findings) -> None:
     kind = whose_file(path, text)
     if kind is not None and not kind.shown:
         raise UserError(kind.of(path))
-    fields = {"whose": f"{kind.whose}, which " if kind is not None else "", "known": KNOWN}
-    problem = Problem.of("precision_file.nothing_of_precision", path=path, **fields)
+    whose = f"{kind.whose}, which " if kind is not None else ""
+    problem = Problem.of("precision_file.nothing_of_precision", path=path, whose=whose, known=KNOWN)
     raise UserError(problem, *(f"not read: {note}" for note in findings.notes[:3]))
 
 
@@ -98,12 +98,13 @@ def _data(path: Path, text: str) -> Data | None:
         return None
     if suffix not in (".yaml", ".yml", ".json", ".toml"):
         return from_toml(text) or from_json(text)
+    what = {".json": "a JSON object", ".toml": "TOML"}.get(suffix, "a YAML mapping")
     if suffix == ".json":
-        data, what = from_json(text, path), "a JSON object"
+        data = from_json(text, path)
     elif suffix == ".toml":
-        data, what = from_toml(text), "TOML"
+        data = from_toml(text)
     else:
-        data, what = from_yaml(path, text), "a YAML mapping"
+        data = from_yaml(path, text)
     if data is None:
         raise UserError.of("precision_file.not_python", path=path, what=what)
     return data
@@ -112,10 +113,12 @@ def _data(path: Path, text: str) -> Data | None:
 def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
     findings = Findings(str(path), mentions_in_data(data.table), given)
     findings.behind = data.behind
+    kind = whose_file(path, text)
+    if kind is not None and kind is DEEPSPEED:
+        raise UserError(kind.of(path))
     if not read_forms(data.table, findings):
         Gatherer(data.calls, [data.table], {}, findings).gather()
     if not findings.settings:
-        kind = whose_file(path, text)
         if kind is not None and not kind.shown:
             raise UserError(kind.of(path))
         read_flat(data.table, findings)

@@ -40,9 +40,9 @@ class Maker:
 
     table: whose keys its arguments are; empty if it only holds tables. order: parameters by
     position. packages: modules that it is imported from. keys: argument -> key, where the names
-    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies. tables: arguments that are
-    tables themselves. strict: any other argument is passed on as a key. completes: its keys
-    complete those of another call for the same table.
+    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies.
+    tables: arguments that are tables themselves. strict: any other argument is passed on as a key.
+    completes: its keys complete those of another call for the same table.
     """
 
     table: str

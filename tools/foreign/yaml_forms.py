@@ -185,7 +185,7 @@ def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
             return
         held = replace(precision, value=HYPERPOD_DTYPES[precision.value])
     with_smp = smp is None or bool(smp.value)
-    fields = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), held)
+    fields = {"param_dtype": held, "reduce_dtype": held, "buffer_dtype": held}
     if with_smp:
         fields["buffer_dtype"] = replace(held, value="float32")
     adapter = find(tree, "model.peft.peft_type") or Entry(None)
@@ -251,8 +251,8 @@ def _accelerate(tree: Table, findings: Findings) -> Iterator[Settings]:
         findings.refuse(precision.line, f"mixed_precision = {precision.value}: {remedy}")
         return
     held = replace(precision, value=ACCELERATE_DTYPES[said])
-    last = "output_dtype" if is_second else "buffer_dtype"
-    fields = dict.fromkeys(("param_dtype", "reduce_dtype", last), held)
+    last: str = "output_dtype" if is_second else "buffer_dtype"
+    fields = {"param_dtype": held, "reduce_dtype": held, last: held}
     table = SMP_POLICY2 if is_second else SMP_POLICY
     yield Settings(table, fields, precision.line, "mixed_precision")
     if said == "fp16":  # Accelerate makes torch's scaler, with torch's defaults

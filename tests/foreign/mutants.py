@@ -2,7 +2,7 @@
 open.
 
 Each takes the text of a file and a random number generator and returns the changed text and what
-must come of it: "same" (the plan as before), "kept" (the plan as before, or refused), "named" (refused, or
+must come of it: "same" (the plan as before), "kept" (the plan as before, refused or noted), "named" (refused, or
 a note that was not there before) or None where it does not apply.
 """
 

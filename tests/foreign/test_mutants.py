@@ -53,7 +53,8 @@ def check(seed: int, folder: Path) -> str:
     if made[1] in ("same", "kept"):
         if isinstance(after, UserError):
             return "" if made[1] == "kept" else f"{label}: refused: {after}"
-        if decided(after) == decided(before):
+        is_noted = without_place(after.notes) != without_place(before.notes)
+        if decided(after) == decided(before) or (made[1] == "kept" and is_noted):
             return ""
         return f"{label}: read as another configuration"
     if isinstance(after, UserError) or without_place(after.notes) != without_place(before.notes):

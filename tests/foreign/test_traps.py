@@ -297,7 +297,8 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     ),
     "a class with another name for a partial call of it": (
         (
-            "from functools import partial\nMixedPrecision = partial(MixedPrecision, "
+            "from functools import partial\nfrom torch.distributed.fsdp import MixedPrecision\n"
+            "MixedPrecision = partial(MixedPrecision, "
             "reduce_dtype=torch.float32)\nMixedPrecision(torch.bfloat16)"
         ),
         OPEN,

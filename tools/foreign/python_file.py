@@ -500,9 +500,10 @@ class PythonFile:
         """Return what a function of the file returns at its end, if it is called once."""
         name = getattr(function, "name", "a lambda")
         returns = self._leaving[function]
-        if isinstance(function, FUNCTIONS) and not function.decorator_list:
-            if len(self._loads[name]) == 1 and returns == function.body[-1:]:
-                return self.value(getattr(returns[0], "value", None))
+        body = function.body if isinstance(function, FUNCTIONS) else []
+        is_plain = len(self._loads[name]) == 1 and not getattr(function, "decorator_list", [])
+        if is_plain and body and returns == body[-1:]:
+            return self.value(getattr(returns[0], "value", None))
         return _unknown(node, f"is made by {name}(), which is not run")
 
 

@@ -63,6 +63,7 @@ class Gatherer:
         self.environment = environment
         self.findings = findings
         self.read: set[int] = set()  # ids of dicts and calls that are read
+        self.unknown: list[tuple[str, Entry]] = []  # names whose value is not known
         self.used: set[int] = set()
         for call in self.calls:
             given = [*call.positional, *call.arguments.entries.values(), *call.attributes.values()]
@@ -78,6 +79,7 @@ class Gatherer:
             self._note_overwritten(call)
         for scope in self.scopes:
             self._search(scope)
+        self._refuse_unknown()
         self._environment()
         self._clipping()
         self._refuse_parts()
@@ -208,11 +210,8 @@ class Gatherer:
         entries = spread(table)
         for name, entry in entries.items():
             content = entry.value
-            if isinstance(content, Unknown) and name in TABLES and name not in MARKS:
-                if not isinstance(content, Call):
-                    fields = {"its keys": entry}
-                    self.findings.add(Settings(TABLES[name], fields, entry.line, name))
-                continue
+            if isinstance(content, Unknown) and not isinstance(content, Call):
+                self.unknown.append((name, entry))
             if not isinstance(content, Table) or depth > DEEPEST:
                 continue
             settings_table = table_of(name, content, entries)
@@ -230,6 +229,16 @@ class Gatherer:
         # NxD's, without its telling name
         if table.line and MASTERS & set(entries):
             self._say(NXD, table, "the dict", is_used=False)
+
+    def _refuse_unknown(self) -> None:
+        """Refuse a dict of a system that is not known; one of a common name only if something else
+        is of that system."""
+        systems = {settings.system for settings in self.findings.settings}
+        for name, entry in self.unknown:
+            table = TABLES.get(name, "")
+            is_meant = name not in MARKS or table.partition(".")[0] in systems
+            if table and is_meant:
+                self.findings.add(Settings(table, {"its keys": entry}, entry.line, name))
 
     def _loose(self, system: str, beside: Mapping[str, Entry]) -> None:
         """Add the single settings of a system that stand beside its dicts."""

@@ -164,4 +164,6 @@ def shown(value: object) -> str:
             return value.text
         case Symbol():
             return value.name
+        case ast.AST():
+            return "lambda"  # or a function
     return str(value)

@@ -161,7 +161,14 @@ class PythonFile:
         if len(symbols) == 1 and (symbol := symbols.pop()) is not None:
             return symbol
         if len(binders) > 1 or name in self._shared:
-            return Unknown(name, line, "is assigned more than once")
+            # model = Model(); model = wrap(model)
+            values = [self._assigned(binder) for binder in binders]
+            are_calls = all(
+                isinstance(value, ast.Call) and not isinstance(self.value(value), Table)
+                for value in values
+            )
+            made = Call if are_calls else Unknown
+            return made(name, line, "is assigned more than once")
         if isinstance(node, ast.arg):
             return Unknown(name, line, f"is an argument of {self._title(node)}")
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):

@@ -2,8 +2,8 @@
 open.
 
 Each takes the text of a file and a random number generator and returns the changed text and what
-must come of it: "same" (the plan as before), "named" (refused, or a note that was not there before)
-or None where it does not apply.
+must come of it: "same" (the plan as before), "kept" (the plan as before, refused or noted), "named" (refused, or
+a note that was not there before) or None where it does not apply.
 """
 
 import ast
@@ -92,7 +92,7 @@ def under_a_constant(tree: ast.Module, rng: random.Random) -> Mutant | None:
         return None
     node = rng.choice(found)
     node.value = ast.IfExp(ast.Name("TAKE_THIS"), node.value, ast.Constant(None))
-    return f"TAKE_THIS = not False\n{ast.unparse(tree)}", "same"
+    return f"TAKE_THIS = not False\n{ast.unparse(tree)}", "kept"
 
 
 def renamed(tree: ast.Module, rng: random.Random) -> Mutant | None:

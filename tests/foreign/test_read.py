@@ -98,38 +98,65 @@ def write(folder: Path, text: str, name: str = "config.py") -> Path:
 OPEN = """
 from torch.distributed.fsdp import MixedPrecision
 def wrap(args, dtype=torch.float32):
-    if args.bf16:
-        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=dtype)
-    else:
-        policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=dtype)
+    policy = MixedPrecision(param_dtype=args.dtype, reduce_dtype=dtype)
     return FSDP(model, mixed_precision=policy)
 """
 
 
-def test_what_a_file_leaves_open_is_refused_until_it_is_assumed(tmp_path: Path) -> None:
+def test_what_a_file_leaves_open_is_refused_until_the_command_says_it(tmp_path: Path) -> None:
     path = write(tmp_path, OPEN)
-    with pytest.raises(
-        UserError, match=r"line 5: .*depends on `args.bf16` \(line 4\).* --assume 'args.bf16=True'"
-    ):
+    with pytest.raises(UserError) as caught:
         read_precision(path)
-    with pytest.raises(
-        UserError,
-        match=r"reduce_dtype .*`dtype` is an argument of wrap\(\), by default torch.float32",
-    ):
-        read_precision(path, assume=["args.bf16=True"])
-    for bf16, dtype in ((True, BF16), (False, FP16)):
-        found = read_precision(path, assume=[f"args.bf16={bf16}", "dtype=torch.bfloat16"])
-        assert (found.plan.compute, found.plan.reduce) == (dtype, BF16)
+    reasons = (
+        "line 4: param_dtype of MixedPrecision(...): `args.dtype` belongs to `args`, which is an "
+        "argument of wrap(); ",
+        "line 4: reduce_dtype of MixedPrecision(...): `dtype` is an argument of wrap(); ",
+    )
+    for problem, reason in zip(caught.value.problems, reasons, strict=True):
+        assert reason in problem
+    keys = [line.split("add ")[1].split("=VALUE")[0] for line in caught.value.problems]
+    found = read_precision(path, [f"{keys[0]}=float16", f"{keys[1]}=bfloat16"])
+    assert (found.plan.compute, found.plan.reduce) == (FP16, BF16)
+    assert found.plan.origin["reduce"].endswith("(command line)")
 
 
-def test_an_assumption_that_nothing_needs_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "plugins = bf16_mixed()")
-    with pytest.raises(
-        UserError, match=r"--assume args.fp8=...: .* has no such expression whose value is open"
-    ):
-        read_precision(path, assume=["args.fp8=True"])
-    with pytest.raises(UserError, match="must be EXPRESSION=VALUE"):
-        read_precision(path, assume=["args fp8"])
+CONDITIONS = {
+    "an if": "if args.bf16:\n    policy = MixedPrecision(torch.bfloat16)\n",
+    "an else": "if args.fp32:\n    pass\nelse:\n    policy = MixedPrecision(torch.bfloat16)\n",
+    "an expression": "policy = None if args.fp32 else MixedPrecision(torch.bfloat16)\n",
+    "an or": "policy = args.policy or MixedPrecision(torch.bfloat16)\n",
+    "an except": "try:\n    go()\nexcept OSError:\n    policy = MixedPrecision(torch.bfloat16)\n",
+    "a match": "match args.kind:\n    case 1:\n        policy = MixedPrecision(torch.bfloat16)\n",
+    "a comprehension": "policies = [MixedPrecision(torch.bfloat16) for part in parts if part.bf16]\n",
+    "a return before": (
+        "def main():\n    if args.fp32:\n        return\n"
+        "    policy = MixedPrecision(torch.bfloat16)\n"
+    ),
+    "a break before": (
+        "for part in parts:\n    if part.fp32:\n        break\n"
+        "    policy = MixedPrecision(torch.bfloat16)\n"
+    ),
+    "a call that may not be": (
+        "def main():\n    return MixedPrecision(torch.bfloat16)\nif args.bf16:\n    main()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONDITIONS)
+def test_what_depends_on_a_condition_is_refused_with_the_condition(
+    case: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"MixedPrecision\(\.\.\.\) depends on `.*` \(line \d\)"):
+        read_precision(write(tmp_path, CONDITIONS[case]))
+
+
+def test_a_loop_and_a_main_guard_are_no_conditions(tmp_path: Path) -> None:
+    text = (
+        "for batch in batches:\n    with te.fp8_autocast(True):\n        train(batch)\n"
+        'if __name__ == "__main__":\n    policy = MixedPrecision(torch.bfloat16)\n'
+    )
+    found = read_precision(write(tmp_path, text))
+    assert found.plan.compute == BF16 and found.plan.fp8 is not None
 
 
 TWO = (
@@ -138,16 +165,37 @@ TWO = (
 )
 
 
-def test_of_several_runs_in_a_file_one_is_picked_by_name(tmp_path: Path) -> None:
+def test_of_several_runs_in_a_file_none_is_taken(tmp_path: Path) -> None:
     path = write(tmp_path, TWO)
-    with pytest.raises(
-        UserError, match=r"line 2: a second one, and they differ: .* name one with --pick"
-    ):
+    with pytest.raises(UserError, match=r"line 2: a second one, and they differ: .* keep one"):
         read_precision(path)
-    assert read_precision(path, pick="one").plan.compute == BF16
-    assert read_precision(path, pick="two").plan.compute == FP16
-    with pytest.raises(UserError, match=r"--pick tow: .* has no such name; did you mean two\?"):
-        read_precision(path, pick="tow")
+
+
+ELSEWHERE = """
+from training_utils import get_mixed_precision_config
+import neuronx_distributed as nxd
+config = nxd.neuronx_distributed_config(
+    optimizer_config={"zero_one_enabled": True},
+    mixed_precision_config=get_mixed_precision_config(args.precision > 0),
+)
+"""
+
+
+def test_a_function_of_the_same_name_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    """As in NxD's own examples, whose helper has the name of a function of Megatron-Bridge."""
+    with pytest.raises(
+        UserError,
+        match="get_mixed_precision_config comes from training_utils: what it does is not known",
+    ):
+        read_precision(write(tmp_path, ELSEWHERE))
+
+
+def test_an_unknown_size_of_a_layout_is_noted_and_left_to_the_run_file(tmp_path: Path) -> None:
+    text = "HybridParallelPlugin(tp_size=world(), pp_size=2, precision='bf16')\n"
+    found = read_precision(write(tmp_path, text))
+    assert "parallel.tensor" not in found.settings
+    assert found.settings["parallel.pipeline"].value == 2
+    assert any("tp_size of HybridParallelPlugin(...)" in note for note in found.notes)
 
 
 def test_strict_refuses_what_would_be_noted(

@@ -43,23 +43,23 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "global": (
         "dtype = torch.bfloat16\ndef setup():\n    global dtype\n    dtype = torch.float16\nsetup()"
         + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "nonlocal": (
         "def f():\n    dtype = torch.bfloat16\n    def g():\n        nonlocal dtype\n        "
         "dtype = torch.float16\n"
         "    g()\n    return MixedPrecision(dtype)\nf()",
-        {"compute": FP16},
+        OPEN,
     ),
     "break": (
         "for d in [torch.bfloat16, torch.float16]:\n    dtype = d\n    break" + USE,
-        {"compute": BF16},
+        OPEN,
     ),
     "continue": (
         "kw = {}\nfor k, v in {'param_dtype': torch.bfloat16, 'reduce_dtype': "
         "torch.float32}.items():\n"
         "    if k == 'reduce_dtype':\n        continue\n    kw[k] = v\nMixedPrecision(**kw)",
-        {"reduce": BF16},
+        OPEN,
     ),
     "else of a loop": (
         "for n in []:\n    pass\nelse:\n    dtype = torch.bfloat16" + USE,
@@ -90,7 +90,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         "kw = dict(tp_size=2, pp_size=1, precision='BF16')\nprecision = kw.pop('precision', "
         "'FP16').lower()\n"
         "HybridParallelPlugin(precision=precision, **kw)",
-        {"compute": BF16},
+        OPEN,
     ),
     "a key that is not known": (
         (
@@ -101,7 +101,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     ),
     "an item of a list": (
         "d = [torch.bfloat16, torch.float32]\nd[0] = torch.float16\ndtype = d[0]" + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "setattr in a loop over something unknown": (
         "p = MixedPrecision(torch.bfloat16)\nfor k, v in vars(args).items():\n    setattr(p, k, v)",
@@ -117,31 +117,31 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
             "C(torch.float16).dtype"
         )
         + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "__post_init__": (
         "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\n    def "
         "__post_init__(self):\n"
         "        self.dtype = torch.float16\ndtype = C().dtype" + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "a static method": (
         "class P:\n    @staticmethod\n    def make(name, fp8=None):\n"
         "        return MegatronMixedPrecision('bf16-mixed', fp8=fp8)\nplugin = P.make('hybrid')",
-        {"fp8": None},
+        OPEN,
     ),
     "a default that was evaluated before": (
         (
             "dtype = torch.bfloat16\ndef f(d=dtype):\n    return MixedPrecision(d)\ndtype = "
             "torch.float16\nf()"
         ),
-        {"compute": BF16},
+        OPEN,
     ),
     "setdefault of the environment": (
         "import os, neuronx_distributed\nos.environ['NEURON_RT_STOCHASTIC_ROUNDING_EN'] = '0'\n"
         "os.environ.setdefault('NEURON_RT_STOCHASTIC_ROUNDING_EN', '1')\n"
         "mixed_precision_config = {'use_master_weights': True}",
-        {"rounding": "nearest"},
+        OPEN,
     ),
     "a list that is turned around": (
         "order = [torch.bfloat16, torch.float16]\norder.reverse()\ndtype = order[0]" + USE,
@@ -174,7 +174,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         "torch.bfloat16}\ncfg.update(json.load(open('my.json')))\ncfg['dtype'] = "
         "torch.float16\n"
         "dtype = cfg.get('dtype')" + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "a dict written before one that is not known": (
         "cfg = {'dtype': torch.bfloat16, **load()}\ndtype = cfg['dtype']" + USE,
@@ -182,7 +182,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
     ),
     "a dict written after one that is not known": (
         "cfg = {**load(), 'dtype': torch.bfloat16}\ndtype = cfg['dtype']" + USE,
-        {"compute": BF16},
+        OPEN,
     ),
     "keywords beside those that are not known": (
         (
@@ -190,7 +190,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
             "make(dtype=torch.bfloat16, **load())"
         )
         + USE,
-        {"compute": BF16},
+        OPEN,
     ),
     "keys that are not known in a loop": (
         (
@@ -226,7 +226,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
             "torch.float16\ndtype = args.dtype"
         )
         + USE,
-        {"compute": FP16},
+        OPEN,
     ),
     "fields that are loaded behind an object": (
         (
@@ -242,28 +242,28 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
             "args.__dict__)\ndtype = args.dtype"
         )
         + USE,
-        {"compute": BF16},
+        OPEN,
     ),
     "a dict that is emptied": (
         (
             "kw = dict(param_dtype=torch.float16)\nkw.clear()\nkw['param_dtype'] = "
             "torch.bfloat16\nMixedPrecision(**kw)"
         ),
-        {"compute": BF16, "reduce": BF16},
+        OPEN,
     ),
     "an item of a dict by its method": (
         (
             "kw = dict(param_dtype=torch.float16)\nkw.__setitem__('param_dtype', "
             "torch.bfloat16)\nMixedPrecision(**kw)"
         ),
-        {"compute": BF16},
+        OPEN,
     ),
     "a dict's update by its class": (
         (
             "kw = dict(param_dtype=torch.float16)\ndict.update(kw, "
             "param_dtype=torch.bfloat16)\nMixedPrecision(**kw)"
         ),
-        {"compute": BF16},
+        OPEN,
     ),
     "a dict that a package's method changes": (
         "cfg = EasyDict(dtype=torch.bfloat16)\ncfg.merge_from_list(opts)\ndtype = cfg.dtype" + USE,
@@ -290,6 +290,90 @@ TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
         OPEN,
     ),
     "a dict that holds itself": ("model = dict(dtype='torch.bfloat16')\nmodel['x'] = model", OPEN),
+    "a dict under a condition": ("if args.half:\n    fp16 = dict(mode='TORCH')", OPEN),
+    "a variable under a condition": (
+        "fp16 = dict(mode='NAIVE')\nif args.clip:\n    clip_grad_norm = 0.5",
+        OPEN,
+    ),
+    "a class with another name for a partial call of it": (
+        (
+            "from functools import partial\nfrom torch.distributed.fsdp import MixedPrecision\n"
+            "MixedPrecision = partial(MixedPrecision, "
+            "reduce_dtype=torch.float32)\nMixedPrecision(torch.bfloat16)"
+        ),
+        OPEN,
+    ),
+    "a key that is set by another name after its use": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nb = a\nMixedPrecision(**a)\n"
+            "b['reduce_dtype'] = torch.float32"
+        ),
+        OPEN,
+    ),
+    "a key that is set through a dict that holds it, after its use": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nc = {'a': a}\nMixedPrecision(**a)\n"
+            "c['a']['reduce_dtype'] = torch.float32"
+        ),
+        OPEN,
+    ),
+    "a dict that another name changes in place": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\nb = a\nb |= {'param_dtype': torch.float16}\n"
+            "MixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "a dict that a function of the file changes": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\ndef patch(d):\n    d.update(load())\n"
+            "patch(d=a)\nMixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "a dict that a lambda changes": (
+        (
+            "a = {'param_dtype': torch.bfloat16}\npatch = lambda d: d.update(load())\npatch(a)\n"
+            "MixedPrecision(**a)"
+        ),
+        OPEN,
+    ),
+    "fields of what a loop goes over": (
+        "p = MixedPrecision(torch.bfloat16)\nfor q in [p]:\n    q.reduce_dtype = torch.float32",
+        OPEN,
+    ),
+    "a field of what is no object": (
+        (
+            "from megatron.bridge.recipes.llama import llama3_8b_pretrain_config\n"
+            "cfg = llama3_8b_pretrain_config()\ncfg.mixed_precision = 'bf16_mixed'\n"
+            "if args.fp8:\n    cfg.mixed_precision.fp8 = 'hybrid'"
+        ),
+        OPEN,
+    ),
+    "an item of a list of plugins": (
+        "recipe = llm.llama3_8b.pretrain_recipe()\nrecipe.trainer.plugins[0].fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "a method of a plugin": (
+        "recipe = llm.llama3_8b.pretrain_recipe()\nrecipe.trainer.plugins.update(fp8='hybrid')",
+        OPEN,
+    ),
+    "a dict of a class, changed through it": (
+        "class C:\n    fp16 = dict(mode='TORCH')\nC.fp16['mode'] = 'NAIVE'",
+        OPEN,
+    ),
+    "a changed copy": (
+        (
+            "import dataclasses\np = MixedPrecision(torch.bfloat16)\n"
+            "q = dataclasses.replace(p, reduce_dtype=torch.float32)\n"
+            "FSDP(model, mixed_precision=q)"
+        ),
+        OPEN,
+    ),
+    "a dict of two names": (
+        "fp16 = other = dict(mode='TORCH')\nother['mode'] = 'NAIVE'",
+        {"compute": FP16, "parameters": FP16},
+    ),
 }
 
 

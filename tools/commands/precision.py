@@ -7,8 +7,8 @@ system.
         the same plan in another system's configuration
 
 FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML.
-Nothing in it is executed. A value that the file leaves open is set by `--assume args.bf16=True`; if
-a file describes several runs, `--pick NAME` chooses one.
+Nothing in it is executed. A value that the file leaves open is given as a key of the command:
+`precision.smp.mixed_precision.param_dtype=bfloat16`.
 """
 
 import argparse
@@ -90,23 +90,12 @@ def add_parser(subparsers: Any) -> None:
             default=[],
             help="keys that differ from the file",
         )
-        command.add_argument(
-            "--assume", metavar="EXPRESSION=VALUE", action="append", default=[],
-            help=("value of an expression that the file leaves open, such as args.bf16=True; may "
-                "be given several times"),
-        )  # fmt: skip
-        command.add_argument(
-            "--pick",
-            metavar="NAME",
-            default="",
-            help="variable or function of the file to read, if it describes several runs",
-        )
         add_strict(command)
 
 
 def main_show(args: argparse.Namespace) -> int:
     """Run `megaprec precision show`."""
-    understood = read_precision(args.file, args.overrides, args.assume, args.pick)
+    understood = read_precision(args.file, args.overrides)
     scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
     warnings = advice(scene)
     if args.strict:
@@ -162,7 +151,7 @@ def main_translate(args: argparse.Namespace) -> int:
     comments."""
     if args.to not in ("native", *DIALECTS):
         raise UserError.of("command.system_unknown", to=args.to, dialects=", ".join(DIALECTS))
-    understood = read_precision(args.file, args.overrides, args.assume, args.pick)
+    understood = read_precision(args.file, args.overrides)
     tell_notes(understood.notes, args.strict)
     settings = {key: setting.value for key, setting in understood.settings.items()}
     if args.to == "native":
@@ -176,25 +165,18 @@ def main_translate(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_precision(
-    path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = ""
-) -> PrecisionOfFile:
-    """Read a run file, a part of one or another system's configuration. Raises UserError.
-
-    assume, pick: for another system's file; see `tools.foreign.read`.
-    """
+def read_precision(path: Path, overrides: Sequence[str] = ()) -> PrecisionOfFile:
+    """Read a run file, a part of one or another system's configuration. Raises UserError."""
     content = _read_tables(path)
     # a run file has one of these tables; nothing else that is TOML does
     if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
-        if assume or pick:
-            raise UserError.of("command.options_of_other_files")
         if "train" in content:
             return _understand_run(path, overrides)
         settings, problems = read_run_settings(path, overrides)
         notes: tuple[str, ...] = ()
     else:
-        foreign = read_foreign(path, assume, pick)
         overridden, problems = read_run_settings(None, overrides)
+        foreign = read_foreign(path, overridden)
         settings = {**foreign.given, **overridden}
         notes = foreign.notes
     if problems:

@@ -2,15 +2,14 @@
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.parsing import MOST_BITS, parse_json, parse_toml
-from tools.foreign.mentions import Mention, bears_on_precision
-from tools.foreign.values import Entry, External, Row, Table, Thing
+from tools.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, inner_table
 
 try:
     import yaml
@@ -18,6 +17,7 @@ except ImportError:  # an optional extra
     yaml = None
 
 INTERPOLATED = "is an interpolation, which is not followed"
+MERGE = "tag:yaml.org,2002:merge"
 MOST_ALIASES = 100
 MOST_VALUES = 50_000
 
@@ -29,52 +29,54 @@ class TooLarge(Exception):
 class Data:
     """A tree of settings.
 
-    things: the objects in it that `_target_` describes. behind: node of an interpolation -> node of
+    calls: the objects in it that `_target_` describes. behind: node of an interpolation -> node of
         the key it names.
     """
 
-    def __init__(self, maker: "_Tables", content: Any) -> None:
-        made = maker.of(content)
-        self.things = maker.things
-        self.table = made if isinstance(made, Table) else Table({"the file": Entry(made)}, 1)
-        self.behind: dict[int, int] = {}
+    def __init__(self, builder: "_Builder", content: Any) -> None:
+        value = builder.value(content)
+        self.calls = builder.calls
+        self.table = value if isinstance(value, Table) else Table({"the file": Entry(value)}, 1)
+        self.behind = dict[int, int]()
         self._follow((self.table,))
 
     def _follow(self, tables: tuple[Table, ...]) -> None:
         """Put values in the place of OmegaConf's `${a.b}` that name one. tables: the innermost is
         the last."""
-        for key, entry in tables[-1].entries.items():
-            value = entry.value
-            if _is_interpolation(value) and (found := _named(value, tables)) is not None:
-                tables[-1].entries[key] = replace(entry, value=found.value)
-                self.behind[entry.node] = found.node
-            inner = value.arguments if isinstance(value, Thing) else value
+        entries = tables[-1].entries
+        for key, entry in entries.items():
+            named = _named(entry.value, tables) if _is_interpolation(entry.value) else None
+            if named is not None:
+                entries[key] = replace(entry, value=named.value)
+                self.behind[entry.node] = named.node
+            inner = inner_table(entry.value)
             if isinstance(inner, Table):
                 self._follow((*tables, inner))
 
 
 def _is_interpolation(value: Any) -> bool:
-    return isinstance(value, Thing) and value.why == INTERPOLATED
+    return isinstance(value, Unknown) and value.why == INTERPOLATED
 
 
-def _named(value: Thing, tables: tuple[Table, ...], hops: int = 8) -> Entry | None:
+def _named(value: Unknown, tables: tuple[Table, ...], hops: int = 8) -> Entry | None:
     """Return the entry of the scalar that an interpolation stands for; None if the tree has none.
 
     A part of a larger configuration says `${part.a}` of its own `a`: a first name that it does not
     have is left out.
     """
     match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.text)
-    if match is None or (up := len(match[1])) > len(tables) or not hops:
+    if match is None or len(match[1]) > len(tables) or not hops:
         return None
-    chain = [*tables[: len(tables) - up + 1]] if up else [tables[0]]
-    path = match[2].split(".")
+    levels_up = len(match[1])
+    chain = [*tables[: len(tables) - levels_up + 1]] if levels_up else [tables[0]]
+    first, *rest = match[2].split(".")
+    path = rest if not levels_up and first not in chain[0].entries else [first, *rest]
     entry: Entry | None = None
-    for name in path[1:] if not up and path[0] not in chain[0].entries else path:
+    for name in path:
         if entry is not None:
-            inner = entry.value.arguments if isinstance(entry.value, Thing) else entry.value
-            if not isinstance(inner, Table):
-                return None
-            chain.append(inner)
+            chain.append(inner_table(entry.value))
+        if not isinstance(chain[-1], Table):
+            return None
         entry = chain[-1].entries.get(name)
         if entry is None:
             return None
@@ -83,56 +85,54 @@ def _named(value: Thing, tables: tuple[Table, ...], hops: int = 8) -> Entry | No
     return None if entry is None or isinstance(entry.value, Table | Row) else entry
 
 
-class _Tables:
+class _Builder:
     """Builder of tables from plain data; each key gets a node number, by which it is accounted for.
 
-    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it
-    returns.
+    A table with `_target_`, Hydra's name of a class or function, is what a call of it returns.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.things: list[Thing] = []
+        self.calls: list[Call] = []
+
+    def value(self, content: Any) -> Any:
+        """Return the value of plain data."""
+        self.number()
+        if isinstance(content, dict):
+            table = Table(line=1)
+            for key, inner in content.items():
+                table.entries[key] = Entry(self.value(inner), 0, self.number())
+            return self.made(table)
+        if isinstance(content, list):
+            return Row([self.value(item) for item in content])
+        return content
 
     def made(self, table: Table) -> Any:
-        """Return the table, or the thing that it describes."""
+        """Return the table, or the call that it describes."""
         name = table.get("_target_")
         if not isinstance(name, str):
             return table
-        function = External(name, imported=True)
+        function = Symbol(name, imported=True)
         if table.get("_call_") is False:
             return function
-        given = {
-            key: e
-            for key, e in table.entries.items()
-            if not str(key).startswith("_") and e.value is not None
-        }
-        self.things.append(
-            Thing(f"{name}(...)", table.line, function=function, arguments=Table(given, table.line))
-        )
-        return self.things[-1]
+        call = Call(f"{name}(...)", table.line, "comes of a call that is not run")
+        call.function = function
+        call.arguments.line = table.line
+        for key, entry in table.entries.items():
+            if not key.startswith("_") and entry.value is not None:
+                call.arguments.entries[key] = entry
+        self.calls.append(call)
+        return call
 
-    def of(self, value: Any) -> Any:
+    def number(self) -> int:
+        """Return the number of the next value or key. Raises TooLarge."""
         self.count += 1
         if self.count > MOST_VALUES:
             raise TooLarge
-        if isinstance(value, dict):
-            return self.made(
-                Table(
-                    {key: Entry(self.of(inner), 0, self.number()) for key, inner in value.items()},
-                    1,
-                )
-            )
-        if isinstance(value, list):
-            return Row({"items": tuple(self.of(item) for item in value)})
-        return value
-
-    def number(self) -> int:
-        self.count += 1
         return -self.count
 
 
-class _YamlTables(_Tables):
+class _YamlBuilder(_Builder):
     """Builder of tables from YAML nodes, which know their lines."""
 
     def __init__(self, path: Path) -> None:
@@ -141,27 +141,34 @@ class _YamlTables(_Tables):
         assert yaml is not None
         self.constructor = yaml.SafeLoader("")
 
-    def of(self, value: Any) -> Any:
+    def value(self, content: Any) -> Any:
+        """Return the value of a YAML node."""
         assert yaml is not None
-        self.count += 1
-        if self.count > MOST_VALUES:
-            raise TooLarge
-        line = value.start_mark.line + 1
-        if isinstance(value, yaml.MappingNode):
-            table = Table(line=line)
-            own = [pair for pair in value.value if pair[0].tag != "tag:yaml.org,2002:merge"]
-            self._require_once([key for key, _ in own])
-            for key, inner in [
-                *(pair for pair in value.value if pair not in own),
-                *own,
-            ]:  # explicit keys win
-                table.entries |= self._entries(key, inner)
-            return self.made(table)
-        if isinstance(value, yaml.SequenceNode):
-            return Row({"items": tuple(self.of(item) for item in value.value)})
-        if value.tag.startswith("tag:yaml.org,2002:python") or value.tag.startswith("!"):
-            return Thing(value.tag, line, "is a tag of YAML, which is not followed")
-        return _plain_scalar(self._scalar(value), line)
+        self.number()
+        line = content.start_mark.line + 1
+        if isinstance(content, yaml.MappingNode):
+            return self.made(self._mapping(content, line))
+        if isinstance(content, yaml.SequenceNode):
+            return Row([self.value(item) for item in content.value])
+        if content.tag.startswith(("tag:yaml.org,2002:python", "!")):
+            return Unknown(content.tag, line, "is a tag of YAML, which is not followed")
+        return _plain_scalar(self._scalar(content), line)
+
+    def _mapping(self, node: Any, line: int) -> Table:
+        table = Table(line=line)
+        own = [pair for pair in node.value if pair[0].tag != MERGE]
+        self._require_once([key for key, _ in own])
+        for key, inner in node.value:
+            if key.tag == MERGE:
+                merged = self.value(inner)
+                # of several tables the first wins
+                parts = reversed(merged.items) if isinstance(merged, Row) else [merged]
+                for part in parts:
+                    table.entries |= part.entries if isinstance(part, Table) else {}
+        for key, inner in own:  # explicit keys win over those that are merged
+            name = str(self._scalar(key))
+            table.entries[name] = Entry(self.value(inner), key.start_mark.line + 1, self.number())
+        return table
 
     def _scalar(self, node: Any) -> Any:
         """Return the value of a scalar. Raises UserError for one that is none of its kind, or a
@@ -199,21 +206,6 @@ class _YamlTables(_Tables):
                 )
             lines[key.value] = line
 
-    def _merged(self, value: Any) -> Mapping[Any, Entry]:
-        """Return the entries of a table, or of several, of which the first wins."""
-        tables = [
-            part
-            for part in (value.items if isinstance(value, Row) else (value,))
-            if isinstance(part, Table)
-        ]
-        return {name: entry for part in reversed(tables) for name, entry in part.entries.items()}
-
-    def _entries(self, key: Any, inner: Any) -> Mapping[Any, Entry]:
-        if key.tag == "tag:yaml.org,2002:merge":
-            return self._merged(self.of(inner))
-        name = self._scalar(key)
-        return {str(name): Entry(self.of(inner), key.start_mark.line + 1, self.number())}
-
 
 def from_json(text: str, path: Path | None = None) -> Data | None:
     """Return the object of a JSON text; None if the text is not an object.
@@ -226,13 +218,13 @@ def from_json(text: str, path: Path | None = None) -> Data | None:
         if path is not None:
             raise UserError.of("precision_file.not_json", path=path, error=error) from error
         return None
-    return Data(_Tables(), content) if isinstance(content, dict) else None
+    return Data(_Builder(), content) if isinstance(content, dict) else None
 
 
 def from_toml(text: str) -> Data | None:
     """Return the table of a TOML text; None if the text is not TOML."""
     try:
-        return Data(_Tables(), parse_toml(text))
+        return Data(_Builder(), parse_toml(text))
     except ValueError:
         return None
 
@@ -255,7 +247,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
             )
         node = yaml.compose(text, loader)
         if isinstance(node, yaml.MappingNode):
-            return Data(_YamlTables(path), node)
+            return Data(_YamlBuilder(path), node)
         return None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -273,32 +265,5 @@ def from_yaml(path: Path, text: str) -> Data | None:
 def _plain_scalar(value: Any, line: int) -> Any:
     """Return a scalar; an interpolation of OmegaConf or a placeholder is unknown."""
     if isinstance(value, str) and ("${" in value or value == "???"):
-        why = "must be filled in" if value == "???" else INTERPOLATED
-        return Thing(value, line, why)
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    return str(value)
-
-
-def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
-    """Return every mention of precision among the keys of a tree."""
-    for key, entry in table.entries.items():
-        name = f"{path}.{key}" if path else str(key)
-        if bears_on_precision(str(key)) and entry.value is not None:
-            shown = "{...}" if isinstance(entry.value, Table) else _shown(entry.value)
-            yield Mention(entry.node, str(key), entry.line, f"{name} = {shown}")
-        values = entry.value.items if isinstance(entry.value, Row) else (entry.value,)
-        for value in values:
-            inner = value.arguments if isinstance(value, Thing) else value
-            if isinstance(inner, Table):
-                yield from mentions_in_data(inner, name)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Row):
-        return "[...]"
-    if isinstance(value, Thing):
-        return value.text
-    if isinstance(value, External):
-        return value.name
-    return str(value)
+        return Unknown(value, line, "must be filled in" if value == "???" else INTERPOLATED)
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,164 +1,211 @@
-"""Values of a file as plain numbers, texts, lists and dicts, as the dialects take them."""
+"""Values of another system's file, as far as they are known without running it, and as plain data.
+
+Numbers, texts, True, False and None are themselves. A dict is a `Table`, a list a `Row`, and a name
+from outside of the file a `Symbol`, with import aliases resolved: torch.bfloat16. A `Call` is the
+result of a call of something outside of the file, and all else is `Unknown`, with the reason.
+"""
 
 import ast
-import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megaprec.dialects.reading import UNKNOWN
 from megaprec.precision.plan import TORCH_DTYPES
-from tools.foreign.systems import VALUES, WORLD_GROUPS
-from tools.foreign.values import Entry, External, Function, Row, Table, Thing
 
-NOT_PYTHON = ("${", "???", "!")
-
-
+WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
+"""Endings of names that mean the world's process group, under any alias."""
+FP8_RECIPES: Mapping[str, tuple[str, ...]] = {
+    "DelayedScaling": (
+        *("margin", "fp8_format", "amax_history_len", "amax_compute_algo"),
+        *("scaling_factor_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha"),
+    ),
+    "Float8CurrentScaling": ("use_power_2_scales", "fp8_format"),
+    "Float8BlockScaling": ("use_f32_scales", "fp8_format"),
+    "MXFP8BlockScaling": ("margin", "fp8_format", "fp8_dpa", "fp8_mha"),
+    "NVFP4BlockScaling": (),
+    "CustomRecipe": (),
+}
+"""Recipes of Transformer Engine, values of `fp8_recipe`, with their parameters by position."""
 LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
-"""Keys of layouts only: where their value is not known, nothing about precision is lost."""
 OPEN_KEYS = frozenset(
     {
-        "num_attention_heads",
-        "num_kv_attention_heads",
-        "embed_split_hidden",
-        "vocab_size",
-        "hidden_size",
-        "num_layers",
+        *("num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size"),
+        *("hidden_size", "num_layers", "mlp_ratio", "checkpoint", "num_chunks"),
+        *("max_position_embeddings", "reduce_bucket_size", "multiple_of"),
+        *("tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"),
     }
-    | {
-        "mlp_ratio",
-        "checkpoint",
-        "num_chunks",
-        "max_position_embeddings",
-        "reduce_bucket_size",
-        "multiple_of",
-    }
-    | {"tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"}
 )
-"""Keys of models, layouts and clipping: where their value is not known, the run file's own counts."""
+"""Keys of models, layouts and clipping: where their value is unknown, the run file's own counts."""
 
 
 class Unreadable(Exception):
     """A value that cannot be known, with the reason as its text."""
 
 
+@dataclass(frozen=True)
+class Symbol:
+    """A name from outside of the file. imported: the file imports it; else nothing defines it."""
+
+    name: str
+    imported: bool = False
+
+    @property
+    def last(self) -> str:
+        """The part of the name after the last dot."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value under a key.
+
+    node: id of the syntax node of the key, by which it is accounted for; 0: none.
+    """
+
+    value: Any
+    line: int = 0
+    node: int = 0
+
+
+@dataclass(eq=False)
+class Table:
+    """A dict. doubt: why its keys may be others than the file shows; empty if they are not."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    line: int = 0
+    doubt: str = ""
+
+    def get(self, key: str) -> Any:
+        """Return the value under `key`; None if there is none."""
+        entry = self.entries.get(key)
+        return None if entry is None else entry.value
+
+
+@dataclass(eq=False)
+class Row:
+    """A list, tuple or set."""
+
+    items: list[Any]
+    doubt: str = ""
+
+
+@dataclass(eq=False)
+class Unknown:
+    """A value that is not known.
+
+    text: its source text. why: the reason. attributes: those that the file sets or looks at.
+    doubt: why these may be others than the file shows; empty if they are not.
+    """
+
+    text: str
+    line: int
+    why: str
+    attributes: dict[str, Entry] = field(default_factory=dict)
+    doubt: str = ""
+
+
+@dataclass(eq=False)
+class Call(Unknown):
+    """The result of a call of something outside of the file.
+
+    guard: the condition under which it is made, with its line; empty for none.
+    """
+
+    function: Symbol = Symbol("")
+    positional: tuple[Entry, ...] = ()
+    arguments: Table = field(default_factory=Table)
+    guard: str = ""
+    node: int = 0
+
+
+def inner_table(value: Any) -> Any:
+    """Return the arguments of a call, or the value itself."""
+    return value.arguments if isinstance(value, Call) else value
+
+
 def plain(value: Any) -> Any:
     """Return the value as plain data. Raises Unreadable."""
-    if isinstance(value, External):
-        return _of_external(value)
-    if isinstance(value, Table):
-        if value.open:
-            plain(value.open[0])
-            raise Unreadable("it takes in a dict that is not known")
-        return _of_entries(value.entries)
-    if isinstance(value, Row):
-        return [plain(item) for item in value.items]
-    if isinstance(value, Thing):
-        return _of_thing(value)
-    if isinstance(value, Function):
-        raise Unreadable(f"`{value.name}` is a function, which would have to be run")
+    doubt = getattr(value, "doubt", "")
+    if doubt:
+        raise Unreadable(doubt)
+    match value:
+        case Symbol():
+            return _of_symbol(value)
+        case Table():
+            return _of_entries(spread(value))
+        case Row():
+            return [plain(item) for item in value.items]
+        case Call() if value.function.last in FP8_RECIPES:
+            fields = fields_of(value, FP8_RECIPES[value.function.last])
+            return {"recipe": value.function.last} | _of_entries(fields)
+        case Call() if is_dtype(value.function) and not value.arguments.entries:
+            return value.function.name  # torch.bfloat16(), as one system's documentation has it
+        case ast.AST():
+            raise Unreadable("it is a function, which would have to be run")
+        case Unknown():
+            raise Unreadable(f"`{value.text}` {value.why}")
     return value
 
 
-def _of_external(value: External) -> str:
+def _of_symbol(symbol: Symbol) -> str:
     """Return a dtype, a member of an enumeration or the like by its name; the world's process group
     is "world"."""
-    if value.name.endswith(WORLD_GROUPS):
+    if symbol.name.endswith(WORLD_GROUPS):
         return "world"
-    if not value.imported and "." not in value.name:
-        raise Unreadable(f"`{value.name}` is not defined in the file{assumed(value.name)}")
-    return value.name
+    if not symbol.imported and "." not in symbol.name:
+        raise Unreadable(f"`{symbol.name}` is not defined in the file")
+    return symbol.name
 
 
-def _of_thing(value: Thing) -> Any:
-    if value.alternatives and value.why:
-        options = [plain(option) for option in value.alternatives]
-        if all(option == options[0] for option in options) and len(options) > 1:
-            return options[0]
-    if value.function and value.function.last in VALUES:
-        return _recipe(value, value.function.last)
-    if (
-        value.function
-        and not (value.why or value.positional or value.arguments.entries)
-        and is_dtype(value.function)
-    ):
-        return value.function.name  # torch.bfloat16(), as the documentation of one system has it
-    why = value.why or "comes of a call that is not run"
-    can_assume = not value.why.startswith("depends on") and not value.text.startswith(NOT_PYTHON)
-    raise Unreadable(f"`{value.text}` {why}{assumed(value.text) if can_assume else ''}")
-
-
-def assumed(text: str) -> str:
-    """Return the advice to assume a value for an expression; "" for a text that is none, being
-    truncated."""
-    return f"; {assuming(text, '...')} gives it" if is_expression(text) else ""
-
-
-def assuming(text: str, value: str) -> str:
-    """Return the option that assumes a value for an expression, quoted for a shell."""
-    said = f"{text}={value}"
-    if "'" not in said:
-        return f"--assume '{said}'"
-    if set(said) & set('"$`\\!'):
-        return f"--assume {shlex.quote(said)}"
-    return f'--assume "{said}"'
-
-
-def is_expression(text: str) -> bool:
-    """Return True if Python takes a text for an expression, as `--assume` must."""
-    try:
-        ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
-def is_dtype(function: External) -> bool:
-    """Return True if this is torch's name of a dtype."""
-    return function.name.removeprefix("torch.") in TORCH_DTYPES
-
-
-def _recipe(value: Thing, name: str) -> dict[str, Any]:
-    """Return a recipe of Transformer Engine as the table of its fields."""
-    fields: dict[Any, Entry] = dict(zip(VALUES[name], value.positional, strict=False))
-    fields |= value.arguments.entries | value.attributes
-    for opened in value.arguments.open:
-        plain(opened)
-        raise Unreadable("it takes in a dict that is not known")
-    return {"recipe": name} | _of_entries(fields)
-
-
-def _of_entries(entries: Mapping[Any, Entry]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _of_entries(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    content = dict[str, Any]()
     for key, entry in entries.items():
         try:
-            made[str(key)] = plain(entry.value)
-        except Unreadable as why:
-            if key in OPEN_KEYS:
-                made[str(key)] = UNKNOWN
-                continue
-            place = f" (line {entry.line})" if entry.line else ""
-            raise Unreadable(f"its {key}{place}: {why}") from why
-    return made
+            content[key] = plain(entry.value)
+        except Unreadable as reason:
+            if key not in OPEN_KEYS:
+                place = f" (line {entry.line})" if entry.line else ""
+                raise Unreadable(f"its {key}{place}: {reason}") from reason
+            content[key] = UNKNOWN
+    return content
 
 
-def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the arguments of a call by name, overwritten by assignments to attributes of its
-    result."""
-    fields = dict(zip(order, value.positional, strict=False))
-    extra = value.positional[len(order) :]
-    fields |= {f"argument {len(order) + i + 1}": entry for i, entry in enumerate(extra)}
-    fields |= {str(key): entry for key, entry in value.arguments.entries.items()}
-    for i, opened in enumerate(value.arguments.open):
-        fields[f"**{getattr(opened, 'text', 'dict')}"] = Entry(opened, value.line, -i)
-    assigned = {
-        str(key): entry for key, entry in value.attributes.items() if not _is_only_read(entry)
-    }
-    return fields | assigned
+def is_dtype(symbol: Symbol) -> bool:
+    """Return True if this is torch's name of a dtype."""
+    return symbol.name.removeprefix("torch.") in TORCH_DTYPES
 
 
-def _is_only_read(entry: Entry) -> bool:
-    """Return True if an attribute was only accessed, so that its value is unknown."""
-    value = entry.value
-    return isinstance(value, Function) or (
-        isinstance(value, Thing) and value.why == "is not in the file" and not entry.node
-    )
+def fields_of(call: Call, order: tuple[str, ...]) -> dict[str, Entry]:
+    """Return the arguments of a call by name, overwritten by attributes that are set later.
+
+    order: the names of positional arguments; one that has none is "argument N".
+    """
+    fields = dict[str, Entry]()
+    for index, entry in enumerate(call.positional):
+        name = order[index] if index < len(order) else f"argument {index + 1}"
+        fields[name] = entry
+    return fields | spread(call.arguments) | attributes_set(call)
+
+
+def spread(table: Table) -> dict[str, Entry]:
+    """Return the entries of a dict, with those that it takes in by **.
+
+    A dict that is not known stays under its text: "**load()".
+    """
+    entries = dict[str, Entry]()
+    for key, entry in table.entries.items():
+        if key.startswith("**") and isinstance(entry.value, Table) and not entry.value.doubt:
+            entries |= spread(entry.value)
+        else:
+            entries[key] = entry
+    return entries
+
+
+def attributes_set(value: Any) -> dict[str, Entry]:
+    """Return the attributes of an object that the file sets; it only looks at the others."""
+    if not isinstance(value, Unknown):
+        return {}
+    if value.doubt:
+        return {"its attributes": Entry(value, value.line)}
+    return {name: entry for name, entry in value.attributes.items() if entry.node}

@@ -6,32 +6,20 @@ name in it that concerns precision is read, refused with its line, or named in a
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megaprec.errors import Problem, UserError, did_you_mean
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_text
 from tools.console.toml import Setting
-from tools.foreign.account import Account
-from tools.foreign.data_files import (
-    Data,
-    TooLarge,
-    from_json,
-    from_toml,
-    from_yaml,
-    mentions_in_data,
-)
-from tools.foreign.expressions import TooMuch
-from tools.foreign.gather import Gatherer, reachable
-from tools.foreign.mentions import bears_on_precision, mentions_in
-from tools.foreign.nemo_forms import note_overwritten
-from tools.foreign.plain import is_expression
-from tools.foreign.statements import Statements
-from tools.foreign.systems import NEMO, Spot
-from tools.foreign.values import Entry
-from tools.foreign.whose import whose_file
+from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml
+from tools.foreign.findings import Findings, Known
+from tools.foreign.precision_words import mentions_in_data, mentions_of
+from tools.foreign.python_file import PythonFile
+from tools.foreign.python_settings import Gatherer
+from tools.foreign.systems import INTERNEVO, NXD, NXD_OPTIMIZER
+from tools.foreign.whose import DEEPSPEED, whose_file
 from tools.foreign.yaml_forms import note_composed, read_flat, read_forms
 
 # bytes, commas and brackets; what has more would take seconds to read
@@ -41,6 +29,8 @@ KNOWN = (
     "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = "
     "dict(dtype=...), bf16_mixed()"
 )
+TOO_MUCH = "more work than a configuration asks for: give the part about precision"
+NOT_PARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -53,41 +43,38 @@ class Foreign:
     notes: tuple[str, ...]
 
 
-def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Foreign:
+def read_foreign(path: Path, given: Collection[str] = ()) -> Foreign:
     """Read the precision settings of a file.
 
-    assume: values of expressions that the file leaves open, "args.bf16=True". pick: the variable to
-    read, if the file describes several runs. Raises UserError if the file cannot be read or
-    understood, or has no such settings.
+    given: keys that are set elsewhere, whose values the file may leave open. Raises UserError if
+    the file cannot be read or understood, or has no such settings.
     """
     text = _text(path)
-    assumptions = dict(_assumption(item) for item in assume)
     try:
         data = _data(path, text)
         if data is not None:
-            account = _account_of_data(path, text, data)
-            _need_python(path, assume, pick)
+            findings = _of_data(path, text, data, given)
         else:
-            account = _account_of_python(path, text, assumptions, pick)
-        fields = account.settle()
-    except (TooMuch, TooLarge, RecursionError) as error:
-        why = "more work than a configuration asks for: give the part about precision"
-        raise UserError.of("precision_file.whose_file", path=path, why=why) from error
-    note_overwritten(account, fields.get(NEMO, {}))
-    account.close()
-    if account.problems:
-        raise UserError(*dict.fromkeys(account.problems))
-    if not fields:
-        kind = whose_file(path, text)
-        if kind is not None and not kind.shown:
-            raise UserError(kind.of(path))
-        whose = f"{kind.whose}, which " if kind is not None else ""
-        unread = [f"not read: {note}" for note in account.notes[:3]]
-        raise UserError(
-            Problem.of("precision_file.nothing_of_precision", path=path, whose=whose, known=KNOWN),
-            *unread,
-        )
-    return Foreign(_given(path, fields, account), tuple(dict.fromkeys(account.notes)))
+            findings = _of_python(path, text, given)
+        tables = findings.settle()
+    except (TooLarge, RecursionError) as error:
+        raise UserError.of("precision_file.whose_file", path=path, why=TOO_MUCH) from error
+    findings.close()
+    if findings.problems:
+        raise UserError(*dict.fromkeys(findings.problems))
+    if not tables:
+        _refuse_nothing(path, text, findings)
+    return Foreign(_settings(path, tables, findings), tuple(dict.fromkeys(findings.notes)))
+
+
+def _refuse_nothing(path: Path, text: str, findings: Findings) -> None:
+    """Raise UserError for a file without settings, by the system that it belongs to."""
+    kind = whose_file(path, text)
+    if kind is not None and not kind.shown:
+        raise UserError(kind.of(path))
+    whose = f"{kind.whose}, which " if kind is not None else ""
+    problem = Problem.of("precision_file.nothing_of_precision", path=path, whose=whose, known=KNOWN)
+    raise UserError(problem, *(f"not read: {note}" for note in findings.notes[:3]))
 
 
 def _text(path: Path) -> str:
@@ -106,127 +93,72 @@ def _text(path: Path) -> str:
 
 def _data(path: Path, text: str) -> Data | None:
     """Return the file as data; None if it is Python. A suffix that names a format is trusted."""
-    kind = path.suffix.lower()
-    if kind in (".yaml", ".yml"):
-        return _needed(path, from_yaml(path, text), "a YAML mapping")
-    if kind == ".json":
-        return _needed(path, from_json(text, path), "a JSON object")
-    if kind == ".toml":
-        return _needed(path, from_toml(text), "TOML")
-    return None if kind == ".py" else from_toml(text) or from_json(text)
-
-
-def _needed(path: Path, data: Data | None, what: str) -> Data:
+    suffix = path.suffix.lower()
+    if suffix == ".py":
+        return None
+    if suffix not in (".yaml", ".yml", ".json", ".toml"):
+        return from_toml(text) or from_json(text)
+    what = {".json": "a JSON object", ".toml": "TOML"}.get(suffix, "a YAML mapping")
+    if suffix == ".json":
+        data = from_json(text, path)
+    elif suffix == ".toml":
+        data = from_toml(text)
+    else:
+        data = from_yaml(path, text)
     if data is None:
         raise UserError.of("precision_file.not_python", path=path, what=what)
     return data
 
 
-def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
-    for option in [*(f"--assume {item}" for item in assume), *([f"--pick {pick}"] if pick else [])]:
-        raise UserError.of("precision_file.nothing_open", option=option, path=path)
-
-
-def _account_of_data(path: Path, text: str, data: Data) -> Account:
-    account = Account(str(path), mentions_in_data(data.table))
-    account.behind = data.behind
-    if not read_forms(data.table, account):
-        found = Statements(ast.Module([], []), {})
-        found.scope.names["the file"] = data.table
-        found.things += data.things
-        Gatherer(found, account, None).gather()
-    if not account.sayings:
-        kind = whose_file(path, text)
+def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findings:
+    findings = Findings(str(path), mentions_in_data(data.table), given)
+    findings.behind = data.behind
+    kind = whose_file(path, text)
+    if kind is not None and kind is DEEPSPEED:
+        raise UserError(kind.of(path))
+    if not read_forms(data.table, findings):
+        Gatherer(data.calls, [data.table], {}, findings).gather()
+    if not findings.settings:
         if kind is not None and not kind.shown:
             raise UserError(kind.of(path))
-        read_flat(data.table, account)
-    note_composed(data.table, account)
-    return account
+        read_flat(data.table, findings)
+    note_composed(data.table, findings)
+    return findings
 
 
-def _account_of_python(
-    path: Path, text: str, assumptions: Mapping[str, ast.expr], pick: str
-) -> Account:
+def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
     tree = _parsed(path, text)
-    _require_keys_once(path, tree)
-    account = Account(str(path), mentions_in(tree))
-    found = Statements(tree, assumptions)
-    for name in sorted(set(assumptions) - found.assumed):
-        raise UserError.of("precision_file.assume_unknown", name=name, path=path)
-    Gatherer(found, account, _picked(path, found, pick)).gather()
-    account.close_unreached(found.unreached)
-    _refuse_star_imports(tree, account)
-    return account
-
-
-def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
-    if not name:
-        return None
-    values = [scope.names[name] for scope in found.scopes if name in scope.names]
-    values += [
-        value for scope in found.scopes if scope.path == name for value in scope.names.values()
-    ]
-    if not values:
-        known = [str(key) for scope in found.scopes for key in scope.names]
-        raise UserError.of(
-            "precision_file.pick_unknown",
-            name=name,
-            path=path,
-            did_you_mean=did_you_mean(name, known),
-        )
-    return frozenset().union(*(reachable(value) for value in values))
-
-
-def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
-    """Refuse star imports, which may define any name, unless the file itself sets the dtype."""
-    known = any(
-        "dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings
+    file = PythonFile(path, tree)
+    findings = Findings(str(path), mentions_of(file.named, file.calls), given)
+    findings.problems += file.problems
+    for line, note in file.notes:
+        findings.note(line, note)
+    Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.named)
+    # a star import may define any name, unless the file itself sets the dtype
+    says_dtype = any(
+        "dtype" in settings.fields or settings.system != INTERNEVO for settings in findings.settings
     )
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            if known:
-                account.note(
-                    node.lineno, f"from {node.module} import *: what it brings is not read"
-                )
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            text = f"from {node.module} import *"
+            if says_dtype:
+                findings.note(node.lineno, f"{text}: what it brings is not read")
             else:
-                why = (
-                    "it may bring the precision, which is not in this file: write it here, or "
-                    "give that file"
-                )
-                account.refuse(node.lineno, f"from {node.module} import *: {why}")
+                why = "it may bring the precision: write it here, or give that file"
+                findings.refuse(node.lineno, f"{text}: {why}")
+    return findings
 
 
 def _parsed(path: Path, text: str) -> ast.Module:
     """Return the parsed module; lines of dots, as in documentation, are skipped."""
     try:
         return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except NOT_PARSED as error:
         lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
         try:
             return ast.parse("\n".join(lines))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except NOT_PARSED:
             raise UserError(_why_not_python(path, text, error)) from error
-
-
-def _require_keys_once(path: Path, tree: ast.Module) -> None:
-    """Raise UserError for a call that has an argument twice, which Python refuses too, or a dict a
-    key of precision."""
-    for node in ast.walk(tree):
-        words: list[tuple[object, int]] = []
-        if isinstance(node, ast.Call):
-            words = [(word.arg, word.lineno) for word in node.keywords if word.arg]
-        elif isinstance(node, ast.Dict):
-            keys = [
-                key
-                for key in node.keys
-                if isinstance(key, ast.Constant) and isinstance(key.value, str)
-            ]
-            words = [(key.value, key.lineno) for key in keys if bears_on_precision(str(key.value))]
-        seen = set[object]()
-        for name, line in words:
-            if name in seen:
-                raise UserError.of("precision_file.key_twice", path=path, line=line, name=name)
-            seen.add(name)
 
 
 def _why_not_python(path: Path, text: str, error: Exception) -> str:
@@ -234,56 +166,33 @@ def _why_not_python(path: Path, text: str, error: Exception) -> str:
     if not isinstance(error, SyntaxError):
         return f"{path}: not {formats}: nested too deeply, or holds null bytes"
     line = f", line {error.lineno}" if error.lineno else ""
-    lost = len(text) > 200 and text.count("\n") < 3 and text.count("import ") > 1
-    if lost:
-        hint = "; several statements stand on one line: were line breaks lost in copying?"
-    else:
-        hint = ""
-    return f"{path}{line}: not {formats}: {error.msg}{hint}"
+    is_one_line = len(text) > 200 and text.count("\n") < 3 and text.count("import ") > 1
+    hint = "; several statements stand on one line: were line breaks lost in copying?"
+    return f"{path}{line}: not {formats}: {error.msg}{hint if is_one_line else ''}"
 
 
-def _assumption(item: str) -> tuple[str, ast.expr]:
-    """Return expression and value of "args.bf16=True", the expression as Python writes it."""
-    signs = [i for i, sign in enumerate(item) if sign == "="]
-    for place in reversed(signs):  # the last that is not one of a comparison
-        name = item[:place].strip()
-        value = item[place + 1 :].strip()
-        if is_expression(name) and is_expression(value):
-            return ast.unparse(ast.parse(name, mode="eval")), ast.parse(value, mode="eval").body
-    raise UserError.of("precision_file.assume_form", item=item)
-
-
-def _given(
-    path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account
-) -> dict[str, Setting]:
+def _settings(path: Path, tables: Mapping[str, Known], findings: Findings) -> dict[str, Setting]:
     """Return the tables as dotted keys, each with file and line."""
-    given: dict[str, Setting] = {}
-    for (system, table), values in fields.items():
-        prefix = f"precision.{system}.{table}".rstrip(".")
-        given.setdefault(prefix, Setting({}, f"file {path}"))
-        for key, (value, entry) in values.items():
-            given[f"{prefix}.{key}"] = Setting(value, f"file {account.place(entry.line)}")
-    given |= _zero_of_nxd(given, account)
-    return given
+    settings = dict[str, Setting]()
+    for table, known in tables.items():
+        settings.setdefault(f"precision.{table}", Setting({}, f"file {path}"))
+        for key, (value, entry) in known.items():
+            origin = f"file {findings.place(entry.line)}"
+            settings[f"precision.{table}.{key}"] = Setting(value, origin)
+    if NXD in tables and NXD_OPTIMIZER not in tables and "precision_type" not in tables[NXD]:
+        key = f"precision.{NXD_OPTIMIZER}.zero_one_enabled"
+        settings[key] = _zero_of_nxd(tables[NXD], findings)
+    return settings
 
 
-def _zero_of_nxd(given: Mapping[str, Setting], account: Account) -> dict[str, Setting]:
-    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does
-    not state it."""
-    own = [key for key in given if key.startswith("precision.nxd")]
-    key = "precision.nxd.optimizer_config"
-    typed = given.get("precision.nxd.precision_type")
-    if not own or typed is not None or any(name.startswith(key) for name in own):
-        return {}
-    needed = [name for name in own if given[name].value is True]
-    if needed:
-        first = needed[0].removeprefix("precision.nxd.")
-        account.notes.append(
-            f"optimizer_config is not in the file: ZeRO-1 is taken to be on, as {first} = "
-            "true needs it"
-        )
-        return {f"{key}.zero_one_enabled": Setting(True, given[needed[0]].origin)}
-    account.notes.append(
-        "optimizer_config is not in the file: NxD leaves ZeRO-1 off unless told otherwise"
-    )
-    return {f"{key}.zero_one_enabled": Setting(False, "NxD's default")}
+def _zero_of_nxd(known: Known, findings: Findings) -> Setting:
+    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, where the file
+    does not state it."""
+    for key, (value, entry) in known.items():
+        if value is True:
+            why = f"ZeRO-1 is taken to be on, as {key} = true needs it"
+            findings.notes.append(f"optimizer_config is not in the file: {why}")
+            return Setting(True, f"file {findings.place(entry.line)}")
+    why = "NxD leaves ZeRO-1 off unless told otherwise"
+    findings.notes.append(f"optimizer_config is not in the file: {why}")
+    return Setting(False, "NxD's default")

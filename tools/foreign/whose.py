@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaprec.errors import UserError
 from tools.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
-from tools.foreign.values import Table, Thing
+from tools.foreign.plain import Table, inner_table
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 KEYS = (
@@ -301,8 +301,7 @@ def names_in(table: Table) -> set[str]:
     names = set[str]()
     for key, entry in table.entries.items():
         names.add(str(key))
-        value = entry.value
-        inner = value.arguments if isinstance(value, Thing) else value
+        inner = inner_table(entry.value)
         if isinstance(inner, Table):
             names |= {f"{key}.{name}" for name in inner.entries}
     return names

@@ -9,64 +9,68 @@ utils/dataclasses.py, sagemaker-hyperpod-training-adapter-for-nemo's conf/config
 utils/fsdp_utils.py and collections/model/sagemaker_base_model.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megaprec.dialects import nemo_v1
-from tools.foreign.account import Account, Saying
+from tools.foreign.findings import Findings, Settings
+from tools.foreign.plain import Entry, Row, Table, Unknown, inner_table
 from tools.foreign.systems import (
     NEMO,
     NXD,
+    NXD_ENVIRONMENT,
     NXD_OPTIMIZER,
     SMP_FP8,
     SMP_POLICY,
     SMP_POLICY2,
     SMP_SCALER,
 )
-from tools.foreign.values import Entry, Row, Table, Thing
 
-Moves = Mapping[str, str]
-NEMO1 = ("trainer.precision", "trainer.gradient_clip_val")
-NEMO1_IN_MODEL = tuple(
-    key for key in nemo_v1.Nemo1.model_fields if key not in ("precision", "gradient_clip_val")
+NEMO1_OPTIMIZER = {
+    "optim_name": "name",
+    "optim_dtype": "dtype",
+    "grad_sync_dtype": "grad_sync_dtype",
+}
+NEMO1_MARKS = frozenset(
+    {"megatron_amp_O2", "native_amp_init_scale", "tensor_model_parallel_size", "mcore_gpt"}
 )
-NXDT_TYPE = "precision.type"
-NXDT_CLIP = "trainer.gradient_clip_val"
-NXDT_ZERO = "distributed_strategy.zero1"
-NXDT_SAVED = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt"
 NXDT_MANUAL = {"master_weights": "use_master_weights", "fp32_grad_acc": "use_fp32_grad_acc"}
-NXDT_ENVIRONMENT = {
+NXDT_ENVIRONMENT_KEYS = {
     "xla_use_bf16": "XLA_USE_BF16",
     "xla_downcast_bf16": "XLA_DOWNCAST_BF16",
     "neuron_rt_stochastic_rounding_en": "NEURON_RT_STOCHASTIC_ROUNDING_EN",
 }
-HYPERPOD = {"max_context_width", "backward_fetch_policy"}
+HYPERPOD = frozenset({"max_context_width", "backward_fetch_policy"})
 HYPERPOD_DTYPES = {"bf16": "bfloat16", 16: "float16", 32: "float32"}
 HYPERPOD_FP8 = {
     "fp8_amax_history_len": "amax_history_len",
     "fp8_amax_compute_algo": "amax_compute_algo",
 }
-NO_NUMBERS = ("grad_div_ar_fusion", "gradient_accumulation_fusion", "grad_allreduce_chunk_size_mb")
-NO_NUMBERS += ("apex_transformer_log_level",)
-OFF = (
-    "model.fp16_lm_cross_entropy",
-    "model.fsdp",
-    "downcast_bf16",
-    "model.fp8_dot_product_attention",
+AUTOMODEL = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "bfloat16"}
+ACCELERATE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "no": "float32"}
+NO_NUMBERS = (
+    *("grad_div_ar_fusion", "gradient_accumulation_fusion", "grad_allreduce_chunk_size_mb"),
+    "apex_transformer_log_level",
 )
-OFF += ("model.fp8_multi_head_attention",)
+OFF = (
+    *("model.fp16_lm_cross_entropy", "model.fsdp", "downcast_bf16"),
+    *("model.fp8_dot_product_attention", "model.fp8_multi_head_attention"),
+)
 """Switches that change no number while they are off."""
 
 
-def read_forms(tree: Table, account: Account) -> bool:
+def read_forms(tree: Table, findings: Findings) -> bool:
     """Read a tree in one of the forms; return True if it is in one."""
-    _strike_off(tree, account)
+    for path in OFF:
+        entry = find(tree, path)
+        if entry is not None and entry.value in (False, "no", None):
+            findings.take(entry)
     for form in (_nxdt, _hyperpod, _nemo1, _automodel, _accelerate):
-        sayings = list(form(tree, account))
-        for saying in sayings:
-            account.add(saying)
-        if sayings:
+        places = list(form(tree, findings))
+        for settings in places:
+            findings.add(settings)
+        if places:
             return True
     return False
 
@@ -76,305 +80,233 @@ def find(tree: Table, path: str) -> Entry | None:
     *tables, last = path.split(".")
     place: Any = tree
     for name in tables:
-        entry = place.entries.get(name)
-        if entry and isinstance(entry.value, Thing):
-            place = entry.value.arguments
-        else:
-            place = entry and entry.value
+        place = inner_table(place.get(name))
         if not isinstance(place, Table):
             return None
     return place.entries.get(last)
 
 
-def _moved(tree: Table, moves: Moves) -> dict[str, Entry]:
-    """Return the existing entries by their new keys."""
-    found = {key: find(tree, path) for path, key in moves.items()}
+def _moved(tree: Table, moves: Mapping[str, str]) -> dict[str, Entry]:
+    """Return the existing entries by their new keys. moves: new key -> path."""
+    found = {key: find(tree, path) for key, path in moves.items()}
     return {key: entry for key, entry in found.items() if entry is not None}
 
 
-def _strike_off(tree: Table, account: Account) -> None:
-    for path in OFF:
-        if (entry := find(tree, path)) is not None and entry.value in (False, "no", None):
-            account.take(entry.node)
+def _take(tree: Table, findings: Findings, paths: Iterable[str]) -> None:
+    findings.take(*_moved(tree, {path: path for path in paths}).values())
 
 
-def _strike(tree: Table, account: Account, paths: Sequence[str]) -> None:
-    for path in paths:
-        if (entry := find(tree, path)) is not None:
-            account.take(entry.node)
-
-
-def _nemo1(tree: Table, account: Account) -> Iterator[Saying]:
+def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
     model = tree.get("model")
     precision = find(tree, "trainer.precision")
-    if precision is None or not isinstance(model, Table) or not _is_megatron(model):
+    if precision is None or not isinstance(model, Table) or not NEMO1_MARKS & set(model.entries):
         return
-    moves = {"trainer.precision": "precision", "trainer.gradient_clip_val": "gradient_clip_val"}
-    of_optim = {"name": "optim_name", "dtype": "optim_dtype", "grad_sync_dtype": "grad_sync_dtype"}
-    moves |= {f"model.{key}": key for key in NEMO1_IN_MODEL if key not in of_optim.values()}
-    moves |= {f"model.optim.{name}": key for name, key in of_optim.items()}
+    moves = {key: f"model.{key}" for key in nemo_v1.Nemo1.model_fields}
+    moves |= {key: f"model.optim.{name}" for key, name in NEMO1_OPTIMIZER.items()}
+    moves |= {"precision": "trainer.precision", "gradient_clip_val": "trainer.gradient_clip_val"}
     fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
-    _strike(tree, account, ["model.precision", *(f"model.{key}" for key in NO_NUMBERS)])
+    no_numbers = [f"model.{key}" for key in NO_NUMBERS]
+    # the dtype of FSDP is in every template
+    _take(tree, findings, ["model.precision", "model.fsdp_grad_reduce_dtype", *no_numbers])
     sharded = model.entries.get("fsdp")
     if sharded is not None and sharded.value:
-        why = (
-            "FSDP, which does without O2's masters and dtypes, is not read: take PyTorch's "
-            "policy as SMP's keys"
-        )
-        account.refuse(sharded.line, f"model.fsdp = {sharded.value}: {why}")
-    _strike(tree, account, ["model.fsdp_grad_reduce_dtype"])  # it is in every template
-    yield Saying(("nemo", "v1"), fields, precision.line, "trainer.precision")
+        why = "FSDP, which does without O2's masters and dtypes, is not read"
+        remedy = "take PyTorch's policy as SMP's keys"
+        findings.refuse(sharded.line, f"model.fsdp = {sharded.value}: {why}: {remedy}")
+    yield Settings("nemo.v1", fields, precision.line, "trainer.precision")
 
 
-def _is_megatron(model: Table) -> bool:
-    keys = {str(key) for key in model.entries}
-    return bool(
-        keys
-        & {"megatron_amp_O2", "native_amp_init_scale", "tensor_model_parallel_size", "mcore_gpt"}
-    )
-
-
-def _nxdt(tree: Table, account: Account) -> Iterator[Saying]:
-    kind = find(tree, NXDT_TYPE)
+def _nxdt(tree: Table, findings: Findings) -> Iterator[Settings]:
+    kind = find(tree, "precision.type")
     if kind is None:
         return
-    manual = kind.value == "manual"
-    fields = {"precision_type": kind} | _moved(tree, {NXDT_SAVED: "use_master_weights_in_ckpt"})
-    own = {f"precision.{name}": key for name, key in NXDT_MANUAL.items()}
-    environment = {f"precision.{name}": key for name, key in NXDT_ENVIRONMENT.items()}
-    idle = ("precision.fp32_grads_cc", "precision.parallel_layers_reduce_dtype")
-    _strike(tree, account, ["precision", *own, *environment, *idle])
-    _note_nxdt(tree, account, str(kind.value))
-    if manual:
-        fields |= {key: Entry(False, kind.line) for key in own.values()} | _moved(tree, own)
-    yield Saying(NXD, fields, kind.line, "precision.type")
-    if manual and (variables := _moved(tree, environment)):
-        yield Saying(
-            ("nxd", "environment"),
-            {k: _as_text(e) for k, e in variables.items()},
-            kind.line,
-            "precision",
-        )
-    yield Saying(NXD_OPTIMIZER, _nxdt_optimizer(tree, kind.line), kind.line, "distributed_strategy")
+    is_manual = kind.value == "manual"
+    saved = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt"
+    fields = {"precision_type": kind} | _moved(tree, {"use_master_weights_in_ckpt": saved})
+    manual = {key: f"precision.{name}" for name, key in NXDT_MANUAL.items()}
+    environment = {key: f"precision.{name}" for name, key in NXDT_ENVIRONMENT_KEYS.items()}
+    idle = ("precision", "precision.fp32_grads_cc", "precision.parallel_layers_reduce_dtype")
+    _take(tree, findings, [*idle, *manual.values(), *environment.values()])
+    _note_nxdt(tree, findings, str(kind.value))
+    if is_manual:
+        fields |= dict.fromkeys(manual, Entry(False, kind.line)) | _moved(tree, manual)
+    yield Settings(NXD, fields, kind.line, "precision.type")
+    variables = {
+        key: replace(entry, value=str(entry.value)) if type(entry.value) is int else entry
+        for key, entry in _moved(tree, environment).items()
+    }
+    if is_manual and variables:
+        yield Settings(NXD_ENVIRONMENT, variables, kind.line, "precision")
+    zero = find(tree, "distributed_strategy.zero1") or Entry(True, kind.line)
+    clip = find(tree, "trainer.gradient_clip_val") or Entry(None, kind.line)
+    clipping = {"max_grad_norm": clip}
+    if clip.value is None:
+        clipping = {"grad_clipping": replace(clip, value=False)}
+    optimizer = {"zero_one_enabled": zero} | clipping
+    yield Settings(NXD_OPTIMIZER, optimizer, kind.line, "distributed_strategy")
 
 
-def _note_nxdt(tree: Table, account: Account, kind: str) -> None:
+def _note_nxdt(tree: Table, findings: Findings, kind: str) -> None:
     """Name what changes numbers in neuronx-distributed-training and has no key here.
 
     Its layers reduce in BF16, with type fp32 in FP32. Its adamw_fp32OptState has FP32 moments where
     FP64 becomes FP32.
     """
-    reduce = find(tree, "precision.parallel_layers_reduce_dtype")
-    usual = ("fp32", "float32") if kind == "fp32" else ("bf16", "bfloat16")
-    if (
-        reduce is not None
-        and reduce.value is not None
-        and str(reduce.value).removeprefix("torch.") not in usual
-    ):
+    reduce = find(tree, "precision.parallel_layers_reduce_dtype") or Entry(None)
+    usual = ("None", "fp32", "float32") if kind == "fp32" else ("None", "bf16", "bfloat16")
+    if str(reduce.value).removeprefix("torch.") not in usual:
         why = "sums over tensor ranks are in the dtype of the activations here"
-        account.note(reduce.line, f"precision.parallel_layers_reduce_dtype = {reduce.value}: {why}")
-    optimizer = find(tree, "model.optim.name")
-    downcast = find(tree, "precision.xla_downcast_bf16")
-    masters = find(tree, "precision.master_weights")
-    if (
-        kind != "manual"
-        or optimizer is None
-        or downcast is None
-        or (masters is not None and masters.value)
-    ):
-        return
-    if optimizer.value == "adamw_fp32OptState" and str(downcast.value) == "1":
+        text = f"precision.parallel_layers_reduce_dtype = {reduce.value}: {why}"
+        findings.note(reduce.line, text)
+    optimizer = find(tree, "model.optim.name") or Entry(None)
+    downcast = find(tree, "precision.xla_downcast_bf16") or Entry(None)
+    masters = find(tree, "precision.master_weights") or Entry(None)
+    is_wide = optimizer.value == "adamw_fp32OptState" and str(downcast.value) == "1"
+    if kind == "manual" and is_wide and not masters.value:
         why = "its moments are FP32 beside BF16 weights; here they are as wide as the masters"
-        account.note(optimizer.line, f"model.optim.name = {optimizer.value}: {why}")
+        findings.note(optimizer.line, f"model.optim.name = {optimizer.value}: {why}")
 
 
-def _as_text(entry: Entry) -> Entry:
-    number = type(entry.value) is int
-    return Entry(str(entry.value), entry.line, entry.node) if number else entry
-
-
-def _nxdt_optimizer(tree: Table, line: int) -> dict[str, Entry]:
-    zero = find(tree, NXDT_ZERO)
-    clip = find(tree, NXDT_CLIP)
-    fields = {"zero_one_enabled": zero or Entry(True, line)}
-    if clip is None or clip.value is None:
-        return fields | {"grad_clipping": Entry(False, clip.line if clip else line)}
-    return fields | {"max_grad_norm": clip}
-
-
-def _hyperpod(tree: Table, account: Account) -> Iterator[Saying]:
+def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
     """Read a recipe of SageMaker HyperPod for SMP v2, with the defaults of its schema."""
     model = tree.get("model")
     smp = tree.entries.get("use_smp_model")
-    if not isinstance(model, Table) or not (
-        "use_smp_model" in tree.entries or set(model.entries) >= HYPERPOD
-    ):
+    if not isinstance(model, Table) or not (smp or set(model.entries) >= HYPERPOD):
         return
-    precision = model.entries.get("precision")
-    if precision is None or precision.value is None:
-        precision = find(tree, "trainer.precision") or Entry(None, model.line)
-    line = precision.line
-    account.take(
-        *(e.node for e in (smp, precision, find(tree, "trainer.precision")) if e is not None)
-    )
-    dtype = "" if isinstance(precision.value, Thing) else HYPERPOD_DTYPES.get(precision.value)
-    if dtype is None:
-        account.refuse(line, f"precision = {precision.value}: SMP's recipes take bf16, 16 or 32")
-        return
-    held = replace(precision, value=dtype) if dtype else precision
-    with_smp = smp is None or smp.value
+    of_model = model.entries.get("precision", Entry(None, model.line))
+    of_trainer = find(tree, "trainer.precision") or of_model
+    precision = of_trainer if of_model.value is None else of_model
+    findings.take(of_model, of_trainer, smp or of_model)
+    held = precision
+    if not isinstance(precision.value, Unknown):
+        if precision.value not in HYPERPOD_DTYPES:
+            why = "SMP's recipes take bf16, 16 or 32"
+            findings.refuse(precision.line, f"precision = {precision.value}: {why}")
+            return
+        held = replace(precision, value=HYPERPOD_DTYPES[precision.value])
+    with_smp = smp is None or bool(smp.value)
+    fields = {"param_dtype": held, "reduce_dtype": held, "buffer_dtype": held}
     if with_smp:
-        kept = ("param_dtype", "reduce_dtype")
-    else:
-        kept = ("param_dtype", "reduce_dtype", "buffer_dtype")
-    fields = dict.fromkeys(kept, held) | (
-        {"buffer_dtype": replace(held, value="float32")} if with_smp else {}
-    )
-    if _peft_casts(tree, account, model):
-        fields["cast_forward_inputs"] = Entry(True, line)
-    yield Saying(SMP_POLICY, fields, line, "model.precision")
+        fields["buffer_dtype"] = replace(held, value="float32")
+    adapter = find(tree, "model.peft.peft_type") or Entry(None)
+    if adapter.value == "qlora_4bit":
+        why = "weights of 4 bits are not supported"
+        findings.refuse(adapter.line, f"model.peft.peft_type = qlora_4bit: {why}")
+    # inputs of all modules are cast for fine-tuning by adapters
+    if adapter.value or model.get("multi_modal") is True:
+        fields["cast_forward_inputs"] = Entry(True, precision.line)
+    yield Settings(SMP_POLICY, fields, precision.line, "model.precision")
     clip = model.entries.get("grad_clip") or Entry(1.0, model.line)
-    yield Saying(("smp", ""), {"max_grad_norm": clip}, clip.line, "model.grad_clip", adds=True)
-    yield from _hyperpod_fp8(model, account, bool(with_smp))
+    yield Settings("smp", {"max_grad_norm": clip}, clip.line, "model.grad_clip", completes=True)
+    switches = {key: f"model.{key}" for key in ("fp8", *HYPERPOD_FP8)}
+    given = _moved(tree, switches)
+    findings.take(*given.values())
+    if with_smp:
+        if "fp8" not in given:
+            why = "the schema of SMP's recipes takes true"
+            findings.note(model.line, f"model.fp8 is not given: {why}")
+        own = {key: given[name] for name, key in HYPERPOD_FP8.items() if name in given}
+        yield _delayed(given.get("fp8", Entry(True, model.line)), own, "model.fp8")
 
 
-def _peft_casts(tree: Table, account: Account, model: Table) -> bool:
-    """Return True if inputs of all modules are cast, as for fine-tuning by adapters."""
-    kind = find(tree, "model.peft.peft_type")
-    if kind is not None and kind.value == "qlora_4bit":
-        account.refuse(
-            kind.line, "model.peft.peft_type = qlora_4bit: weights of 4 bits are not supported"
-        )
-    return bool((kind is not None and kind.value) or model.get("multi_modal") is True)
+def _delayed(enabled: Entry, fields: Mapping[str, Entry], name: str) -> Settings:
+    """Return FP8 with the recipe of delayed scaling."""
+    line = enabled.line
+    recipe = Table({"recipe": Entry("DelayedScaling", line), **fields}, line)
+    entries = {"enabled": enabled, "fp8_recipe": Entry(recipe, line)}
+    return Settings(SMP_FP8, entries, line, name)
 
 
-def _hyperpod_fp8(model: Table, account: Account, with_smp: bool) -> Iterator[Saying]:
-    given = {key: model.entries[key] for key in ("fp8", *HYPERPOD_FP8) if key in model.entries}
-    account.take(*(entry.node for entry in given.values()))
-    on = given.get("fp8", Entry(True, model.line))
-    if not with_smp:
-        return
-    if "fp8" not in given:
-        account.note(model.line, "model.fp8 is not given: the schema of SMP's recipes takes true")
-    own = {key: given[name] for name, key in HYPERPOD_FP8.items() if name in given}
-    recipe = Table({"recipe": Entry("DelayedScaling", on.line), **own}, on.line)
-    yield Saying(
-        SMP_FP8, {"enabled": on, "fp8_recipe": Entry(recipe, on.line)}, on.line, "model.fp8"
-    )
-
-
-def _automodel(tree: Table, account: Account) -> Iterator[Saying]:
-    policy = find(tree, "distributed.mp_policy")
+def _automodel(tree: Table, findings: Findings) -> Iterator[Settings]:
+    policy = find(tree, "distributed.mp_policy") or Entry(None)
     strategy = find(tree, "distributed.strategy")
     if strategy is None or strategy.value not in ("fsdp2", "megatron_fsdp", "ddp"):
         return
-    if policy is not None and isinstance(policy.value, Table):
-        account.take(policy.node)
-        fields = {
-            str(k): e
-            for k, e in policy.value.entries.items()
-            if k != "_target_" and e.value is not None
-        }
+    content = inner_table(policy.value)
+    if isinstance(content, Table):
+        findings.take(policy)
+        given = content.entries.items()
+        fields = {key: e for key, e in given if key != "_target_" and e.value is not None}
     else:
-        account.note(
-            strategy.line,
-            "distributed.mp_policy is not given: Automodel's default, BF16 reduced in FP32",
-        )
-        values = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "bfloat16"}
-        fields = {key: Entry(value, strategy.line) for key, value in values.items()}
-    held = find(tree, "model.torch_dtype")
-    if (
-        held is not None and str(held.value).removeprefix("torch.") == "float32"
-    ):  # masters are FP32 in any case
-        account.take(held.node)
-    yield Saying(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
+        why = "Automodel's default, BF16 reduced in FP32"
+        findings.note(strategy.line, f"distributed.mp_policy is not given: {why}")
+        fields = {key: Entry(value, strategy.line) for key, value in AUTOMODEL.items()}
+    held = find(tree, "model.torch_dtype") or Entry(None)
+    if str(held.value).removeprefix("torch.") == "float32":
+        findings.take(held)  # masters are FP32 in any case
+    yield Settings(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
 
 
-def _accelerate(tree: Table, account: Account) -> Iterator[Saying]:
-    kind = tree.entries.get("distributed_type")
+def _accelerate(tree: Table, findings: Findings) -> Iterator[Settings]:
     precision = tree.entries.get("mixed_precision")
-    if kind is None or precision is None or kind.value != "FSDP":
+    if precision is None or tree.get("distributed_type") != "FSDP":
         return
-    version = find(tree, "fsdp_config.fsdp_version")
-    second = version is not None and str(version.value) == "2"
+    version = find(tree, "fsdp_config.fsdp_version") or Entry(None)
+    is_second = str(version.value) == "2"
     # YAML takes a bare no for false
     said = "no" if precision.value is False else str(precision.value)
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "no": "float32"}.get(said)
-    account.take(precision.node)
-    if dtype is None:
-        account.refuse(
-            precision.line, f"mixed_precision = {precision.value}: use no, fp16, bf16 or fp8"
-        )
+    findings.take(precision)
+    if said not in ACCELERATE_DTYPES:
+        remedy = "use no, fp16, bf16 or fp8"
+        findings.refuse(precision.line, f"mixed_precision = {precision.value}: {remedy}")
         return
-    last = "output_dtype" if second else "buffer_dtype"
-    fields = {key: Entry(dtype, precision.line) for key in ("param_dtype", "reduce_dtype", last)}
-    yield Saying(SMP_POLICY2 if second else SMP_POLICY, fields, precision.line, "mixed_precision")
+    held = replace(precision, value=ACCELERATE_DTYPES[said])
+    last: str = "output_dtype" if is_second else "buffer_dtype"
+    fields = {"param_dtype": held, "reduce_dtype": held, last: held}
+    table = SMP_POLICY2 if is_second else SMP_POLICY
+    yield Settings(table, fields, precision.line, "mixed_precision")
     if said == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
-        yield Saying(SMP_SCALER, {}, precision.line, "mixed_precision")
-    if precision.value == "fp8":
-        yield from _accelerate_fp8(tree, account, precision.line)
+        yield Settings(SMP_SCALER, {}, precision.line, "mixed_precision")
+    if said == "fp8":
+        yield from _accelerate_fp8(tree, findings, precision.line)
 
 
-def _accelerate_fp8(tree: Table, account: Account, line: int) -> Iterator[Saying]:
-    config = tree.get("fp8_config")
-    given = dict(config.entries) if isinstance(config, Table) else {}
-    account.take(*(entry.node for entry in given.values()))
-    if isinstance(entry := tree.entries.get("fp8_config"), Entry):
-        account.take(entry.node)
+def _accelerate_fp8(tree: Table, findings: Findings, line: int) -> Iterator[Settings]:
+    config = tree.entries.get("fp8_config", Entry(None))
+    given = dict(config.value.entries) if isinstance(config.value, Table) else {}
+    findings.take(config, *given.values())
     backend = given.pop("backend", Entry("TE", line))
+    given.pop("use_autocast_during_eval", None)
     if backend.value != "TE":
-        account.refuse(
-            backend.line,
-            f"fp8_config.backend = {backend.value}: only Transformer Engine's (TE) is read",
-        )
+        why = "only Transformer Engine's (TE) is read"
+        findings.refuse(backend.line, f"fp8_config.backend = {backend.value}: {why}")
         return
-    fields = {
-        key: Entry(value, line) for key, value in {"amax_compute_algo": "most_recent"}.items()
-    }
-    fields |= {str(key): entry for key, entry in given.items() if key != "use_autocast_during_eval"}
-    recipe = Table({"recipe": Entry("DelayedScaling", line), **fields}, line)
-    yield Saying(SMP_FP8, {"fp8_recipe": Entry(recipe, line)}, line, "fp8_config")
+    default = {"amax_compute_algo": Entry("most_recent", line)}
+    yield _delayed(Entry(True, line), default | given, "fp8_config")
 
 
-def note_composed(tree: Table, account: Account) -> None:
+def note_composed(tree: Table, findings: Findings) -> None:
     """Name the files that Hydra would lay under this one, by its `defaults`; what they set is not
     in this file."""
-    entry = tree.entries.get("defaults")
-    items = entry.value.items if entry is not None and isinstance(entry.value, Row) else ()
-    brought = [name for item in items for name in _brought(item)]
-    if entry is not None and brought:
-        why = (
-            "Hydra takes in other files, and what they say of precision is not read: give the "
-            "composed file"
-        )
-        account.note(entry.line, f"defaults: {', '.join(brought)}: {why}")
+    entry = tree.entries.get("defaults", Entry(None))
+    items = entry.value.items if isinstance(entry.value, Row) else ()
+    names = [name for item in items for name in _brought(item)]
+    if names:
+        why = "Hydra takes in other files, and what they say of precision is not read"
+        text = f"defaults: {', '.join(names)}: {why}: give the composed file"
+        findings.note(entry.line, text)
 
 
 def _brought(item: Any) -> Iterator[str]:
     """Yield what an item of `defaults` takes in, but for the file itself, Hydra's own settings and
     NeMo's overlap."""
-    if isinstance(item, Table):
-        pairs = [(key, e.value) for key, e in item.entries.items()]
-    else:
-        pairs = [(item, "")]
-    for key, value in pairs:
-        name = str(key).removeprefix("override ").removeprefix("optional ").strip()
-        if name != "_self_" and not name.startswith(("hydra/", "tp_overlap")) and value is not None:
-            yield f"{name}: {value}" if value else name
+    entries = item.entries if isinstance(item, Table) else {str(item): Entry("")}
+    for key, entry in entries.items():
+        name = key.removeprefix("override ").removeprefix("optional ").strip()
+        is_plain = name == "_self_" or name.startswith(("hydra/", "tp_overlap"))
+        if not is_plain and entry.value is not None:
+            yield f"{name}: {entry.value}" if entry.value else name
 
 
-def read_flat(tree: Table, account: Account) -> None:
+def read_flat(tree: Table, findings: Findings) -> None:
     """Read a tree whose top level is the fields of NeMo's plugin, or names a recipe."""
-    if isinstance(name := tree.get("plugins"), str):
-        account.add(
-            Saying(NEMO, {"recipe": tree.entries["plugins"]}, tree.entries["plugins"].line, name)
-        )
-    elif {"recipe", "precision"} & set(tree.entries) and not isinstance(
-        tree.get("precision"), Table
-    ):
+    plugins = tree.entries.get("plugins")
+    if plugins is not None and isinstance(plugins.value, str):
+        findings.add(Settings(NEMO, {"recipe": plugins}, plugins.line, plugins.value))
+    elif {"recipe", "precision"} & set(tree.entries):
         fields = {
-            str(key): entry
-            for key, entry in tree.entries.items()
-            if not isinstance(entry.value, Table)
+            key: entry for key, entry in tree.entries.items() if not isinstance(entry.value, Table)
         }
-        account.add(Saying(NEMO, fields, next(iter(fields.values())).line, "the file"))
+        if {"recipe", "precision"} & set(fields):
+            line = next(iter(fields.values())).line
+            findings.add(Settings(NEMO, fields, line, "the file"))

@@ -14,12 +14,13 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     if model.positions == "learned":
         shapes["positions.weight"] = (model.max_positions, hidden)
     for layer in range(model.layers):
-        for name, shape in _layer(model.kind_of_layer(layer)):
-            shapes[f"layers.{layer}.{name}"] = shape
+        for tensor_name, shape in _layer(model.kind_of_layer(layer)):
+            shapes[f"layers.{layer}.{tensor_name}"] = shape
     shapes |= dict(_norm("final_norm", model, hidden))
     for module in range(model.mtp_layers):
-        for name, shape in _module(model):
-            shapes[f"mtp.{module}.{name}"] = shape
+        for tensor_name, shape in _module(model):
+            shapes[f"mtp.{module}.{tensor_name}"] = shape
+    # A tied head is the embedding, and no tensor of its own.
     if not model.tied:
         shapes["head.weight"] = (model.vocab, hidden)
     return shapes
@@ -28,8 +29,8 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _module(model: ModelConfig) -> NamedShapes:
     """Yield the tensors of a module of multi-token prediction: of its layer, and of what is around
     it."""
-    for name in ("embedding_norm", "hidden_norm", "final_norm"):
-        yield from _norm(name, model, model.hidden)
+    for tensor_name in ("embedding_norm", "hidden_norm", "final_norm"):
+        yield from _norm(tensor_name, model, model.hidden)
     yield "projection.weight", (model.hidden, 2 * model.hidden)
     yield from _layer(model.kind_of_layer(model.layers - 1))
 
@@ -42,6 +43,7 @@ def _layer(model: ModelConfig) -> NamedShapes:
         yield from _latents(model)
     else:
         yield from _queries_keys_values(model)
+    # In latent attention values have a width of their own.
     values = model.heads * (model.latent.value_dim or model.head_dim)
     yield from _linear("attention.output", hidden, values, model.output_bias)
     yield from _branch_norms("mlp", model, hidden)
@@ -59,8 +61,8 @@ def _experts(model: ModelConfig) -> NamedShapes:
     if model.router.correction:
         yield "mlp.router.correction", (model.experts,)
     for expert in range(model.experts):
-        name = f"mlp.experts.{expert}"
-        yield from _feed_forward(name, model, model.ffn, bias)
+        tensor_name = f"mlp.experts.{expert}"
+        yield from _feed_forward(tensor_name, model, model.ffn, bias)
     if model.shared_experts:
         yield from _feed_forward("mlp.shared", model, model.shared_experts, bias)
     if model.shared_gate:
@@ -76,9 +78,14 @@ def _queries_keys_values(model: ModelConfig) -> NamedShapes:
         yield from _linear(f"attention.{name}", rows, model.hidden, model.qkv_bias)
     if model.qk_norm:
         # A norm over all heads has a weight for each feature of each head.
-        over_all = model.qk_norm_over == "all"
-        yield "attention.query_norm.weight", (query_rows if over_all else head_dim,)
-        yield "attention.key_norm.weight", (kv_rows if over_all else head_dim,)
+        if model.qk_norm_over == "all":
+            query_features = query_rows
+            key_features = kv_rows
+        else:
+            query_features = head_dim
+            key_features = head_dim
+        yield "attention.query_norm.weight", (query_features,)
+        yield "attention.key_norm.weight", (key_features,)
     if model.attention_sinks:
         yield "attention.sinks.weight", (model.heads,)
 
@@ -105,16 +112,17 @@ def _latents(model: ModelConfig) -> NamedShapes:
     yield "attention.value_up.weight", (value_rows, sizes.kv_rank)
 
 
-def _feed_forward(name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
-    for part in ("gate", "up") if model.gated else ("up",):
-        yield from _linear(f"{name}.{part}", ffn, model.hidden, bias)
-    yield from _linear(f"{name}.down", model.hidden, ffn, bias)
+def _feed_forward(tensor_name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
+    if model.gated:
+        yield from _linear(f"{tensor_name}.gate", ffn, model.hidden, bias)
+    yield from _linear(f"{tensor_name}.up", ffn, model.hidden, bias)
+    yield from _linear(f"{tensor_name}.down", model.hidden, ffn, bias)
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
-    yield f"{name}.weight", (rows, columns)
+def _linear(tensor_name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
+    yield f"{tensor_name}.weight", (rows, columns)
     if bias:
-        yield f"{name}.bias", (rows,)
+        yield f"{tensor_name}.bias", (rows,)
 
 
 def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes:
@@ -125,7 +133,7 @@ def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes
         yield from _norm(f"{branch}_post_norm", model, features)
 
 
-def _norm(name: str, model: ModelConfig, features: int) -> NamedShapes:
-    yield f"{name}.weight", (features,)
+def _norm(tensor_name: str, model: ModelConfig, features: int) -> NamedShapes:
+    yield f"{tensor_name}.weight", (features,)
     if model.norm == "layer":
-        yield f"{name}.bias", (features,)
+        yield f"{tensor_name}.bias", (features,)

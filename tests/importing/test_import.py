@@ -15,7 +15,7 @@ from tests.importing.scripts import ASSUMED, SCRIPTS
 from tools.arguments.megatron import READ, REFUSED, UNUSED, option
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
-from tools.convert.megatron.layout import model_of_args
+from tools.convert.megatron.args import model_of_args
 from tools.importing.arguments import Arguments, read_words
 from tools.importing.megatron_model import completed
 from tools.importing.run import import_run

@@ -45,7 +45,7 @@ from tools.parity.record import Plan
 from tools.parity.runs import made_ready
 from tools.parity.shrink import LayoutLimits
 from tools.prove.parting import LOADED
-from tools.training.corpus import Corpus, open_corpus
+from tools.training.corpus import (Corpus, open_corpus)
 
 AGREE = "they agree"
 PART = "they part"

@@ -32,7 +32,7 @@ from tools.convert.hf.vocabulary import (
     folder_notes,
     main_file,
 )
-from tools.convert.hf.write_config import config_of, notes_on_older_transformers
+from tools.convert.hf.config import config_of, notes_on_older_transformers
 from tools.convert.initial import resolve_run
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target

@@ -28,7 +28,7 @@ from tools.parity.progress import (
     recorded_position,
 )
 from tools.parity.record import Plan, record
-from tools.training.corpus import Corpus, open_built
+from tools.training.corpus import (Corpus, open_built)
 from tools.training.launch import launch_local
 from tools.training.stopping import note_failure
 

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaprec.errors import Problem, UserError
-from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
+from models.equivalence import TRAINING, as_computed
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, Json
 from tools.convert.hf.quantized import require_readable

@@ -12,7 +12,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.rope import ORIGINAL, PARAMETERS
+from models.rope_scaling import ORIGINAL, PARAMETERS
 from tools.convert.hf.keys import ConfigKeys, Entry, Fields, Json, require
 
 REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor

@@ -10,9 +10,9 @@ import torch
 from pydantic import BaseModel
 
 from megaprec.errors import UserError
-from models.computed import TRAINING, as_computed
 from models.config import ModelConfig
-from models.router import PLAIN
+from models.equivalence import TRAINING, as_computed
+from models.router_settings import PLAIN
 from tools.convert.hf.config import NAMES, differing_fields, make_model
 from tools.convert.megatron.feed_forwards import (
     activation_of,

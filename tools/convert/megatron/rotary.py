@@ -12,7 +12,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.rope import ORIGINAL, RopeScaling
+from models.rope_scaling import ORIGINAL, RopeScaling
 from tools.convert.megatron.keys import Args, argument_or
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there

@@ -91,8 +91,7 @@ class Sentinel(StepObserver):
         """Check step `number`, which is taken inside. Raises SilentFault, on every rank, before the
         step's update.
 
-        share_of: returns the share of a data-parallel rank in this step. The step before must be
-            settled. Collective.
+        share_of: returns the share of a data-parallel rank in this step. Collective.
         """
         engine = self.engine
         passes = self.engine.passes

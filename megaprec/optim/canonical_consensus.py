@@ -23,7 +23,6 @@ from megaprec.errors import UserError
 from megaprec.optim.consensus import Consensus, Measured, StepConsensus
 from megaprec.optim.exact_sum import LENGTH, ExactSum, total
 from megaprec.optim.grad_stats import statistics
-from megaprec.optim.native import Kernels
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
 
@@ -40,16 +39,14 @@ class CanonicalConsensus(StepConsensus):
         # exchanged numbers of the norm: an exact sum, and the exponent of its unit
         self._num_exact = 0 if order == math.inf else LENGTH + 1
 
-    def measure(
-        self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> Measured:
+    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
         """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a
         copy is not.
 
         The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
         unit. Collective for a norm that needs the largest of all ranks.
         """
-        counted = statistics(gradients, copies, self.device, kernels)
+        counted = statistics(gradients, copies, self.device)
         # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
         if self.exact_order == math.inf:
             counted[0] *= 0

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
-from megaprec.optim.native import Kernels
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
 # Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a
@@ -164,15 +163,13 @@ class StepConsensus:
         stage_slots = len(_StageNumbers._fields) * pp.size
         self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
 
-    def measure(
-        self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> Measured:
+    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
         """Return two arguments of `pack`: sum of squares and number of zeros; the norm of this
         rank's gradients.
 
-        gradients, copies, kernels: as in `grad_stats.statistics`.
+        gradients, copies: as in `grad_stats.statistics`.
         """
-        counted = statistics(gradients, copies, self.device, kernels)
+        counted = statistics(gradients, copies, self.device)
         if self.order == 2:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))

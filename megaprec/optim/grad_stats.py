@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megaprec.optim.native import Kernels
-
 # elements: a block is still in a core's cache when it is read for the second time
 _CPU_BLOCK = 1 << 17
 _GPU_BLOCK = 1 << 24  # elements: the largest count that is exact in FP32
@@ -28,17 +26,13 @@ def statistics(
     gradients: Sequence[Tensor],
     copies: Sequence[Tensor],
     device: torch.device,
-    kernels: Kernels | None = None,
 ) -> Tensor:
     """Return float64 [2]: (sum of squares, number of zeros) over flat tensors in which every
     element counts once.
 
     copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and have
     no effect otherwise.
-    kernels: C kernels for the tensors that they support; torch's operators read the others.
     """
-    if kernels is not None:
-        return _statistics_by_kernels(gradients, copies, device, kernels)
     counted = _all_blocks(gradients)
     if counted:
         norms, num_nonzero = _norms_and_nonzero(counted)
@@ -52,21 +46,6 @@ def statistics(
     if copied:
         squares_of_copies = _squares(_norms(copied), copied)
         numbers[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
-    return numbers
-
-
-def _statistics_by_kernels(
-    gradients: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device, kernels: Kernels
-) -> Tensor:
-    """Return what `statistics` returns, by C kernels where they support a tensor."""
-    by_torch = [values for values in gradients if not kernels.reads(values)]
-    copies_by_torch = [values for values in copies if not kernels.reads(values)]
-    numbers = statistics(by_torch, copies_by_torch, device)
-    for values in filter(kernels.reads, gradients):
-        numbers += kernels.statistics(values)
-    for values in filter(kernels.reads, copies):
-        squares, _ = kernels.statistics(values).unbind()
-        numbers[0] += 0 * squares
     return numbers
 
 

@@ -72,7 +72,6 @@ from megaprec.optim.model_intake import (
     require_no_double_sharding,
 )
 from megaprec.optim.muon import moments_of
-from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import (
     cycled_options,
@@ -149,9 +148,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     bucket: elements of a reduction or an all-gather; the last parameter of a bucket may exceed this
         number. 0: 40 million, or a million for each dp rank if that is more.
     seed: of stochastic rounding.
-    native: AdamW on a CPU by kernels that a C compiler builds, wherever masters, gradients and
-        moments are FP32 and weights are FP32 or rounded to nearest bf16. The results are equal
-        except for the last bits of the norm.
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
@@ -184,7 +180,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
-        native: bool = False,
         canonical: bool = False,
         observers: Sequence[StepObserver] = (),
         **others: Any,
@@ -194,7 +189,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         switches = {
             "average": average,
             "overlap": overlap,
-            "native": native,
             "canonical": canonical,
         }
         require_kinds(parts, plan, mesh, rule, groups, observers, virtual, experts, **switches)
@@ -238,7 +232,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         tp = Axis("tp") if virtual else self.tp
         if canonical:
             require_canonical(parts, plan, self.dp, tp, self.average)
-        self.kernels = kernels_for(rule, self.device) if native else None
 
         self.scaler = make_scaler(plan.scaling, self.device)
         self._scale_read = False  # True once a loop has asked for the scale
@@ -295,20 +288,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         cut_buffers: list[_BufferSlices] = []
         for buffer in self._memory.all:
             if buffer not in others:
-                of_buffer = [self._cut(buffer, part) for part in slices(buffer, groups)]
+                of_buffer = [
+                    _SliceTiles(part, list(buffer.blocks(part.first, part.last)))
+                    for part in slices(buffer, groups)
+                ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
         return cut_buffers
-
-    def _cut(self, buffer: Buffer, buffer_slice: Slice) -> _SliceTiles:
-        """Return the tiles of a slice: a single one if the C kernels support it, else runs that
-        suit the device."""
-        first = buffer_slice.first
-        last = buffer_slice.last
-        single = list(buffer.blocks(first, last, length=last - first))
-        # a C kernel goes through memory once, whatever its length, and on several threads
-        if self.kernels is not None and self.kernels.updates(single[0]):
-            return _SliceTiles(buffer_slice, single)
-        return _SliceTiles(buffer_slice, list(buffer.blocks(first, last)))
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -537,9 +522,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             loss = loss * 0
         if self.canonical:
             loss = in_slots(loss, self._reducer.num_microbatches, self.dp, self.device)
-        counted, norm = self._consensus.measure(
-            self._counted_grads, self._copied_grads, self.kernels
-        )
+        counted, norm = self._consensus.measure(self._counted_grads, self._copied_grads)
         # ranks whose schedulers have gone apart would update replicas by different rates
         rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
         if loss is not None and self.average:
@@ -608,10 +591,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay
         non-finite."""
         rule = step.rule or self.rule
-        if self.kernels is not None and self.kernels.updates(tile):
-            assert isinstance(rule, AdamW)
-            self.kernels.adamw_(tile, rule, step)
-            return
         wide = tile.wide()  # views where the stored dtype is wide enough
         self._apply_rule(rule, wide, step)
         tile.keep(wide.weights, wide.moments, self.steps)

@@ -24,7 +24,6 @@ FIXED = [
     "overlap",
     "bucket",
     "seed",
-    "native",
     "canonical",
 ]
 FIXED += ["zero_size", "parts", "plan", "mesh", "virtual", "experts", "rule"]

@@ -47,8 +47,6 @@ class StateBytes:
         are reduced.
     update: the peak that the update of one block adds, or the orthogonalization of matrices by
         Muon.
-    copies: of everything that an update changes, kept if steps are validated after they are
-        applied.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
     """
@@ -59,7 +57,6 @@ class StateBytes:
     moments: int
     reduction: int
     update: int
-    copies: int
     saved: int
 
     @property
@@ -194,7 +191,6 @@ def _measure(
     """Return the bytes of a rank with these buffers."""
     totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
     reduction = 0
-    owned_weights = 0
     saved = 0
     for buffer in buffers:
         by_kind = buffer.bytes_by_kind()
@@ -202,8 +198,6 @@ def _measure(
             totals[kind] += by_kind[kind]
         if buffer.dp.size > 1 and buffer.travels != buffer.grads.dtype:
             reduction += buffer.size * buffer.travels.itemsize
-        if not buffer.in_codes:
-            owned_weights += buffer.own(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
     # elements of a block of the update; 0: a whole buffer
     block = BLOCK if device == "cpu" else 0
@@ -214,7 +208,6 @@ def _measure(
         **totals,
         reduction=reduction,
         update=max(peaks),
-        copies=totals["masters"] + totals["moments"] + owned_weights,
         saved=saved,
     )
 

@@ -214,8 +214,8 @@ class Pipeline:
         if self.optimizer.world.size > 1:
             self._failed = True
             return
-        self._train.abandon(())
-        self._evaluate.abandon(())
+        self._train.abandon()
+        self._evaluate.abandon()
         self.optimizer.zero_grad()
 
 

@@ -19,7 +19,6 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.torch_face import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
@@ -323,10 +322,6 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
         has.step(lambda: 1.0)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="build it over all of them"):
         has.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    model = make_model()
-    attach_whole(model)
-    with pytest.raises(UserError, match="give each `take` its rate"):
-        PostValidationOptimizer([model], plan("fp32"), lr=LR)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,6 @@ def test_a_source_distribution_has_the_code_and_nothing_that_does_not_run_withou
     (file,) = (tmp_path / "dist").iterdir()
     with tarfile.open(file) as archive:
         names = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
-    assert set(modules()) | {Path("megaprec/optim/native.c"), Path("LICENSE")} <= names
+    assert set(modules()) | {Path("LICENSE")} <= names
     made = {"PKG-INFO", "setup.cfg", "megaprec.egg-info"}
     assert {path.parts[0] for path in names} <= {*kept, *made}

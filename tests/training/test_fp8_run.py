@@ -180,16 +180,8 @@ def test_damaged_scales_are_refused(
             "masters are the only wide weights",
         ),
         (
-            ["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"],
-            "kept in FP8 are then",
-        ),
-        (
             ["fp8.kind=mx", "fp8.dot_product_attention=true"],
             "fp8.dot_product_attention = true (command line): the",
-        ),
-        (
-            ["fp8.kind=delayed", "optimizer.validation=after"],
-            'optimizer.validation = "after" finds a bad step',
         ),
         (
             ["precision.nemo.recipe=bf16_with_mxfp8_mixed"],

@@ -8,7 +8,6 @@ them:
              no weights to round
     ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the
              weights
-    native   the same with native=True, if --native is given
     naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused
              AdamW, round
     foreach  the same with torch's for-each AdamW
@@ -60,11 +59,6 @@ def add_parser(subparsers: Any) -> None:
         "--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)"
     )
     parser.add_argument(
-        "--native",
-        action="store_true",
-        help="time ours with native kernels too; needs a C compiler",
-    )
-    parser.add_argument(
         "--profile", action="store_true", help="print the operators of one step of ours by time"
     )
     parser.set_defaults(run=main)
@@ -101,10 +95,9 @@ def main(args: argparse.Namespace) -> int:
 def _steps(args: argparse.Namespace) -> dict[str, Timed]:
     """Return the measured steps, by name."""
     sizes = args.matrices, args.width
-    steps = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
-    if args.native:
-        steps["native"] = ours(*sizes, args.bucket, native=True)
-    return steps | {
+    return {
+        "bare": bare(*sizes),
+        "ours": ours(*sizes, args.bucket),
         "naive": naive(*sizes, foreach=False),
         "foreach": naive(*sizes, foreach=True),
     }
@@ -114,16 +107,8 @@ def _compare(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return medians in ms, and their ratios."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     record = {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()}
-    pairs = [
-        ("ours", "bare"),
-        ("naive", "ours"),
-        ("foreach", "ours"),
-        ("native", "bare"),
-        ("naive", "native"),
-    ]
-    for name, other in pairs:
-        if name in medians and other in medians:
-            record[f"{name}_over_{other}"] = round(medians[name] / medians[other], 2)
+    for name, other in [("ours", "bare"), ("naive", "ours"), ("foreach", "ours")]:
+        record[f"{name}_over_{other}"] = round(medians[name] / medians[other], 2)
     return record
 
 
@@ -201,14 +186,14 @@ def bare(matrices: int, width: int) -> Timed:
     return lambda: steps.add_(1), step
 
 
-def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Timed:
+def ours(matrices: int, width: int, bucket: int = BUCKET) -> Timed:
     """Return a whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
     precision = plan("bf16", LossScaling("constant", SCALE))
-    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket, native=native)
+    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket)
     buffers = optimizer.all_buffers()
     grads = [_values(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)

@@ -84,9 +84,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="adamw", metavar="NAME", help="optimizer.name (default: adamw)"
     )
-    parser.add_argument(
-        "--native", action="store_true", help="optimizer.native: the update's kernels in C"
-    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
     parser.add_argument(
         "--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)"
@@ -248,7 +245,6 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         yield "parallel.recompute_modules", args.recompute_modules
     yield "precision.compute", args.precision
     yield "optimizer.name", args.optimizer
-    yield "optimizer.native", args.native
     yield "train.global_batch", args.micro_batch * args.microbatches
     yield "train.micro_batch", args.micro_batch
     yield "train.steps", args.warmup + args.steps
@@ -301,9 +297,7 @@ class Bench:
             config.engine_options, leaves=compile_leaves(config, config.model, self.mesh)
         )
         parts = build_stages(config.model, config.plan, self.mesh, config.schedule, options)
-        optimizer = parts.make_optimizer(
-            rule=make_rule(config.optimizer), native=config.optimizer.native
-        )
+        optimizer = parts.make_optimizer(rule=make_rule(config.optimizer))
         self.engine = Engine(parts, optimizer, [self.updates])
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)

@@ -187,7 +187,6 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         config,
         _device,
         _check_machine,
-        _check_native,
         check_fp8,
         _check_folders,
         check_sources,
@@ -396,14 +395,6 @@ def _check_machine(config: RunConfig) -> None:
     except UserError:
         return
     check_machine(config, _local_ranks(config), device)
-
-
-def _check_native(config: RunConfig) -> None:
-    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
-    CPU."""
-    # "cuda" beside it is refused by the checks between tables
-    if config.optimizer.native and _device(config) != "cpu":
-        raise UserError.of("command.native_on_gpu")
 
 
 def _local_ranks(config: RunConfig) -> int:

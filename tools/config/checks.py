@@ -7,7 +7,6 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -15,7 +14,6 @@ from pydantic import BaseModel
 from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
-from megaprec.optim.post_validation import post_validation_conflicts
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule
@@ -104,12 +102,6 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
         yield from error.problems
 
 
-def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
-    if optimizer.validation == "after":
-        with suppress(UserError):  # `_plan` reports a recipe that cannot be
-            yield from post_validation_conflicts(precision.on_nonfinite, recipe_of(fp8))
-
-
 def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
@@ -146,16 +138,6 @@ def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
         yield (
             f'train.compile = "{train.compile}" knows the built-in families only, not '
             f'model.factory "{model.factory}": remove one of them'
-        )
-
-
-def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
-    if not optimizer.native:
-        return
-    if optimizer.name.lower() != "adamw" or train.device == "cuda":
-        yield (
-            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on "
-            f"train.device {train.device!r}: leave it out"
         )
 
 
@@ -502,9 +484,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _recomputed_layers,
     _predicted_ahead,
-    _validation,
     _history,
-    _native,
     expert_layout,
     expert_neighbours,
     virtual_ranks,

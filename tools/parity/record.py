@@ -187,7 +187,7 @@ def record(
     )
     steps: list[dict[str, Any]] = []
     for number in range(plan.steps):
-        ((report, _),) = trainer.step()
+        report, _ = trainer.step()
         fields: dict[str, Any] = dict(report_fields(report))
         fields["offenders"] = sorted({offender.name for offender in report.offenders})
         fields["scaler"] = optimizer.numbers()["scaler"]

@@ -3,7 +3,6 @@
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -26,15 +25,12 @@ from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
-from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.engine import Engine, OutsideVocabulary, Share, build_stages
 from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
-from models.post_validation import PostValidation
 from models.sentinel import SilentFault
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -81,7 +77,6 @@ def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "seed": config.train.seed,
-        "native": optimizer.native,
     }
 
 
@@ -115,15 +110,10 @@ class Trainer:
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
-        if config.optimizer.validation == "after":
-            self._validation = PostValidation(self.engine)
-        else:
-            self._validation = None
         self.rank = self.engine.optimizer.world.rank
         self.dp = self.engine.dp
         self._batches = Batches(config, corpus.train, self.dp, self.position)
-        # after the last step whose outcome is known; one more step may have been taken
-        self.progress = TrainState()
+        self.progress = TrainState()  # after the last step
         self._raised: NonFiniteStep | None = None
         # the signal that asked this rank to stop
         self._signal = 0
@@ -137,11 +127,7 @@ class Trainer:
         elif config.train.init_from:
             start_from(Path(config.train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine)
-        self._taken = self.progress.step  # steps, also those whose outcome is not yet known
         self._saved = self.progress.step  # the step of the newest checkpoint
-        # of steps whose outcome is not yet known: comparisons by step number, and durations
-        self._shadows: dict[int, Shadow] = {}
-        self._seconds: deque[float] = deque()
 
     def _build_engine(self, mesh: DeviceMesh | None, observers: Sequence[StepObserver]) -> Engine:
         """Build the stages of this rank, the optimizer over them, and their engine. Collective."""
@@ -160,15 +146,8 @@ class Trainer:
             stage_maker(config.model.factory),
         )
         settings = optimizer_options(config, device_of(mesh))
-        optimizer = parts.make_optimizer(self._optimizer_class(config), **settings)
+        optimizer = parts.make_optimizer(**settings)
         return Engine(parts, optimizer, [StepPosition(self.position), *observers], self.position)
-
-    @staticmethod
-    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
-        """Return the class of the run's optimizer."""
-        if config.optimizer.validation == "after":
-            return PostValidationOptimizer
-        return ParallelAMPOptimizer
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -211,24 +190,20 @@ class Trainer:
             if journal is not None:
                 journal.write_event(event)
         while self.progress.step < self.config.train.steps and not self._stops:
-            divergence = ""
-            # the step that is taken now, which may be one after the last whose outcome is known
-            self.position.enter(Phase.STEP, self._taken + 1)
+            self.position.enter(Phase.STEP, self.progress.step + 1)
             # a run whose folder was removed has nowhere to save, and stops on all ranks
             self.engine.optimizer.stop |= folder.is_gone()
+            start = time.perf_counter()
             try:
-                finished = self._timed_step()
+                report, shadow = self.step()
             except SilentFault as error:
                 self._end_for(error, journal)
-            for report, progress, seconds in finished:
-                self._write(journal, report, progress, seconds)
-                divergence = divergence or self._describe_divergence()
+            self._write(journal, report, shadow, time.perf_counter() - start)
+            divergence = self._describe_divergence()
             done = self.progress.step
             if self._stops:
                 folder.require_there(done, self.engine.optimizer)
-            # only then do the weights belong to a step whose outcome is known
-            if done == self._taken:
-                self._save_if_due(ends=bool(divergence or self._stops))
+            self._save_if_due(ends=bool(divergence or self._stops))
             # after the save, so that the state is there to look at
             if divergence:
                 self._saves.finish(done, divergence)
@@ -273,22 +248,13 @@ class Trainer:
             self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
         )
 
-    def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
-        """Take the next step. Returns the steps whose outcome is now known, with the progress and
-        seconds of each."""
-        start = time.perf_counter()
-        finished = self.step()
-        # a step whose outcome comes one step late keeps its own duration
-        self._seconds.append(time.perf_counter() - start)
-        return [(report, progress, self._seconds.popleft()) for report, progress in finished]
-
     def _write(
-        self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float
+        self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
     ) -> None:
         """Run the evaluation that is due after a step, feed the overflow monitor and write the
         step's record."""
+        progress = self.progress
         record = self._fields(report, progress, seconds)
-        shadow = self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
                 for name, samples in self.corpus.evaluated.items():
@@ -346,58 +312,45 @@ class Trainer:
             return no_tokens_event(progress.step, samples)
         return overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
 
-    def step(self) -> list[tuple[StepReport, TrainState]]:
-        """Take the next step. Returns the steps whose outcome is now known, each with the progress
-        after it.
+    def step(self) -> tuple[StepReport, Shadow | None]:
+        """Take the next step. Return its report, and the FP8 comparison if one was due.
 
-        With optimizer.validation = "before" that is this step. With "after" it may be the step
-        before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
+        A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        number = self._taken  # from 0
-        batch = self.config.train.global_batch
-        position = self.progress.samples + (number - self.progress.step) * batch
+        number = self.progress.step  # from 0
+        position = self.progress.samples
         if number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
         else:
             recording = None
         share = self._batches.take(position)
+        shadow = None
         if _due(self.config.fp8.shadow_every, number + 1):
             # before the step, with the weights that it will read
             with self.position.during(Phase.COMPARISON):
-                self._shadows[number + 1] = run_shadow(self.engine.passes, share, number)
+                shadow = run_shadow(self.engine.passes, share, number)
         share_of = partial(self.share, self.corpus.train, position)
-        self._taken = number + 1
-        finished = list[tuple[StepReport, TrainState]]()
         with self._locating(self.corpus.train), self._checks.checking(number, share_of):
-            for report in self._reports(share, number, recording):
-                self._advance(report)
-                finished.append((report, self.progress))
+            report = self._engine_step(share, number, recording)
+        self._advance(report)
         if recording:
             self._write_timeline(recording)
-        return finished
+        return report, shadow
 
-    def _reports(
-        self, share: Share, number: int, recording: Recording | None
-    ) -> Iterator[StepReport]:
-        """Take the step. Yield the reports of the steps whose outcome becomes known."""
-        if self._validation is not None:
-            yield from self._validation.step(
-                share, number, self._lr, self._needs_outcome, recording
-            )
-            return
+    def _engine_step(self, share: Share, number: int, recording: Recording | None) -> StepReport:
+        """Return the report of the step, also of one that raises NonFiniteStep."""
         try:
-            yield self.engine.step(share, self._lr(), number, recording)
+            return self.engine.step(share, self._lr(), number, recording)
         except NonFiniteStep as error:
             # the run ends once the state is saved (`_describe_divergence`)
             self._raised = error
-            yield error.report
+            return error.report
 
     @contextmanager
     def _locating(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
         """Raise UserError with the file and place of a token id outside of the vocabulary.
 
-        position: the first sample of the global batch; default: of the first step whose outcome is
-            not known.
+        position: the first sample of the global batch; default: of the next step.
         """
         try:
             yield
@@ -408,17 +361,6 @@ class Trainer:
             message = describe_bad_id(*location, length, error.vocab) or str(error)
             raise UserError(message) from error
 
-    def _needs_outcome(self) -> bool:
-        """Return True if the outcome of the step just taken must be known before the next step
-        begins."""
-        step = self._taken
-        # these repeat a micro-batch of the next step, with weights that are final
-        repeats = _due(self.config.fp8.shadow_every, step + 1) or self._checks.due(step + 1)
-        reads_weights = (
-            self._evaluates_after(step) or self._saves_after(step) or self._digests.due(step)
-        )
-        return self._stops or reads_weights or repeats or self._saves.under_way
-
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
         if self.config.lr.unit == "samples":
@@ -426,8 +368,7 @@ class Trainer:
         return self.config.lr_schedule.at(self.progress.applied)
 
     def _advance(self, report: StepReport) -> None:
-        """Add a step whose outcome is known to `progress`, and note whether a rank was asked to
-        stop."""
+        """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._stops |= report.stop
         before = self.progress
         batch = self.config.train.global_batch
@@ -445,7 +386,9 @@ class Trainer:
     def _write_timeline(self, recording: Recording) -> None:
         spans = recording.gather(self.engine.schedule, self.engine.device)
         if self.rank == 0:
-            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
+            write_trace(
+                Path(self.config.train.folder) / TIMELINE, spans, f"step {self.progress.step}"
+            )
 
     def evaluate(self, samples: Samples | Blend) -> float:
         """Return the mean loss over the tokens that count of the first samples; NaN if none counts.

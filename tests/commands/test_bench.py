@@ -82,7 +82,6 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(
         "recompute_modules": ["attention"],
         "precision": "fp32",
         "optimizer": "adamw",
-        "native": False,
         "threads": 1,
     }
     asked |= {

@@ -555,7 +555,7 @@ STATED = [
     (
         Optimizer,
         ParallelAMPOptimizer,
-        dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native")),
+        dict.fromkeys(("weight_decay", "groups", "clip", "norm")),
     ),
     (Parallel, ParallelAMPOptimizer, dict.fromkeys(("bucket", "zero_size"))),
     (Precision, OverflowMonitor, dict.fromkeys(("patience",))),

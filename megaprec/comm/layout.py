@@ -218,12 +218,18 @@ def attach_whole(
             attach(parameter, Layout((part,)))
 
 
-def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield every parameter that requires a gradient once, in order of registration."""
+def trained_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter that requires a gradient once, in order of registration, with its path
+    in the first part that contains it."""
     # a tied parameter occurs several times
     seen: set[nn.Parameter] = set()
     for module in parts:
-        for parameter in module.parameters():
+        for path, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                yield parameter
+                yield path, parameter
+
+
+def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield every parameter that requires a gradient once, in order of registration."""
+    return (parameter for _, parameter in trained_parameters(parts))

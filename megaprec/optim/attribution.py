@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_texts
+from megaprec.comm.gathered_texts import gather_texts
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.grad_stats import sum_of_squares
 from megaprec.optim.step_report import LOSS, Offender

@@ -32,7 +32,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
-from megaprec.optim.main_grad import collect, has_main_grad
+from megaprec.main_grad import collect, has_main_grad
 from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.main_grad import close_accumulation, zero_missing_grads
+from megaprec.optim.canonical.microbatch_sums import MicrobatchSums
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import close_accumulation, zero_missing_grads
-from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -5,7 +5,9 @@ kinds of weights are not simply views of a buffer: a DTensor is represented by a
 a weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -15,24 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Layout, layout_of, parameters_of
+from megaprec.comm.layout import Layout, has_layout, layout_of, parameters_of
 from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
-from megaprec.optim.buckets import Moments, bucket_elements, buckets
-from megaprec.optim.dtensors import DTensorSlice, is_dtensor
-from megaprec.optim.flat_buffer import Buffer, require_in_place
-from megaprec.optim.group_factors import Group, by_factors
-from megaprec.optim.main_grad import reset_accumulation
-from megaprec.optim.model_intake import Ranks, move_rest
+from megaprec.main_grad import reset_accumulation
+from megaprec.optim.flat_buffer import Buffer, param_dtype, require_in_place
+from megaprec.optim.frozen_state import FrozenState
+from megaprec.optim.model_checks import TrainedModel
+from megaprec.optim.param_groups import Group, by_factors
 from megaprec.optim.partial_grads import sum_partial_slices
-from megaprec.optim.replicas import Replicas, expert_replicas
-from megaprec.optim.same_model import TrainedModel
-from megaprec.optim.untrained import FrozenState
+from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
+from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
 from megaprec.precision.marks import parameters_of_marked
-from megaprec.precision.plan import PrecisionPlan
+from megaprec.precision.plan import PrecisionPlan, dtype_name
 
+_MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
+# the names of the moments that are kept of a parameter
+Moments = Callable[[nn.Parameter], Sequence[str]]
 SliceNames = tuple[tuple[str, int], ...]  # logical name and tensor-parallel rank of each slice
 
 
@@ -314,3 +318,82 @@ def _slice_names(buffer: Buffer) -> SliceNames:
     """Return the logical slices in the buffer."""
     parts = [piece.part for piece in buffer.pieces]
     return tuple((part.name, part.rank) for part in parts)
+
+
+def buckets(
+    parameters: Sequence[nn.Parameter],
+    plan: PrecisionPlan,
+    size: int,
+    moments: Moments = lambda _: (),
+) -> list[list[nn.Parameter]]:
+    """Return lists of parameters that share a buffer.
+
+    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size`
+    elements, except the last of a kind, and are ordered by their first parameter. Tied parameters
+    get buffers of their own, so that every holder cuts them into the same slices. So do experts on
+    ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
+    ones, and parameters that balance loads.
+    """
+    # the bucket of each kind that is being filled, and its number of elements
+    open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    elements = Counter[tuple[object, ...]]()
+    in_order: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        part = layout.parts[0]
+        num_ranks = part.shards * part.copies
+        # what a reduction, an all-gather or an update treats in its own way
+        marks = (layout.tied, layout.again, layout.expert, layout.balancing)
+        kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
+        if kind not in open_buckets or elements[kind] >= size:
+            open_buckets[kind] = []
+            elements[kind] = 0
+            in_order.append(open_buckets[kind])
+        open_buckets[kind].append(parameter)
+        elements[kind] += parameter.numel()
+    return in_order
+
+
+def bucket_elements(requested: int, dp: int) -> int:
+    """Return the elements of a bucket: `requested`, or for 0 as many as keep its messages large
+    over `dp` ranks.
+
+    Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
+    (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    return requested or max(_MIN_ELEMENTS, _ELEMENTS_PER_RANK * dp)
+
+
+def move_rest(
+    model_part: nn.Module,
+    plan: PrecisionPlan,
+    device: torch.device,
+    marked: AbstractSet[nn.Parameter],
+) -> None:
+    """Move everything that is not trained to the device: frozen parameters, in their planned dtype,
+    and buffers.
+
+    marked: parameters that stay in FP32. Raises UserError for a frozen parameter that torch has
+    sharded in another dtype.
+    """
+    for path, parameter in model_part.named_parameters():
+        if parameter.requires_grad:
+            continue
+        if parameter in marked:
+            planned = plan.sensitive
+        else:
+            planned = param_dtype(parameter, plan) if has_layout(parameter) else plan.parameters
+        if not is_dtensor(parameter):
+            # whole and complex numbers stay as they are
+            dtype = planned if parameter.is_floating_point() else parameter.dtype
+            parameter.data = parameter.data.to(device, dtype).contiguous()
+        elif parameter.dtype != planned:
+            raise UserError.of(
+                "optimizer.fsdp_cast_before",
+                path=path,
+                dtype=dtype_name(parameter.dtype),
+                planned_dtype=dtype_name(planned),
+            )
+    # only users' models have buffers; those of this project have none
+    for buffer in model_part.buffers():
+        buffer.data = buffer.data.to(device)

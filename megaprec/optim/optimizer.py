@@ -37,15 +37,38 @@ from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import grad_presence
-from megaprec.optim.alike import require_equal_on_all_ranks, require_same_weights
 from megaprec.optim.attribution import attribute_nonfinite
-from megaprec.optim.canonical import require_canonical
-from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
+from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots
+from megaprec.optim.canonical.microbatch_sums import MicrobatchSums
+from megaprec.optim.canonical.requirements import require_canonical
 from megaprec.optim.consensus import Consensus, StepConsensus, StepNumbers, digest, to_host
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.given_kinds import require_kinds
-from megaprec.optim.given_numbers import (
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer
+from megaprec.optim.model_buffers import ModelBuffers
+from megaprec.optim.model_checks import plan_with_marked, require_identifiable
+from megaprec.optim.muon.matrix_updates import require_muon_patterns
+from megaprec.optim.muon.rule import moments_of
+from megaprec.optim.param_groups import (
+    UNSCALED,
+    Factors,
+    Group,
+    Slice,
+    cycled_options,
+    describe_settings,
+    load_groups,
+    param_groups,
+    require_unreplaced_groups,
+    saved_groups,
+    slices,
+    step_rates,
+    step_rules,
+)
+from megaprec.optim.rank_agreement import require_equal_on_all_ranks, require_same_weights
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.scaler import disagreement, make_scaler
+from megaprec.optim.setting_ranges import (
     claim_rule,
     require_count,
     require_loss,
@@ -53,49 +76,25 @@ from megaprec.optim.given_numbers import (
     require_scaled,
     require_settings,
 )
-from megaprec.optim.grad_sync import GradReducer, ParamGatherer
-from megaprec.optim.group_factors import UNSCALED, Factors, Group, Slice, slices
-from megaprec.optim.loss_check import (
+from megaprec.optim.step_agreement import (
     require_loss_of_all_replicas,
     require_loss_of_one_stage,
+    require_same_copies,
     require_same_loss,
 )
-from megaprec.optim.matrix_updates import require_muon_patterns
-from megaprec.optim.microbatch_sums import MicrobatchSums
-from megaprec.optim.model_buffers import ModelBuffers
-from megaprec.optim.model_intake import (
-    Ranks,
-    averages,
-    disable_ddp_sync,
-    plan_with_marked,
-    require_identifiable,
-    require_no_double_sharding,
-)
-from megaprec.optim.muon import moments_of
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.param_groups import (
-    cycled_options,
-    describe_settings,
-    load_groups,
-    param_groups,
-    require_unreplaced_groups,
-    saved_groups,
-    step_rates,
-    step_rules,
-)
-from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import (
     NO_TOKENS,
     NonFiniteStep,
     Offender,
     Outcome,
+    StepObserver,
     StepReport,
     loss_offender,
 )
-from megaprec.optim.torch_face import TorchOptimizerApi, require_no_others
+from megaprec.optim.torch_api import TorchOptimizerApi, require_no_others
+from megaprec.optim.torch_wrappers import averages, disable_ddp_sync, require_no_double_sharding
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile, Wide
-from megaprec.optim.whole_copies import require_same_copies
 from megaprec.optim.whole_updates import whole_updates
 from megaprec.precision.plan import PrecisionPlan
 
@@ -123,7 +122,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat
         buffers take over their memory, on the mesh's device, or without a mesh on the parameters'
         device. A chunk may be wrapped in DistributedDataParallel, whose all-reduce is then switched
-        off, or sharded by fully_shard (`megaprec.optim.dtensors`).
+        off, or sharded by fully_shard (`megaprec.optim.torch_wrappers`).
     mesh: with some of the axes pp, dp, cp and tp, in this order; None for one process and for a
         model of fully_shard.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is

@@ -1,17 +1,27 @@
-"""The optimizer's parameter groups in torch's format, in which schedulers read and write learning
-rates.
+"""The optimizer's parameter groups: factors of learning rate and weight decay by logical name.
 
-Parameters that share factors of learning rate and weight decay (`megaprec.optim.group_factors`)
-form a group. Its "lr" and "weight_decay" are the effective values, including the factors. The
+    Group("*.bias", lr=2.0)                   twice the learning rate for biases
+    Group("embedding.*", weight_decay=0.0)    an embedding that does not decay
+
+Both are factors of the optimizer's own values. The first group that matches a logical tensor
+applies; a factor that it leaves out keeps its default: biases, norms and all other tensors with
+fewer than two dims do not decay. Groups belong to the run and not to a checkpoint, which stores
+state by logical name: a resumed run may have other groups.
+
+Parameters that share factors form a group in torch's format, in which schedulers read and write
+learning rates: its "lr" and "weight_decay" are the effective values, including the factors. The
 learning rate has one source: these groups if the optimizer was built with `lr`, and the caller of
 each step otherwise. In the second case no group has an "lr", and reading it, as a scheduler does,
 raises an error that says so.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,11 +29,101 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megaprec.comm.layout import layout_of
+from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.given_numbers import require_clip, require_rates
-from megaprec.optim.group_factors import UNSCALED, Factors, Group, factors
-from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
+from megaprec.kinds import is_number
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.setting_ranges import require_clip, require_rates
+from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
+
+
+@dataclass(frozen=True)
+class Group:
+    """Factors for the logical tensors that match a pattern.
+
+    pattern: of logical names, with `fnmatch`'s wildcards.
+    lr, weight_decay: factors; None for the default.
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise UserError.of("optimizer.group_pattern", pattern=self.pattern)
+        for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if factor is not None and not (is_number(factor) and factor >= 0):
+                raise UserError.of(
+                    "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
+                )
+
+
+class Factors(NamedTuple):
+    """Factors of learning rate and weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+UNSCALED = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values apply to
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [first, last) of a buffer's own slice, and the factors that they share."""
+
+    first: int
+    last: int
+    factors: Factors
+
+
+def factors(part: Part, groups: Sequence[Group]) -> Factors:
+    """Return the factors of learning rate and weight decay for a logical tensor."""
+    # biases, norms and other vectors do not decay
+    default_decay = 1.0 if len(part.shape) >= 2 else 0.0
+    for group in groups:
+        if fnmatchcase(part.name, group.pattern):
+            return Factors(
+                lr=1.0 if group.lr is None else group.lr,
+                weight_decay=default_decay if group.weight_decay is None else group.weight_decay,
+            )
+    return Factors(1.0, default_decay)
+
+
+def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
+    """Return the parameters, those with equal factors side by side, so that a buffer has few
+    slices."""
+    with_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        of_parts = tuple(factors(part, groups) for part in layout_of(parameter).parts)
+        with_factors[of_parts].append(parameter)
+    return list(chain.from_iterable(with_factors.values()))
+
+
+def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
+    """Yield this rank's slice of the buffer, cut where the factors change.
+
+    Padding belongs to the slice before it, because it holds only zeros.
+    """
+    # spans of equal factors in the whole buffer: the first element, and the factors
+    spans: list[tuple[int, Factors]] = []
+    for piece in buffer.pieces:
+        if piece.start == piece.stop:
+            continue
+        of_piece = factors(piece.part, groups)
+        if not spans or spans[-1][1] != of_piece:
+            spans.append((piece.start, of_piece))
+    ends = [start for start, _ in spans[1:]] + [buffer.size]
+    # strict=False: a buffer may hold only padding
+    for (start, of_span), end in zip(spans, ends, strict=False):
+        first = max(start, buffer.first)
+        last = min(end, buffer.last)
+        if first < last:
+            yield Slice(first - buffer.first, last - buffer.first, of_span)
+
+
+StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
 
 
 class Rates(NamedTuple):

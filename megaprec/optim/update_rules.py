@@ -4,7 +4,7 @@ An elementwise rule may be applied to any slice of a parameter, in any pieces, w
 as for the whole. This allows a dp rank to keep a shard of the state, and a CPU to work in blocks
 that stay in its cache. A rule that needs a whole matrix cannot be sharded so. Adafactor and LARS
 are refused; Muon, whose state is elementwise and whose update is not (`megaprec.optim.muon`), is
-applied to whole logical matrices by `megaprec.optim.matrix_updates`. Any other elementwise class of
+applied to whole logical matrices by `megaprec.optim.muon.matrix_updates`. Any other elementwise class of
 torch.optim is a rule too (`megaprec.optim.torch_rule`).
 
 A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.kinds import NamedArguments, is_number
-from megaprec.optim.group_factors import Factors
+from megaprec.optim.param_groups import Factors
 
 _RATE = "it is an argument of ParallelAMPOptimizer, and in its param_groups"
 _BY_TORCH = "use megaprec.TorchRule(torch.optim.{}, {{'{}': ...}})"

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.consensus import DIGEST_BITS, StepConsensus, digest
-from megaprec.optim.grad_presence import disagreement
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.scaler import DynamicGradScaler
+from megaprec.optim.step_agreement import disagreement
 from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling, plan
 from tests.given import declare

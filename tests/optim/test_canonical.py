@@ -13,8 +13,8 @@ from torch import Tensor
 from megaprec.comm import tree
 from megaprec.comm.axis import Axis
 from megaprec.optim import flat_buffer, optimizer
-from megaprec.optim.exact_sum import ExactSum
-from megaprec.optim.microbatch_sums import MicrobatchTree
+from megaprec.optim.canonical.exact_sum import ExactSum
+from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.optim import canonical_consensus
-from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots, total_loss
+from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots, total_loss
+from megaprec.optim.canonical.exact_sum import LENGTH
 from megaprec.optim.consensus import Consensus
-from megaprec.optim.exact_sum import LENGTH
 
 CPU = torch.device("cpu")
 ORDERS = [2.0, 1.0, 1.5, 3.0, 7.3, math.inf]

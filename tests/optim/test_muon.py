@@ -18,9 +18,9 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim import matrix_updates
-from megaprec.optim.matrix_exchange import MatrixExchange
-from megaprec.optim.muon import Muon
-from megaprec.optim.newton_schulz import orthogonalized
+from megaprec.optim.muon.matrix_exchange import MatrixExchange
+from megaprec.optim.muon.newton_schulz import orthogonalized
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
 from megaprec.optim import optimizer as module
-from megaprec.optim.buckets import buckets
+from megaprec.optim.model_buffers import buckets
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.update_rules import VECTOR

@@ -16,9 +16,9 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.param_groups import Group
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan

@@ -1,100 +1,47 @@
-"""Checks of the model that is given to the optimizer: its ranks, and the wrappers that have sharded
-or wrapped it.
+"""Checks of the model that an optimizer is built over, and before each step that it is still that
+model.
 
-Each of torch's own wrappers averages gradients over ranks in its own way, and the optimizer reduces
-them too. So that each gradient is reduced once, a wrapper is either supported here or refused by
-name:
-
-    DistributedDataParallel  its all-reduce is switched off; the optimizer reduces, in the plan's
-                             precision
-    FSDP2, HSDP (DTensors)   reduce and shard by themselves, see `megaprec.optim.dtensors`
-    FSDP1 (FlatParameters)   refused: the tensors in a flat parameter have neither names nor shapes
+A parameter without a name of its own, without memory of its own, or of another shape than its
+layout would be trained wrongly, and nothing else would tell.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
-from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
-from megaprec.comm.layout import Layout, has_layout, layout_of, parameters_of
-from megaprec.errors import UserError
+from megaprec.comm.layout import (
+    Layout,
+    has_layout,
+    layout_of,
+    parameters_of,
+    trained_parameters,
+)
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.params import fp8_param_of
-from megaprec.optim.dtensors import is_dtensor, require_spread_over_all
-from megaprec.optim.flat_buffer import param_dtype
-from megaprec.precision.marks import keep_marked_in_fp32
+from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.patterns import require_used
-from megaprec.precision.plan import PrecisionPlan, dtype_name
+from megaprec.precision.plan import PrecisionPlan
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that train one model, as this rank sees them, and the device that it computes on.
-
-    dp: those with equal weights, whose gradients are summed: replicas, and the ranks that share
-        their sequences.
-    """
-
-    pp: Axis
-    dp: Axis
-    tp: Axis
-    world: Axis
-    device: torch.device
-    experts: ExpertAxes | None = None
-
-    @staticmethod
-    def of(
-        mesh: DeviceMesh | None, model_parts: Sequence[nn.Module], experts: ExpertAxes | None = None
-    ) -> "Ranks":
-        """Return the ranks of `mesh`, and those that share the experts of a layer.
-
-        Without a mesh these are this process alone, or all ranks that torch has sharded each
-        parameter over. Raises UserError if each of several ranks would train a separate model.
-        """
-        pp = Axis.of(mesh, "pp")
-        dp = Axis.replicas(mesh)
-        tp = Axis.of(mesh, "tp")
-        device = device_of(mesh)
-        if mesh is None:  # the device of the model
-            device = next((parameter.device for parameter in parameters_of(model_parts)), device)
-        dtensors = [
-            (path, parameter)
-            for path, parameter in trained_parameters(model_parts)
-            if is_dtensor(parameter)
-        ]
-        if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
-            if not dtensors:
-                raise UserError(_explain_missing_mesh(device, dist.get_world_size()))
-            dp = Axis("dp", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-        world = dp if mesh is None else Axis.world(mesh)
-        for path, parameter in dtensors:
-            require_spread_over_all(path, parameter, pp, tp, world)
-        world = Axis("world", world.rank, world.size, world.group)
-        return Ranks(pp, dp, tp, world, device, experts)
-
-
-def _explain_missing_mesh(device: torch.device, ranks: int) -> str:
-    return (
-        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, so each "
-        f'rank would train a separate model: pass mesh=init_device_mesh("{device.type}", '
-        f'({ranks},), mesh_dim_names=("dp",)), from torch.distributed.device_mesh'
-    )
-
-
-def trained_parameters(model_parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every trained parameter once, with its path in the first part that contains it."""
-    seen: set[nn.Parameter] = set()
-    for model_part in model_parts:
-        for path, parameter in model_part.named_parameters():
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                yield path, parameter
+# settings of a plan that layers read, in which theirs must agree with the optimizer's
+_LAYER_SETTINGS = (
+    "compute",
+    "residual",
+    "pipeline",
+    "attention",
+    "parameters",
+    "sensitive",
+    "scores",
+    "fp8",
+    "tf32",
+)
+_REBUILD = (
+    "build the model as it is to be trained and then a new ParallelAMPOptimizer over it; nothing "
+    "was changed"
+)
 
 
 def require_identifiable(
@@ -296,55 +243,30 @@ def _is_flat(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
 
 
-def averages(model_parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
-    """Return True if gradients are averaged over dp.
+def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+    """Raise UserError, naming a module, if layers were built with a context of another plan.
 
-    choice: the user's. Raises UserError if neither the user nor a wrapper decides it.
+    They would compute in dtypes of their own, from weights that the optimizer holds in others.
+    Contexts of parts that are marked to stay in FP32 are left out.
     """
-    has_dtensors = any(is_dtensor(parameter) for parameter in parameters_of(model_parts))
-    if choice and any(layout_of(parameter).expert for parameter in parameters_of(model_parts)):
-        raise UserError.of("optimizer.average_with_experts")
-    if has_dtensors and choice is False:
-        raise UserError.of("optimizer.fsdp_averages")
-    if dp.size == 1:
-        return False  # nothing to divide by
-    if choice is not None:
-        return choice
-    if has_dtensors or any(True for _ in _ddp_wrappers(model_parts)):
-        return True
-    raise UserError.of("optimizer.average_unset", size=dp.size)
-
-
-def disable_ddp_sync(model_parts: Sequence[nn.Module]) -> None:
-    """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces
-    gradients."""
-    for wrapper in _ddp_wrappers(model_parts):
-        wrapper.require_backward_grad_sync = False  # as within torch's no_sync
-
-
-def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
     for model_part in model_parts:
-        for module in model_part.modules():
-            if isinstance(module, DistributedDataParallel):
-                yield module
-
-
-def require_no_double_sharding(
-    model_parts: Sequence[nn.Module], overlap: bool, zero_size: int
-) -> None:
-    """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
-    manages."""
-    dtensor = next(filter(is_dtensor, parameters_of(model_parts)), None)
-    if dtensor is None:
-        return
-    for key, value in {"overlap": overlap, "zero_size": zero_size}.items():
-        if value:
-            raise UserError.of(
-                "optimizer.fsdp_shards_itself",
-                key=key,
-                value=value,
-                name=layout_of(dtensor).parts[0].name,
-            )
+        for path, module in model_part.named_modules():
+            layer_plan = getattr(getattr(module, "context", None), "plan", None)
+            if not isinstance(layer_plan, PrecisionPlan):
+                continue
+            if layer_plan.keep_fp32 == ("*",):  # of a part that is marked to stay in FP32
+                continue
+            for name in _LAYER_SETTINGS:
+                of_layer = getattr(layer_plan, name)
+                of_optimizer = getattr(plan, name)
+                if of_layer != of_optimizer:
+                    raise UserError.of(
+                        "optimizer.plans_differ",
+                        path=path or type(module).__name__,
+                        name=name,
+                        of_layer=of_layer,
+                        of_optimizer=of_optimizer,
+                    )
 
 
 def plan_with_marked(
@@ -370,36 +292,45 @@ def plan_with_marked(
     return keep_marked_in_fp32(model_parts, plan, world, device)
 
 
-def move_rest(
-    model_part: nn.Module,
-    plan: PrecisionPlan,
-    device: torch.device,
-    marked: AbstractSet[nn.Parameter],
-) -> None:
-    """Move everything that is not trained to the device: frozen parameters, in their planned dtype,
-    and buffers.
+class TrainedModel:
+    """The parts of a model, and the parameters that were to be trained when this was made."""
 
-    marked: parameters that stay in FP32. Raises UserError for a frozen parameter that torch has
-    sharded in another dtype.
-    """
-    for path, parameter in model_part.named_parameters():
-        if parameter.requires_grad:
-            continue
-        if parameter in marked:
-            planned = plan.sensitive
-        else:
-            planned = param_dtype(parameter, plan) if has_layout(parameter) else plan.parameters
-        if not is_dtensor(parameter):
-            # whole and complex numbers stay as they are
-            dtype = planned if parameter.is_floating_point() else parameter.dtype
-            parameter.data = parameter.data.to(device, dtype).contiguous()
-        elif parameter.dtype != planned:
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._model_parts = model_parts
+        self._trained = dict.fromkeys(parameters_of(model_parts))
+
+    def require_same(self) -> None:
+        """Raise UserError, naming parameters, if others are to be trained now."""
+        # compared without order: a part may be rebuilt around the same parameters
+        current = dict.fromkeys(parameters_of(self._model_parts))
+        if current.keys() == self._trained.keys():
+            return
+        paths: dict[nn.Parameter, str] = {}
+        for model_part in self._model_parts:
+            paths |= {parameter: path for path, parameter in model_part.named_parameters()}
+        added = [
+            path
+            for parameter, path in paths.items()
+            if parameter in current and parameter not in self._trained
+        ]
+        if added:
             raise UserError.of(
-                "optimizer.fsdp_cast_before",
-                path=path,
-                dtype=dtype_name(parameter.dtype),
-                planned_dtype=dtype_name(planned),
+                "optimizer.unfrozen_later", format_names=_format_names(added), rebuild=_REBUILD
             )
-    # only users' models have buffers; those of this project have none
-    for buffer in model_part.buffers():
-        buffer.data = buffer.data.to(device)
+        untrained = [parameter for parameter in self._trained if parameter not in current]
+        frozen = [paths[parameter] for parameter in untrained if parameter in paths]
+        if frozen:
+            raise UserError.of(
+                "optimizer.frozen_later", format_names=_format_names(frozen), rebuild=_REBUILD
+            )
+        removed = [layout_of(parameter).parts[0].name for parameter in untrained]
+        raise UserError.of(
+            "optimizer.removed_later", format_names=_format_names(removed), rebuild=_REBUILD
+        )
+
+
+def _format_names(names: Sequence[str]) -> str:
+    others = len(names) - 1
+    if not others:
+        return names[0]
+    return f"{names[0]} (and {others} other{'s' if others > 1 else ''})"

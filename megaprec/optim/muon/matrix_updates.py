@@ -3,7 +3,7 @@ where they are held.
 
     1. average  each rank updates the momentum of its own slices, elementwise, and has the
                 direction of its slices
-    2. collect  each matrix's direction goes to its owner (`megaprec.optim.matrix_exchange`)
+    2. collect  each matrix's direction goes to its owner (`megaprec.optim.muon.matrix_exchange`)
     3. compute  each owner orthogonalizes its matrices, one after the other
     4. return   every rank receives its slices of the results and updates its slices of the weights
 
@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer, Piece
-from megaprec.optim.group_factors import Factors, Group, factors
-from megaprec.optim.matrix_exchange import MatrixExchange, Run
-from megaprec.optim.model_intake import Ranks
-from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
-from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.muon.matrix_exchange import MatrixExchange, Run
+from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
+from megaprec.optim.param_groups import Factors, Group, factors
+from megaprec.optim.ranks import Ranks
 from megaprec.optim.update_rules import Step, StepOf, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import match_patterns, require_used

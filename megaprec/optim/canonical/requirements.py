@@ -8,7 +8,7 @@ from torch import nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
+from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_texts
+from megaprec.comm.gathered_texts import gather_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
-from megaprec.optim.model_intake import Ranks
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.plan import PrecisionPlan
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

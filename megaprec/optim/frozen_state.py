@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
+from megaprec.optim.torch_wrappers import is_dtensor
 
 _IN_NO_FILE = (
     torch.complex32,

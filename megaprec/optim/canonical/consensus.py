@@ -1,7 +1,7 @@
 """The agreement of all ranks under canonical numerics: norm and loss have the same bits in every
 layout.
 
-Sums of squares are exact (`megaprec.optim.exact_sum`), whatever slices a rank holds. So are sums of
+Sums of squares are exact (`megaprec.optim.canonical.exact_sum`), whatever slices a rank holds. So are sums of
 p-th powers: the gradients are first divided by a power of two that is above the largest of all
 ranks, because powers overflow. A power is computed on blocks of one fixed length, the last one
 padded with zeros: a vectorized function computes the end of a tensor of any other length with other
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
+from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
 from megaprec.optim.consensus import Consensus, Measured, StepConsensus
-from megaprec.optim.exact_sum import LENGTH, ExactSum, total
 from megaprec.optim.grad_stats import statistics
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64

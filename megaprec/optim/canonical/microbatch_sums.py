@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
+from megaprec.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 
 
 class _Node(NamedTuple):

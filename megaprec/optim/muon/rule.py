@@ -2,7 +2,7 @@
 the rest.
 
 This is the rule as settings and formulas, and the moments that it keeps of each parameter. Whole
-logical matrices are brought together and updated by `megaprec.optim.matrix_updates`.
+logical matrices are brought together and updated by `megaprec.optim.muon.matrix_updates`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
-from megaprec.optim.newton_schulz import PUBLISHED, Coefficients
+from megaprec.optim.muon.newton_schulz import PUBLISHED, Coefficients
 from megaprec.optim.update_rules import AdamW, Stateless, Step, UpdateRule
 
 MUON_MOMENTUM = "muon_momentum"

@@ -22,10 +22,9 @@ from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.kinds import quoted
-from megaprec.optim.canonical_consensus import summed_loss
-from megaprec.optim.observer import StepObserver
+from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
+from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.context_limits import require_divisible_context

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from megaprec.optim.main_grad import (
+from megaprec.main_grad import (
     Destination,
     begin_accumulation,
     destination,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.buckets import bucket_elements
 from megaprec.optim.grad_sync import ParamGatherer
+from megaprec.optim.model_buffers import bucket_elements
 from models import passes, token_count
 from models.stages import Stage
 from parallel.mesh import make_mesh

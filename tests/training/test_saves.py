@@ -24,7 +24,7 @@ from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.durable import write_all
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
+from megaprec.optim.step_report import StepObserver
 from tests.checkpoint.test_checkpoint import names
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run

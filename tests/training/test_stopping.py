@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
+from megaprec.optim.step_report import StepObserver
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools import cli

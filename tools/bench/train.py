@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import StepObserver, StepReport
 from megaprec.precision.plan import DTYPES
 from models.engine import Engine, Share, build_stages
 from models.sentinel import Sentinel

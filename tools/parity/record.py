@@ -26,9 +26,8 @@ from megaprec.data.blend import Blend
 from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import report_fields
+from megaprec.optim.step_report import StepObserver, report_fields
 from models.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.borders import BorderRecorder, BorderValues, RunSize

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megaprec.optim.microbatch_sums import num_waiting_sums
+from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import Sharding, state_bytes

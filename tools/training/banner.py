@@ -9,7 +9,7 @@ from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import dtype_name
 from models.kv_cache import CachedStage

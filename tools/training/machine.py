@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from megaprec.errors import UserError
-from megaprec.optim.muon import min_moments
+from megaprec.optim.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_replicas

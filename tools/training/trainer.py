@@ -23,9 +23,14 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position
 from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport, report_fields
+from megaprec.optim.param_groups import Group
+from megaprec.optim.step_report import (
+    NO_TOKENS,
+    NonFiniteStep,
+    StepObserver,
+    StepReport,
+    report_fields,
+)
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.engine import Engine, OutsideVocabulary, Share, build_stages

@@ -49,8 +49,8 @@ class Axis:
         Raises UserError for another name than those in AXES, which every mesh would lack, and if
         the mesh has such an axis, or has its axes in another order.
         """
-        if name not in AXES or not isinstance(mesh, DeviceMesh | None):
-            raise UserError.of("comm.axis_arguments", mesh=mesh, name=name, axes=", ".join(AXES))
+        if name not in AXES:
+            raise UserError.of("comm.axis_unknown", name=name, axes=", ".join(AXES))
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         dim = _axes_of(mesh).index(name)

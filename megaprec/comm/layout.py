@@ -201,13 +201,9 @@ def attach_whole(
     prefix: the beginning of each parameter's logical name, which its path in the module follows.
         Pipeline stages need different prefixes, because logical names must be unique in the whole
         model.
-    Raises UserError for what is no module, and for a parameter of a lazy module, which has no shape
-    before the first forward pass.
+    Raises UserError for a parameter of a lazy module, which has no shape before the first forward
+    pass.
     """
-    if not isinstance(module, nn.Module):
-        raise UserError.of("comm.attach_whole_needs_module", kind=type(module).__name__)
-    if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
-        raise UserError.of("comm.attach_whole_arguments", tp=tp, prefix=prefix)
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError.of("comm.lazy_module", name=name)

@@ -120,11 +120,34 @@ class Measured(NamedTuple):
     """The measures of a rank's gradients, on the device.
 
     counted: float64 [2], the sum of squares and the number of zeros.
-    norm: the norm as `pack` takes it.
+    norm: what the ranks exchange about the norm.
     """
 
     counted: Tensor
     norm: Tensor
+
+
+@dataclass(frozen=True)
+class LocalNumbers:
+    """What a rank knows about its gradients and its loss in a step.
+
+    measured: of its gradients; the norm is read only for a norm other than L2.
+    loss: this rank's share; None for no share.
+    scaler, parameters: digests of what must be equal on all ranks, and on those of a stage.
+    num_gradients: how many of this rank's parameters have one.
+    stop: True if this rank was asked to stop.
+    counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
+    gave_loss: False if this rank knows no loss.
+    """
+
+    measured: Measured
+    loss: Tensor | None
+    scaler: Tensor
+    parameters: float
+    num_gradients: int = 1
+    stop: bool = False
+    counted_tokens: Tensor | None = None
+    gave_loss: bool = True
 
 
 class _RankNumbers(NamedTuple):
@@ -164,8 +187,7 @@ class StepConsensus:
         self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
 
     def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
-        """Return two arguments of `pack`: sum of squares and number of zeros; the norm of this
-        rank's gradients.
+        """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
 
         gradients, copies: as in `grad_stats.statistics`.
         """
@@ -174,31 +196,10 @@ class StepConsensus:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))
 
-    def pack(
-        self,
-        counted: Tensor,
-        loss: Tensor | None,
-        scaler: Tensor,
-        parameters: float,
-        norm: Tensor,
-        stop: bool = False,
-        gradients: int = 1,
-        counted_tokens: Tensor | None = None,
-        gave_loss: bool = True,
-    ) -> Tensor:
-        """Return this rank's numbers, to be summed over the world: float64.
-
-        counted: sum of squares and number of zeros.
-        loss: this rank's share.
-        scaler, parameters: digests.
-        norm: of this rank's gradients, read only for a norm other than L2.
-        stop: True if this rank was asked to stop.
-        gradients: number of this rank's parameters that have one.
-        counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
-        gave_loss: False if this rank knows no loss.
-        """
-        squares, zeros = counted.unbind()
-        missing = self._scalar(parameters)
+    def pack(self, local: LocalNumbers) -> Tensor:
+        """Return this rank's numbers, to be summed over the world: float64."""
+        squares, zeros = local.measured.counted.unbind()
+        missing = self._scalar(local.parameters)
         of_stages = torch.zeros(
             len(_StageNumbers._fields), self.pp.size, dtype=torch.float64, device=self.device
         )
@@ -207,16 +208,18 @@ class StepConsensus:
         )
         *_, norm_slots = self.lengths
         norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
-        norms[self.world.rank : self.world.rank + 1] = norm  # no element for the L2 norm
+        # no element for the L2 norm
+        norms[self.world.rank : self.world.rank + 1] = local.measured.norm
+        loss = local.loss
         numbers = _RankNumbers(
             squares=squares,
             loss=self._scalar(0.0) if loss is None else loss.double().reshape(()),
-            scaler=scaler,
-            scaler_squared=scaler.square(),
-            stops=self._scalar(float(stop)),
-            gradients=self._scalar(gradients),
-            nothing_counts=self._nothing_counts(counted_tokens),
-            losses=self._scalar(float(gave_loss)),
+            scaler=local.scaler,
+            scaler_squared=local.scaler.square(),
+            stops=self._scalar(float(local.stop)),
+            gradients=self._scalar(local.num_gradients),
+            nothing_counts=self._nothing_counts(local.counted_tokens),
+            losses=self._scalar(float(local.gave_loss)),
         )
         return torch.cat((torch.stack(numbers), of_stages.view(-1), norms))
 

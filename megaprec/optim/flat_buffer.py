@@ -29,13 +29,13 @@ from torch.autograd.graph import increment_version
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.main_grad import collect, has_main_grad
 from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
+from megaprec.torch_private import num_writes
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
 _COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core's cache
@@ -88,6 +88,19 @@ class OwnedPiece(NamedTuple):
         return slice(self.span.start - start, self.span.stop - start)
 
 
+# an axis, gradients [size], whether only this rank's chunk is needed; returns a wait
+StartSum = Callable[[Axis, Tensor, bool], Callable[[], object]]
+
+
+def start_sum(dp: Axis, gradients: Tensor, only_local: bool) -> Callable[[], object]:
+    """Start to sum gradients over dp in place, and return a function that waits for the result.
+
+    only_local: True if each rank needs only its own chunk of the sum; the rest is then undefined.
+    """
+    start = dp.start_scatter_sum_ if only_local else dp.start_sum_
+    return start(gradients)
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of a buffer. reduce: in which gradients travel over dp."""
 
@@ -107,7 +120,7 @@ class Buffer:
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
     average: True if the sum over dp is divided by the number of dp ranks.
-    canonical: True if the sum over dp is the upper part of a tree over micro-batches.
+    start_sum: starts the sum of gradients over dp.
     The masters are initialised from the original values of the parameters, before rounding.
     """
 
@@ -122,7 +135,7 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         average: bool = False,
-        canonical: bool = False,
+        start_sum: StartSum = start_sum,
     ) -> None:
         self.parameters = tuple(parameters)
         self.plan = plan
@@ -130,7 +143,7 @@ class Buffer:
         self.shards = shards
         self.seed = seed
         self.average = average
-        self.canonical = canonical
+        self._start_sum = start_sum
         layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
         self.in_codes = fp8_param_of(self.parameters[0]) is not None
@@ -371,17 +384,13 @@ class Buffer:
         overflow.
         """
         is_sharded = self.shards.size == self.dp.size
-        if self.canonical:
-            start_tree = start_tree_scatter_sum_ if is_sharded else start_tree_sum_
-            return start_tree(self.dp, self.grads)
         if self.average and not self.balances:
             self.grads.div_(self.dp.size)
         sent = self.grads
         if self.dp.size > 1:
             # a copy only if gradients travel in another dtype than they are accumulated in
             sent = self.grads.to(self.travels)
-        start_sum = self.dp.start_scatter_sum_ if is_sharded else self.dp.start_sum_
-        wait = start_sum(sent)
+        wait = self._start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:
             wait()
@@ -464,7 +473,7 @@ class Buffer:
     def _read_versions(self) -> list[int]:
         """Return torch's counters of writes to the parameters; writes through `data` are not in
         them."""
-        return [parameter._version for parameter in self.parameters]
+        return [num_writes(parameter) for parameter in self.parameters]
 
     def adopt_weights(self, everything: bool, steps: Tensor) -> None:
         """Make masters of weights that someone else has written to, if the weights are rounded from

@@ -76,18 +76,16 @@ def load_tensors(
     for key in local_keys:
         tensor = tensors.get(key)
         if tensor is not None and not tensor.is_floating_point():
-            problems.append(
-                f"{key} of the state is {tensor.dtype}: must be a floating-point tensor"
-            )
+            problems.append(Problem.of("optimizer.state_not_real", key=key, dtype=tensor.dtype))
     keys = gather_entries(local_keys, world, device)
     for key in tensors:
         if key not in keys:
-            problems.append(f"{key} of the state is not in the model")
+            problems.append(Problem.of("optimizer.state_not_in_model", key=key))
     # a rank without problems must not go on alone
     num_problems = torch.tensor(float(len(problems)), device=device)
     if world.max_(num_problems):
-        lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
-        raise UserError(Problem.of("optimizer.state_of_other_model"), *lines)
+        shown = problems[:_MAX_PROBLEMS] or [Problem.of("optimizer.state_elsewhere")]
+        raise UserError(Problem.of("optimizer.state_of_other_model"), *shown)
     for buffer in buffers:
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():
@@ -98,13 +96,17 @@ def load_tensors(
 
 def _shape_problems(
     tensors: dict[str, Tensor], needed: Sequence[tuple[str, Piece]]
-) -> Iterator[str]:
-    """Yield a line for each piece whose logical tensor the state lacks, or has in another shape."""
+) -> Iterator[Problem]:
+    """Yield a problem for each piece whose logical tensor is missing or has another shape."""
     for key, piece in needed:
         shape = tuple(tensors[key].shape) if key in tensors else None
         if shape != piece.part.shape:
-            described = "not" if shape is None else list(shape)
-            yield f"{key} is {list(piece.part.shape)} in the model, {described} in the state"
+            yield Problem.of(
+                "optimizer.state_shape",
+                key=key,
+                shape=list(piece.part.shape),
+                described="not" if shape is None else list(shape),
+            )
 
 
 def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megaprec.torch_private import foreach_norm
+
 # elements: a block is still in a core's cache when it is read for the second time
 _CPU_BLOCK = 1 << 17
 _GPU_BLOCK = 1 << 24  # elements: the largest count that is exact in FP32
@@ -95,7 +97,7 @@ def _norms(blocks: Sequence[Tensor]) -> Tensor:
     if blocks[0].device.type == "cpu":
         norms = [_norm(block) for block in blocks]
     else:
-        norms = torch._foreach_norm(tuple(blocks), 2, torch.float64)
+        norms = foreach_norm(tuple(blocks), 2, torch.float64)
     return torch.stack(norms)
 
 

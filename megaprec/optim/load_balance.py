@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.param_groups import UNSCALED
-from megaprec.optim.update_rules import StepOf
+from megaprec.optim.param_groups import UNSCALED, StepOf
 from megaprec.optim.update_tile import Tile
 
 

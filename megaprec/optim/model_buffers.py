@@ -23,7 +23,7 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
 from megaprec.main_grad import reset_accumulation
-from megaprec.optim.flat_buffer import Buffer, param_dtype, require_in_place
+from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel
 from megaprec.optim.param_groups import Group, by_factors
@@ -58,7 +58,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, average, canonical, seed: as in `Buffer`.
+    shards, average, start_sum, seed: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -68,7 +68,7 @@ class ModelBuffers:
     all: all buffers in one list, in an order that all dp ranks share.
     tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
     twins: pairs of buffers of this rank whose gradients are summed.
-    untrained: what is in no buffer.
+    frozen: what is in no buffer.
     dtensor_slices: for DTensors.
     """
 
@@ -85,10 +85,10 @@ class ModelBuffers:
         moments: Moments,
         seed: int,
         average: bool,
-        canonical: bool = False,
+        start_sum: StartSum = start_sum,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._canonical = canonical
+        self._start_sum = start_sum
         self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
@@ -115,7 +115,7 @@ class ModelBuffers:
         )
         self.chunks = self._lay_out(model_parts, dtensor_slices)
         self.all = list(chain.from_iterable(self.chunks))
-        self.untrained = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
+        self.frozen = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
         self.twins = self._find_twins()
         with_twin = set(chain.from_iterable(self.twins))
         self.tied = [
@@ -179,7 +179,7 @@ class ModelBuffers:
             state=self._moments(bucket[0]),
             seed=self._seed,
             average=self._average and not is_dtensor_slice,
-            canonical=self._canonical,
+            start_sum=self._start_sum,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
@@ -250,7 +250,7 @@ class ModelBuffers:
         local_trained = 0
         for buffer in self.all:
             local_trained += sum(last - first for first, last in buffer.counted())
-        local_frozen = self.untrained.num_saved()
+        local_frozen = self.frozen.num_saved()
         # in float64 a sum over ranks is exact up to 2**53 elements
         local = torch.tensor(
             [local_trained, local_frozen], dtype=torch.float64, device=self._ranks.device

@@ -5,7 +5,7 @@ A parameter without a name of its own, without memory of its own, or of another 
 layout would be trained wrongly, and nothing else would tell.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from megaprec.fp8.params import fp8_param_of
 from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
+
+NamedParameter = tuple[str, nn.Parameter]  # path in the model, parameter
 
 # settings of a plan that layers read, in which theirs must agree with the optimizer's
 _LAYER_SETTINGS = (
@@ -47,42 +49,48 @@ _REBUILD = (
 def require_identifiable(
     model_parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None
 ) -> None:
-    """Raise UserError, naming parameters, for parameters that cannot be identified.
+    """Raise UserError, naming parameters, for parameters that no step could train right.
 
-    These are FSDP1's flat parameters, parameters without a layout, parameters that were laid out
-    for another number of tensor-parallel ranks, and experts of ranks of their own, of which the
-    optimizer was not told.
+    These are FSDP1's flat parameters, parameters that autograd or the optimizer has no numbers for,
+    parameters without a layout or of another shape than theirs, or laid out for another number of
+    tensor-parallel ranks, names and memory that two parameters share, and experts of ranks of their
+    own, of which the optimizer was not told.
     """
     trained = list(trained_parameters(model_parts))
-    for path, parameter in trained:
-        if _is_flat(parameter):
-            raise UserError.of("optimizer.fsdp1", path=path)
-    everything: dict[str, nn.Parameter] = {}
-    for model_part in model_parts:
-        everything.update(model_part.named_parameters())
-    _require_no_problems(_unusable_memory, everything.items())
-    _require_no_problems(_untrainable, trained)
+    _require_no_flat_parameters(trained)
+    _require_real(trained)
     _require_layouts(trained)
-    _require_no_problems(_shape_problem, trained)
-    _require_distinct_names(model_parts)
+    _require_shapes(trained)
+    _require_distinct_names(trained)
     _require_own_memory(model_parts)
-    for layout in map(layout_of, parameters_of(model_parts)):
-        _require_laid_out_for(layout, tp, experts)
+    for _, parameter in trained:
+        _require_laid_out_for(layout_of(parameter), tp, experts)
 
 
-def _require_no_problems(
-    describe: Callable[[str, nn.Parameter], str],
-    parameters: Iterable[tuple[str, nn.Parameter]],
-) -> None:
-    """Raise UserError with the lines that `describe` returns of parameters, if it returns any."""
-    problems = [describe(path, parameter) for path, parameter in parameters]
-    if any(problems):
-        raise UserError(*filter(None, problems))
+def _require_no_flat_parameters(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError for a parameter of FSDP1, which holds tensors without names and shapes."""
+    for path, parameter in trained:
+        # the flat parameter itself, and with use_orig_params the parameters that are views of it
+        if any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened")):
+            raise UserError.of("optimizer.fsdp1", path=path)
 
 
-def _require_layouts(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise UserError if some of the parameters have no layout."""
-    bare = [(path, parameter) for path, parameter in parameters if not has_layout(parameter)]
+def _require_real(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError, naming all, for parameters without gradients or of complex numbers."""
+    problems: list[Problem] = []
+    for path, parameter in trained:
+        if parameter.is_inference():
+            problems.append(Problem.of("optimizer.made_in_inference_mode", path=path))
+        elif not parameter.is_floating_point() and fp8_param_of(parameter) is None:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            problems.append(Problem.of("optimizer.not_real", path=path, dtype=dtype))
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_layouts(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError if some parameters have no layout."""
+    bare = [(path, parameter) for path, parameter in trained if not has_layout(parameter)]
     if not bare:
         return
     path, first = bare[0]
@@ -109,55 +117,29 @@ def _require_laid_out_for(layout: Layout, tp: int, experts: ExpertAxes | None) -
             )
 
 
-def _unusable_memory(path: str, parameter: nn.Parameter) -> str:
-    """Return why a parameter, trained or frozen, cannot be moved or held; empty if it can."""
-    if parameter.device.type == "meta":
-        return (
-            f"{path} is on the device meta and has no values: call model.to_empty and initialise "
-            "or load it first"
-        )
-    if is_dtensor(parameter) or (parameter.layout == torch.strided and not parameter.is_nested):
-        return ""
-    kind = "nested" if parameter.is_nested else str(parameter.layout).removeprefix("torch.")
-    return f"{path} is a {kind} tensor, and the optimizer has dense ones only: make it dense"
+def _require_shapes(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError, naming all, for parameters that do not have the shapes of their layouts."""
+    problems: list[Problem] = []
+    for path, parameter in trained:
+        parts = layout_of(parameter).parts
+        expected: tuple[int, ...] = ()
+        if parts[0].padded:  # parts are stacked along their first dim
+            num_rows = sum(part.padded[0] for part in parts)
+            expected = (num_rows, *parts[0].padded[1:])
+        shape = tuple(parameter.shape)
+        # a DTensor has the shape of the whole, its layout too
+        if shape != expected and not is_dtensor(parameter):
+            problems.append(
+                Problem.of("optimizer.shape_changed", path=path, shape=shape, expected=expected)
+            )
+    if problems:
+        raise UserError(*problems)
 
 
-def _shape_problem(path: str, parameter: nn.Parameter) -> str:
-    """Return how a parameter differs from its layout; empty if it does not, or if torch has sharded
-    it."""
-    parts = layout_of(parameter).parts
-    expected: tuple[int, ...] = ()
-    if parts[0].padded:  # parts are stacked along their first dim
-        num_rows = sum(part.padded[0] for part in parts)
-        expected = (num_rows, *parts[0].padded[1:])
-    if is_dtensor(parameter) or tuple(parameter.shape) == expected:
-        return ""
-    return (
-        f"{path} has the shape {tuple(parameter.shape)}, but {expected} when its layout was "
-        "attached: replace the parameter, not its data, and call megaprec.attach_whole again"
-    )
-
-
-def _untrainable(path: str, parameter: nn.Parameter) -> str:
-    """Return why no step can train the parameter; empty if one can."""
-    if parameter.is_inference():
-        return (
-            f"{path} was made in inference mode, where autograd computes no gradients: make the "
-            "model outside of it"
-        )
-    if not parameter.is_floating_point() and fp8_param_of(parameter) is None:
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        return (
-            f"{path} is {dtype}, and the optimizer has real numbers only: store real and imaginary "
-            "parts"
-        )
-    return ""
-
-
-def _require_distinct_names(model_parts: Sequence[nn.Module]) -> None:
+def _require_distinct_names(trained: Iterable[NamedParameter]) -> None:
     """Raise UserError unless each trained parameter has a name of its own."""
     paths: dict[tuple[str, int, bool], str] = {}
-    for path, parameter in trained_parameters(model_parts):
+    for path, parameter in trained:
         layout = layout_of(parameter)
         for part in layout.parts:
             key = part.name, part.rank, layout.again
@@ -217,33 +199,23 @@ def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
             before = furthest.get((span.device, trained))
             is_moved = span.trained or trained  # else they stay together
             if is_moved and before is not None and span.first < before.end:
-                raise UserError(_explain_sharing(before, span))
+                raise UserError(_sharing(before, span))
         before = furthest.setdefault((span.device, span.trained), span)
         if span.end > before.end:
             furthest[span.device, span.trained] = span
 
 
-def _explain_sharing(first: _MemorySpan, second: _MemorySpan) -> str:
+def _sharing(first: _MemorySpan, second: _MemorySpan) -> Problem:
+    """Return the problem of two tensors of which at least one is moved, into memory of its own."""
     if first.trained and second.trained:
-        return (
-            f"{second.path} shares memory with {first.path}: the optimizer moves each into memory "
-            "of its own, and they would no longer be tied; make them one nn.Parameter, or clone "
-            "one of them"
+        return Problem.of(
+            "optimizer.memory_of_two_parameters", first=first.path, second=second.path
         )
     moved, stays = (first, second) if first.trained else (second, first)
-    return (
-        f"{stays.path} is not trained and shares memory with {moved.path}, which is: the "
-        f"optimizer moves that into memory of its own, and {stays.path} would keep its first "
-        "values; compute it from the parameter in forward, or clone it"
-    )
+    return Problem.of("optimizer.memory_of_untrained", moved=moved.path, stays=stays.path)
 
 
-def _is_flat(parameter: nn.Parameter) -> bool:
-    # the flat parameter itself, and with use_orig_params the parameters that are views of it
-    return any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
-
-
-def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+def require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
     """Raise UserError, naming a module, if layers were built with a context of another plan.
 
     They would compute in dtypes of their own, from weights that the optimizer holds in others.
@@ -269,19 +241,15 @@ def _require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) ->
                     )
 
 
-def plan_with_marked(
+def require_used_patterns(
     model_parts: Sequence[nn.Module],
     plan: PrecisionPlan,
     groups: Sequence[str],
     world: Axis,
     device: torch.device,
-) -> tuple[PrecisionPlan, tuple[str, ...]]:
-    """Return the plan with marked parameters in FP32, and their logical names.
-
-    groups: patterns of the optimizer.
-
-    Raises UserError for patterns that match nothing on any rank. Collective over the world.
-    """
+) -> None:
+    """Raise UserError for a pattern of the plan or of `groups` that matches no parameter on any
+    rank. Collective over the world."""
     names = set[str]()
     for module in model_parts:
         for parameter in filter(has_layout, module.parameters()):
@@ -289,7 +257,6 @@ def plan_with_marked(
     sorted_names = sorted(names)
     require_used("precision.keep_fp32", plan.keep_fp32, sorted_names, world, device)
     require_used("optimizer.groups", groups, sorted_names, world, device)
-    return keep_marked_in_fp32(model_parts, plan, world, device)
 
 
 class TrainedModel:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
+from math import inf
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from torch import nn
 
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.setting_ranges import require_clip, require_rates
 from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
@@ -50,10 +50,8 @@ class Group:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str):
-            raise UserError.of("optimizer.group_pattern", pattern=self.pattern)
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if factor is not None and not (is_number(factor) and factor >= 0):
+            if factor is not None and not 0 <= factor < inf:
                 raise UserError.of(
                     "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
                 )

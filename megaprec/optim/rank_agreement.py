@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.ranks import Ranks
 from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.plan import PrecisionPlan
@@ -159,28 +159,26 @@ def _describe_parameters(model_parts: Sequence[nn.Module]) -> Iterator[str]:
             yield from (f"{part.name} {list(part.shape)}" for part in layout.parts)
 
 
-def _differences(facts: Sequence[_Facts]) -> list[str]:
-    """Return a line for each setting, and for the parameters of each stage, that ranks do not
+def _differences(facts: Sequence[_Facts]) -> list[Problem]:
+    """Return a problem for each setting, and for the parameters of each stage, that ranks do not
     share."""
-    lines: list[str] = []
-    for name in facts[0].settings if facts else ():
+    problems: list[Problem] = []
+    for name in facts[0].settings:
         # without repetition, in order
         values = list(dict.fromkeys(of_rank.settings.get(name) for of_rank in facts))
         if len(values) > 1:
-            lines.append(
-                f"{name} = {values[0]} on some ranks and {values[1]} on others: build all "
-                "optimizers alike"
+            problems.append(
+                Problem.of("optimizer.settings_differ", name=name, first=values[0], other=values[1])
             )
     for stage in sorted({of_rank.stage for of_rank in facts}):
         first, *others = [of_rank.parameters for of_rank in facts if of_rank.stage == stage]
         different = [parameters for parameters in others if parameters != first]
         if different:
             mine, theirs = _first_difference(first, different[0])
-            lines.append(
-                f"the ranks of stage {stage} hold different parameters: {mine} on some, "
-                f"{theirs} on others; build the same modules, in the same order, on all of them"
+            problems.append(
+                Problem.of("optimizer.parameters_differ", stage=stage, mine=mine, theirs=theirs)
             )
-    return lines
+    return problems
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
@@ -200,21 +198,17 @@ def require_same_weights(
     """
     if ranks.world.size == 1:
         return
-    problem = ""
+    problem: Problem | None = None
     for axis in axes:
         parameters = _replicated_parameters(stages, only_uncut=axis is not ranks.dp)
         if axis.size == 1 or not parameters:
             continue
         name = _first_differing(parameters, axis, ranks.device)
-        if name and not problem:
-            problem = (
-                f"the ranks of axis {axis.name} {verb} different weights, {name} first: build or "
-                "load the model from the same values on all of them, e.g. after "
-                "torch.manual_seed with one seed"
-            )
-    has_problem = torch.tensor(float(bool(problem)), device=ranks.device)
+        if name and problem is None:
+            problem = Problem.of("optimizer.weights_differ", axis=axis.name, verb=verb, name=name)
+    has_problem = torch.tensor(float(problem is not None), device=ranks.device)
     if ranks.world.max_(has_problem):
-        raise UserError(problem or f"other ranks {verb} different weights, and say which")
+        raise UserError(problem or Problem.of("optimizer.weights_differ_elsewhere", verb=verb))
 
 
 def _replicated_parameters(stages: Sequence[nn.Module], only_uncut: bool) -> list[nn.Parameter]:

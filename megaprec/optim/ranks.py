@@ -58,21 +58,15 @@ class Ranks:
         ]
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             if not dtensors:
-                raise UserError(_explain_missing_mesh(device, dist.get_world_size()))
+                raise UserError.of(
+                    "optimizer.mesh_missing", ranks=dist.get_world_size(), device=device.type
+                )
             dp = Axis("dp", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
         world = dp if mesh is None else Axis.world(mesh)
         for path, parameter in dtensors:
             require_spread_over_all(path, parameter, pp, tp, world)
         world = Axis("world", world.rank, world.size, world.group)
         return Ranks(pp, dp, tp, world, device, experts)
-
-
-def _explain_missing_mesh(device: torch.device, ranks: int) -> str:
-    return (
-        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, so each "
-        f'rank would train a separate model: pass mesh=init_device_mesh("{device.type}", '
-        f'({ranks},), mesh_dim_names=("dp",)), from torch.distributed.device_mesh'
-    )
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 
 # powers of two that float32 can hold and invert
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**127
-
-TWO_SCALERS = (
-    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: "
-    "remove the GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
-)
 
 
 class GradScaler(Protocol):
@@ -106,22 +101,24 @@ class DynamicGradScaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
 
-    def _problems(self, initial: float) -> Iterator[str]:
+    def _problems(self, initial: float) -> Iterator[Problem]:
         if not _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST:
-            yield (
-                f"initial scale {initial} must lie between the minimum {self.min_scale} and the "
-                f"maximum {self.max_scale}, and these between 2**-126 and 2**127"
+            yield Problem.of(
+                "optimizer.scaler_range",
+                initial=initial,
+                minimum=self.min_scale,
+                maximum=self.max_scale,
             )
         if not self.growth_factor > 1:
-            yield f"growth factor {self.growth_factor} must be above 1"
+            yield Problem.of("optimizer.scaler_growth", growth_factor=self.growth_factor)
         if not 0 < self.backoff_factor < 1:
-            yield f"backoff factor {self.backoff_factor} must lie between 0 and 1"
+            yield Problem.of("optimizer.scaler_backoff", backoff_factor=self.backoff_factor)
         if not self.growth_interval >= 1:
-            yield f"growth interval {self.growth_interval} must be at least 1"
+            yield Problem.of("optimizer.scaler_interval", growth_interval=self.growth_interval)
         if not self.hysteresis >= 1:
-            yield f"hysteresis {self.hysteresis} must be at least 1"
+            yield Problem.of("optimizer.scaler_hysteresis", hysteresis=self.hysteresis)
         if self.hysteresis_refill not in ("growth", "good_step"):
-            yield f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'"
+            yield Problem.of("optimizer.scaler_refill", hysteresis_refill=self.hysteresis_refill)
 
     @property
     def inv_scale(self) -> Tensor:

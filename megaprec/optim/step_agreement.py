@@ -105,7 +105,7 @@ def _total(loss: Tensor | None, device: torch.device) -> Tensor:
     return loss.detach().to(device).double().sum()
 
 
-def require_same_copies(
+def require_same_replicated_grads(
     buffers: Sequence[Buffer], tp: Axis, world: Axis, device: torch.device
 ) -> None:
     """Raise UserError on every rank if copies have different gradients on ranks of tp. Collective
@@ -116,7 +116,7 @@ def require_same_copies(
     """
     if tp.size == 1:
         return
-    copies = list(_owned_copies(buffers, tp))
+    copies = list(_replicated_pieces(buffers, tp))
     # a sum and a sum of squares of each
     sums = torch.zeros(len(copies), 2, dtype=torch.float64, device=device)
     for number, (buffer, owned) in enumerate(copies):
@@ -141,7 +141,7 @@ def require_same_copies(
         raise UserError.of("optimizer.replicated_gradients_differ", name=name)
 
 
-def _owned_copies(buffers: Sequence[Buffer], tp: Axis) -> Iterator[tuple[Buffer, OwnedPiece]]:
+def _replicated_pieces(buffers: Sequence[Buffer], tp: Axis) -> Iterator[tuple[Buffer, OwnedPiece]]:
     """Yield this rank's elements of parameters that every rank of tp holds whole.
 
     All ranks of a tensor-parallel group own the same elements of them.
@@ -162,7 +162,7 @@ class Presence(NamedTuple):
     num_gradients: int
 
 
-def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
+def missing_gradients(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
     """Return the logical names of the parameters that received no gradient in this step.
 
     by_place: experts are numbered by their positions on this rank, so that ranks with other experts
@@ -182,10 +182,10 @@ def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
     return names
 
 
-def summarize(buffers: Sequence[Buffer], settings: Sequence[str] = ()) -> Presence:
+def summarize_presence(buffers: Sequence[Buffer], settings: Sequence[str] = ()) -> Presence:
     """Return what this rank sends about its gradients. settings: lines that all ranks of a stage
     must share too."""
-    names = missing(buffers, by_place=True)
+    names = missing_gradients(buffers, by_place=True)
     num_parameters = sum(len(buffer.parameters) for buffer in buffers)
     return Presence(digest([*names, *settings]), num_parameters - len(names))
 
@@ -196,13 +196,13 @@ def digest(names: Sequence[str]) -> float:
     return int.from_bytes(hashed, "little") % (1 << DIGEST_BITS)
 
 
-def explain(
+def explain_presence(
     buffers: Sequence[Buffer], ranks: Ranks, any_gradient: bool, settings: Sequence[str] = ()
 ) -> str:
     """Return a line that says why no step can be made of the gradients. Collective over the world.
 
     any_gradient: True if a parameter of some rank has one.
-    settings: as for `summarize`.
+    settings: as for `summarize_presence`.
     """
     if not any_gradient:
         return (
@@ -214,7 +214,7 @@ def explain(
     if line:
         return line
     here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
-    names = missing(buffers)
+    names = missing_gradients(buffers)
     return disagreement(names, ranks.world, ranks.device, here)
 
 

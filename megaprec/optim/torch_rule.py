@@ -49,8 +49,6 @@ class Torch:
     def __init__(
         self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None
     ) -> None:
-        if not isinstance(kind, type) or not isinstance(options, dict | None):
-            raise UserError.of("optimizer.torch_rule_arguments", kind=kind, options=options)
         self.kind = kind
         self.options = dict(options or {})
         # what a step gives, and what the optimizer has already

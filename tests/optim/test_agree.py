@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.consensus import DIGEST_BITS, StepConsensus, digest
+from megaprec.optim.consensus import DIGEST_BITS, LocalNumbers, Measured, StepConsensus, digest
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.step_agreement import disagreement
@@ -324,7 +324,8 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
     one = torch.zeros((), dtype=torch.float64)
 
     def packed(digest_of_all: int) -> Tensor:
-        return consensus.pack(zero, None, one + digest_of_all, digest_of_all, one)
+        local = LocalNumbers(Measured(zero, one), None, one + digest_of_all, digest_of_all)
+        return consensus.pack(local)
 
     # so the sum is exact in whatever order the ranks are added
     assert ranks * packed(mine).max() < 2**53

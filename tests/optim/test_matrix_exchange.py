@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.optim import matrix_updates
+from megaprec.optim.muon import matrix_updates
 from megaprec.optim.muon.matrix_exchange import MatrixExchange, Run, owners_of
 from megaprec.optim.muon.newton_schulz import orthogonalized
 from tests.logical import SHAPES, Case, give, make_optimizer

@@ -174,7 +174,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"clip": 1e-2, "norm": 3.0},
     {"norm": float("inf"), "clip": 1e-2},
     {"rule": "sgd", "bucket": 1},
-    {"norm": 1.5, "native": True},
+    {"norm": 1.5},
 ]
 
 

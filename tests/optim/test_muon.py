@@ -17,7 +17,7 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim import matrix_updates
+from megaprec.optim.muon import matrix_updates
 from megaprec.optim.muon.matrix_exchange import MatrixExchange
 from megaprec.optim.muon.newton_schulz import orthogonalized
 from megaprec.optim.muon.rule import Muon

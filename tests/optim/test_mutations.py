@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, layout_of
-from megaprec.optim import grad_presence, grad_sync, group_factors, update_tile
+from megaprec.optim import grad_sync, param_groups, step_agreement, update_tile
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.grad_stats import statistics
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -375,12 +375,12 @@ def rounding_is_drawn_by_the_place_in_the_own_slice() -> None:
 
 
 def the_last_group_that_matches_decides() -> None:
-    inner = group_factors.factors
-    group_factors.factors = lambda part, some: inner(part, some[::-1])
+    inner = param_groups.factors
+    param_groups.factors = lambda part, some: inner(part, some[::-1])
 
 
 def missing_gradients_are_not_compared() -> None:
-    grad_presence.missing = lambda buffers, by_place=False: []
+    step_agreement.missing_gradients = lambda buffers, by_place=False: []
 
 
 STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [

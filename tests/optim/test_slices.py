@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
-from megaprec.optim import optimizer as module
+from megaprec.optim.canonical import numerics as module
 from megaprec.optim.model_buffers import buckets
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule

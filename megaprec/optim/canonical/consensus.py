@@ -1,9 +1,9 @@
 """The agreement of all ranks under canonical numerics: norm and loss have the same bits in every
 layout.
 
-Sums of squares are exact (`megaprec.optim.canonical.exact_sum`), whatever slices a rank holds. So are sums of
-p-th powers: the gradients are first divided by a power of two that is above the largest of all
-ranks, because powers overflow. A power is computed on blocks of one fixed length, the last one
+Sums of squares are exact (`exact_sum.py`), whatever slices a rank holds. So are sums of p-th powers:
+the gradients are first divided by a power of two that is above the largest of all ranks, because
+powers overflow. A power is computed on blocks of one fixed length, the last one
 padded with zeros: a vectorized function computes the end of a tensor of any other length with other
 instructions, so that its last bits would depend on the slice.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
-from megaprec.optim.consensus import Consensus, Measured, StepConsensus
+from megaprec.optim.consensus import Consensus, LocalNumbers, Measured, StepConsensus
 from megaprec.optim.grad_stats import statistics
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
@@ -40,8 +40,8 @@ class CanonicalConsensus(StepConsensus):
         self._num_exact = 0 if order == math.inf else LENGTH + 1
 
     def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
-        """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a
-        copy is not.
+        """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
+        an element or a copy is not.
 
         The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
         unit. Collective for a norm that needs the largest of all ranks.
@@ -61,40 +61,23 @@ class CanonicalConsensus(StepConsensus):
         counted[0] = 0 * counted[0] + 0 * infinite
         return Measured(counted, numbers)
 
-    def pack(
-        self,
-        counted: Tensor,
-        loss: Tensor | None,
-        scaler: Tensor,
-        parameters: float,
-        norm: Tensor,
-        stop: bool = False,
-        gradients: int = 1,
-        counted_tokens: Tensor | None = None,
-        gave_loss: bool = True,
-    ) -> Tensor:
-        """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global
+    def pack(self, local: LocalNumbers) -> Tensor:
+        """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
-        assert loss is not None
+        assert local.loss is not None
+        norm = local.measured.norm
         empty = norm.view(-1)[:0]
-        if self._num_exact:
-            powers = norm
-            largest = empty
-        else:
-            powers = empty
-            largest = norm
+        # the base class exchanges a largest magnitude only
+        powers = norm if self._num_exact else empty
+        largest = empty if self._num_exact else norm
         of_base = super().pack(
-            counted,
-            loss.sum(),
-            scaler,
-            parameters,
-            largest,
-            stop,
-            gradients,
-            counted_tokens,
-            gave_loss,
+            replace(
+                local,
+                measured=Measured(local.measured.counted, largest),
+                loss=local.loss.sum(),
+            )
         )
-        return torch.cat((of_base, powers, loss))
+        return torch.cat((of_base, powers, local.loss))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains. The host waits for it."""

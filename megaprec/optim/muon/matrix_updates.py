@@ -23,7 +23,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
@@ -33,9 +32,9 @@ from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.muon.matrix_exchange import MatrixExchange, Run
 from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
-from megaprec.optim.param_groups import Factors, Group, factors
+from megaprec.optim.param_groups import Factors, Group, StepOf, factors
 from megaprec.optim.ranks import Ranks
-from megaprec.optim.update_rules import Step, StepOf, UpdateRule
+from megaprec.optim.update_rules import Step, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import match_patterns, require_used
 
@@ -90,21 +89,6 @@ class MatrixUpdates:
             device=device,
             dtype=self._dtype,
         )
-
-    @staticmethod
-    def of(
-        rule: UpdateRule,
-        buffers: Sequence[Buffer],
-        groups: Sequence[Group],
-        mesh: DeviceMesh | None,
-        ranks: Ranks,
-    ) -> "MatrixUpdates":
-        """Return the updates of whole matrices: none unless the rule is Muon. Collective over the
-        world if it is."""
-        if not isinstance(rule, Muon):
-            return MatrixUpdates(Muon(), (), (), Axis("stage"), ranks.device)
-        stage = ranks.dp if mesh is None else Axis.stage(mesh)
-        return MatrixUpdates(rule, buffers, groups, stage, ranks.device)
 
     def _shapes(self, stage: Axis, device: torch.device) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all matrices of the stage, by name."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
+from megaprec.torch_private import has_bf16_products, has_kernel
 
 # elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
 _WIDENED = 1 << 16
@@ -154,7 +155,7 @@ def slow_bf16(tensor: Tensor) -> bool:
 
 @cache
 def _has_bf16_products() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return has_bf16_products()
 
 
 def lacks_tf32(tensor: Tensor) -> bool:
@@ -219,7 +220,7 @@ def _has_wide_totals(device: str) -> bool:
     key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
     if key is None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
+    return has_kernel("aten::addmm.dtype_out", key)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:

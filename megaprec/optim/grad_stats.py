@@ -35,20 +35,20 @@ def statistics(
     copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and have
     no effect otherwise.
     """
-    counted = _all_blocks(gradients)
-    if counted:
-        norms, num_nonzero = _norms_and_nonzero(counted)
-        squares = _squares(norms, counted)
-        num_elements = sum(block.numel() for block in counted)
+    counted_blocks = _all_blocks(gradients)
+    if counted_blocks:
+        norms, num_nonzero = _norms_and_nonzero(counted_blocks)
+        squares = _squares(norms, counted_blocks)
+        num_elements = sum(block.numel() for block in counted_blocks)
         num_zeros = num_elements - num_nonzero.sum()
-        numbers = torch.stack((squares, num_zeros.double()))  # no wait of the host
+        counted = torch.stack((squares, num_zeros.double()))  # no wait of the host
     else:
-        numbers = torch.zeros(2, dtype=torch.float64, device=device)
-    copied = _all_blocks(copies)
-    if copied:
-        squares_of_copies = _squares(_norms(copied), copied)
-        numbers[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
-    return numbers
+        counted = torch.zeros(2, dtype=torch.float64, device=device)
+    copied_blocks = _all_blocks(copies)
+    if copied_blocks:
+        squares_of_copies = _squares(_norms(copied_blocks), copied_blocks)
+        counted[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
+    return counted
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

@@ -45,20 +45,21 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     """
     if tp.size == 1:
         return
-    total = _total(loss, device)
-    is_absent = loss is None or bool(tp.rank > 0 and total == 0)
-    compared = torch.full_like(total, nan) if is_absent else total
+    local_loss = _total(loss, device)
+    is_absent = loss is None or bool(tp.rank > 0 and local_loss == 0)
+    compared = torch.full_like(local_loss, nan) if is_absent else local_loss
     # the loss of the first rank on all of them: -inf is below every loss of the others
     is_first = tp.rank == 0 and loss is not None
-    first = tp.max_(total.clone() if is_first else torch.full_like(total, -inf))
+    first_loss = tp.max_(local_loss.clone() if is_first else torch.full_like(local_loss, -inf))
     tolerance = _RELATIVE_TOLERANCE
     if loss is not None and loss.is_floating_point():
         tolerance = max(tolerance, 4 * torch.finfo(loss.dtype).eps)
-    difference = (compared - first).abs()
-    differs = difference > (tolerance * first.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
-    lacks_first = first.isneginf()
+    difference = (compared - first_loss).abs()
+    differs = difference > (tolerance * first_loss.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
+    # a loss on another rank than the first would not be counted
+    lacks_first = first_loss.isneginf()
     differs |= lacks_first
-    differs &= compared.isfinite() & (first.isfinite() | lacks_first)
+    differs &= compared.isfinite() & (first_loss.isfinite() | lacks_first)
     if world.max_(differs.double()):
         raise UserError.of("optimizer.losses_differ_over_tensor_ranks")
 
@@ -73,11 +74,11 @@ def require_loss_of_one_stage(
     """
     if pp.size == 1:
         return
-    slots = torch.zeros(pp.size, dtype=torch.float64, device=device)
-    slots[pp.rank] = _total(loss, device)
-    of_stages = pp.sum_(slots)
-    first = of_stages[0]
-    is_repeated = first.isfinite() & (first != 0) & (of_stages == first).all()
+    losses = torch.zeros(pp.size, dtype=torch.float64, device=device)
+    losses[pp.rank] = _total(loss, device)
+    losses = pp.sum_(losses)  # each stage has filled in its own
+    first = losses[0]
+    is_repeated = first.isfinite() & (first != 0) & (losses == first).all()
     if world.max_(is_repeated.double()):
         raise UserError.of("optimizer.loss_on_all_stages")
 
@@ -116,16 +117,16 @@ def require_same_replicated_grads(
     """
     if tp.size == 1:
         return
-    copies = list(_replicated_pieces(buffers, tp))
+    pieces = list(_replicated_pieces(buffers, tp))
     # a sum and a sum of squares of each
-    sums = torch.zeros(len(copies), 2, dtype=torch.float64, device=device)
-    for number, (buffer, owned) in enumerate(copies):
-        values = buffer.grads[owned.in_buffer]
-        sums[number, 0] = values.sum(dtype=torch.float64)
-        sums[number, 1] = values.double().square().sum()
+    sums = torch.zeros(len(pieces), 2, dtype=torch.float64, device=device)
+    for number, (buffer, owned) in enumerate(pieces):
+        gradients = buffer.grads[owned.in_buffer]
+        sums[number, 0] = gradients.sum(dtype=torch.float64)
+        sums[number, 1] = gradients.double().square().sum()
         parameter = buffer.parameters[bisect_right(buffer.starts, owned.piece.start) - 1]
         if not has_gradient(parameter):
-            sums[number] = nan
+            sums[number] = nan  # no number, so that it is not compared
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
     difference = largest[:, 0] - smallest[:, 0]
@@ -134,7 +135,7 @@ def require_same_replicated_grads(
     differs = (difference > _MAX_DIFFERENCE * norms) & are_finite
     if world.max_(differs.any().float()).item():
         name = "a parameter"  # of another tensor-parallel group
-        for (_, owned), is_different in zip(copies, differs.tolist(), strict=True):
+        for (_, owned), is_different in zip(pieces, differs.tolist(), strict=True):
             if is_different:
                 name = owned.piece.part.name
                 break
@@ -222,10 +223,9 @@ def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
     """Return which of the lines differ between ranks of a stage; empty if none do. Collective over
     the world."""
     local = {f"{ranks.world.rank}": [ranks.pp.rank, *settings]}
-    of_stages: dict[int, list[str]] = {}
+    first_of_stage: dict[int, list[str]] = {}
     for stage, *lines in gather_entries(local, ranks.world, ranks.device).values():
-        of_stage = of_stages.setdefault(stage, lines)
-        for mine, theirs in zip(of_stage, lines, strict=False):
+        for mine, theirs in zip(first_of_stage.setdefault(stage, lines), lines, strict=False):
             if mine != theirs:
                 return (
                     f"{mine} on some ranks and {theirs} on others: set the same in param_groups "

@@ -1,8 +1,8 @@
 """The agreement of all ranks under canonical numerics: norm and loss have the same bits in every
 layout.
 
-Sums of squares are exact (`exact_sum.py`), whatever slices a rank holds. So are sums of p-th powers:
-the gradients are first divided by a power of two that is above the largest of all ranks, because
+Sums of squares are exact (`exact_sum.py`), whatever slices a rank holds. So are sums of p-th
+powers: the gradients are first divided by a power of two that is above the largest of all ranks, because
 powers overflow. A power is computed on blocks of one fixed length, the last one
 padded with zeros: a vectorized function computes the end of a tensor of any other length with other
 instructions, so that its last bits would depend on the slice.
@@ -56,10 +56,10 @@ class CanonicalConsensus(StepConsensus):
         # blocks of one length: a power has other last bits at the end of a shorter tensor
         for block in _blocks(gradients, powers.length):
             powers.add_(_powers(block, exponent, self.exact_order, powers.length))
-        numbers = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
-        infinite = numbers[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
+        exact_norm = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
+        infinite = exact_norm[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
         counted[0] = 0 * counted[0] + 0 * infinite
-        return Measured(counted, numbers)
+        return Measured(counted, exact_norm)
 
     def pack(self, local: LocalNumbers) -> Tensor:
         """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
@@ -116,6 +116,7 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     """
     # a row for each rank: the sum over ranks then adds zeros only, in any order
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
+    # None: this rank is of a stage that computes no loss
     if loss is not None:
         if loss.numel() != count:
             raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
@@ -147,7 +148,8 @@ def _blocks(gradients: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
     """Return |gradient / 2^exponent| ** order, float64, followed by zeros up to `length`
     elements."""
-    if order == 2:  # a product, which has no padding: its bits are the same in every slice
+    # a product needs no padding: its bits are the same in every slice
+    if order == 2:
         return block.to(torch.float64, copy=True).square_()
     padded = torch.zeros(length, dtype=torch.float64, device=block.device)
     padded[: len(block)] = block

@@ -274,7 +274,12 @@ class Axis:
         sent_sizes = [len(tensor) for tensor in outgoing]
         packed = torch.cat(list(outgoing))
         work = dist.all_to_all_single(
-            received, packed, list(sizes), sent_sizes, group=self.group, async_op=True
+            received,
+            packed,
+            list(sizes),
+            sent_sizes,
+            group=self.group,
+            async_op=True,
         )
         assert work is not None
         return Pending([work], list(received.split(list(sizes))))

@@ -76,7 +76,11 @@ def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
 
 
 def _findings(
-    buffer: Buffer, start: int, stop: int, stage: int, tp_rank: int | None
+    buffer: Buffer,
+    start: int,
+    stop: int,
+    stage: int,
+    tp_rank: int | None,
 ) -> Iterator[_Finding]:
     """Yield a finding for each piece with non-finite gradients among elements [start, stop)."""
     for owned in buffer.owned_pieces(start, stop):
@@ -102,7 +106,10 @@ class Onset:
     """
 
     def __init__(
-        self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor
+        self,
+        offenders: Sequence[Offender],
+        buffers: Sequence[Buffer],
+        loss: Tensor,
     ) -> None:
         self._watched: list[list[Tensor]] = []
         for offender in offenders:
@@ -162,7 +169,9 @@ def _describe(name: str, stage: int, tp_rank: int, gradients: Tensor) -> Offende
 
 
 def _gather_findings(
-    findings: Sequence[_Finding], world: Axis, device: torch.device
+    findings: Sequence[_Finding],
+    world: Axis,
+    device: torch.device,
 ) -> list[_Finding]:
     """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as
     fit into _MAX_BYTES."""

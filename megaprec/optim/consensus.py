@@ -201,7 +201,10 @@ class StepConsensus:
         squares, zeros = local.measured.counted.unbind()
         missing = self._scalar(local.parameters)
         of_stages = torch.zeros(
-            len(_StageNumbers._fields), self.pp.size, dtype=torch.float64, device=self.device
+            len(_StageNumbers._fields),
+            self.pp.size,
+            dtype=torch.float64,
+            device=self.device,
         )
         of_stages[:, self.pp.rank] = torch.stack(
             _StageNumbers(zeros=zeros, digests=missing, digests_squared=missing.square())

@@ -178,7 +178,9 @@ class Buffer:
                 yield Piece(part, start + part_start, start + part_stop, counts)
 
     def owned_pieces(
-        self, start: int | None = None, stop: int | None = None
+        self,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[OwnedPiece]:
         """Yield the non-empty pieces of this rank's slice, in order.
 

@@ -37,7 +37,9 @@ class _Counted(NamedTuple):
 
 
 def gather_tensors(
-    buffers: Sequence[Buffer], world: Axis, device: torch.device
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
     over the world."""
@@ -66,7 +68,10 @@ def gather_tensors(
 
 
 def load_tensors(
-    tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: Axis, device: torch.device
+    tensors: dict[str, Tensor],
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
     tensor does not fit."""

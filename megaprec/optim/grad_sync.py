@@ -194,7 +194,10 @@ class ParamGatherer:
     """
 
     def __init__(
-        self, model_parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool
+        self,
+        model_parts: Sequence[nn.Module],
+        buffers: Sequence[Buffer],
+        early: bool,
     ) -> None:
         self._waits: dict[Buffer, Callable[[], object]] = {}
         self._early = early
@@ -244,6 +247,9 @@ def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_fo
 
 
 def _before_forward(
-    wait_for: WaitFor, needed: Sequence[Buffer], module: nn.Module, args: object
+    wait_for: WaitFor,
+    needed: Sequence[Buffer],
+    module: nn.Module,
+    args: object,
 ) -> None:
     wait_for(needed)

@@ -125,7 +125,9 @@ class ModelBuffers:
         ]
 
     def _lay_out(
-        self, model_parts: Sequence[nn.Module], dtensor_slices: dict[nn.Parameter, DTensorSlice]
+        self,
+        model_parts: Sequence[nn.Module],
+        dtensor_slices: dict[nn.Parameter, DTensorSlice],
     ) -> list[list[Buffer]]:
         """Return the buffers of each part. A parameter of several parts is in the first one's."""
         chunks: list[list[Buffer]] = []
@@ -220,7 +222,9 @@ class ModelBuffers:
             copied.copy_(grads)
 
     def fp8_masters(
-        self, begin: Callable[[Buffer], None], settle: Callable[[], None]
+        self,
+        begin: Callable[[Buffer], None],
+        settle: Callable[[], None],
     ) -> FP8Masters | None:
         """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered
         like other weights.
@@ -253,7 +257,9 @@ class ModelBuffers:
         local_frozen = self.frozen.num_saved()
         # in float64 a sum over ranks is exact up to 2**53 elements
         local = torch.tensor(
-            [local_trained, local_frozen], dtype=torch.float64, device=self._ranks.device
+            [local_trained, local_frozen],
+            dtype=torch.float64,
+            device=self._ranks.device,
         )
         trained, frozen = map(int, world.sum_(local).tolist())
         if not trained:
@@ -308,7 +314,10 @@ class ModelBuffers:
 
 
 def _fp8_group(
-    buffers: Sequence[Buffer], begin: Callable[[Buffer], None], shards: Axis, tp: Axis
+    buffers: Sequence[Buffer],
+    begin: Callable[[Buffer], None],
+    shards: Axis,
+    tp: Axis,
 ) -> FP8Group:
     with_gather = [(buffer.owned, partial(begin, buffer)) for buffer in buffers]
     return FP8Group(with_gather, shards, tp)

@@ -47,7 +47,9 @@ _REBUILD = (
 
 
 def require_identifiable(
-    model_parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None
+    model_parts: Sequence[nn.Module],
+    tp: int,
+    experts: ExpertAxes | None = None,
 ) -> None:
     """Raise UserError, naming parameters, for parameters that no step could train right.
 

@@ -65,7 +65,11 @@ class Numerics:
         return StepConsensus(pp, world, norm, device)
 
     def arrange_loss(
-        self, loss: Tensor | None, num_microbatches: int, dp: Axis, device: torch.device
+        self,
+        loss: Tensor | None,
+        num_microbatches: int,
+        dp: Axis,
+        device: torch.device,
     ) -> Tensor | None:
         """Return the loss of this rank as the consensus takes it."""
         return loss

@@ -290,7 +290,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
 
     def _make_whole_updates(
-        self, groups: Sequence[Group], mesh: DeviceMesh | None
+        self,
+        groups: Sequence[Group],
+        mesh: DeviceMesh | None,
     ) -> list[MatrixUpdates | LoadBalance]:
         """Return the updates that are not element by element: of whole matrices by Muon, and of
         parameters from counts. Collective over the world if the rule is Muon."""
@@ -311,7 +313,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for buffer in self._memory.all:
             if buffer not in others:
                 of_buffer = [
-                    _SliceTiles(part, list(buffer.blocks(part.first, part.last)))
+                    _SliceTiles(part, list(buffer.blocks(part.start, part.stop)))
                     for part in slices(buffer, groups)
                 ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
@@ -394,7 +396,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
     @torch.no_grad()
     def end_microbatch(
-        self, number: int, count: int, chunk: int = 0, complete: bool = True
+        self,
+        number: int,
+        count: int,
+        chunk: int = 0,
+        complete: bool = True,
     ) -> None:
         """Announce that a backward pass of micro-batch `number`, of `count` on this rank, has ended
         in a model chunk.
@@ -533,7 +539,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             number.copy_(torch.where(agreed.nothing_counts, before, number))
 
     def _local_numbers(
-        self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
+        self,
+        loss: Tensor | None,
+        counted_tokens: Tensor | float | None = None,
     ) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
         gave_loss = loss is not None
@@ -541,7 +549,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
             loss = loss * 0
         loss = self._numerics.arrange_loss(
-            loss, self._reducer.num_microbatches, self.dp, self.device
+            loss,
+            self._reducer.num_microbatches,
+            self.dp,
+            self.device,
         )
         measured = self._consensus.measure(self._counted_grads, self._copied_grads)
         # ranks whose schedulers have gone apart would update replicas by different rates
@@ -551,7 +562,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         presence = summarize_presence(self.all_buffers(), self._settings_lines)
         if counted_tokens is not None:
             counted_tokens = torch.as_tensor(
-                counted_tokens, dtype=torch.float64, device=self.device
+                counted_tokens,
+                dtype=torch.float64,
+                device=self.device,
             ).reshape(())
         local = LocalNumbers(
             measured=measured,
@@ -643,7 +656,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if not numbers.same_parameters or not has_gradients:
             raise RuntimeError(
                 explain_presence(
-                    self.all_buffers(), self._ranks, has_gradients, self._settings_lines
+                    self.all_buffers(),
+                    self._ranks,
+                    has_gradients,
+                    self._settings_lines,
                 )
             )
 

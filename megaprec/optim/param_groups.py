@@ -69,10 +69,10 @@ UNSCALED = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values appl
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [first, last) of a buffer's own slice, and the factors that they share."""
+    """Elements [start, stop) of this rank's slice of a buffer, and the factors that they share."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     factors: Factors
 
 
@@ -94,8 +94,8 @@ def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> l
     slices."""
     with_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        of_parts = tuple(factors(part, groups) for part in layout_of(parameter).parts)
-        with_factors[of_parts].append(parameter)
+        part_factors = tuple(factors(part, groups) for part in layout_of(parameter).parts)
+        with_factors[part_factors].append(parameter)
     return list(chain.from_iterable(with_factors.values()))
 
 
@@ -109,16 +109,16 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
     for piece in buffer.pieces:
         if piece.start == piece.stop:
             continue
-        of_piece = factors(piece.part, groups)
-        if not spans or spans[-1][1] != of_piece:
-            spans.append((piece.start, of_piece))
-    ends = [start for start, _ in spans[1:]] + [buffer.size]
+        piece_factors = factors(piece.part, groups)
+        if not spans or spans[-1][1] != piece_factors:
+            spans.append((piece.start, piece_factors))
+    span_stops = [start for start, _ in spans[1:]] + [buffer.size]
     # strict=False: a buffer may hold only padding
-    for (start, of_span), end in zip(spans, ends, strict=False):
-        first = max(start, buffer.first)
-        last = min(end, buffer.last)
-        if first < last:
-            yield Slice(first - buffer.first, last - buffer.first, of_span)
+    for (span_start, span_factors), span_stop in zip(spans, span_stops, strict=False):
+        start = max(span_start, buffer.first)
+        stop = min(span_stop, buffer.last)
+        if start < stop:
+            yield Slice(start - buffer.first, stop - buffer.first, span_factors)
 
 
 StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
@@ -179,21 +179,20 @@ def param_groups(
     """
     by_factors: dict[Factors, ParamGroup] = {}
 
-    def group_of(pair: Factors) -> ParamGroup:
-        if pair not in by_factors:
-            group = ParamGroup(params=[], weight_decay=weight_decay * pair.weight_decay)
+    def group_with(group_factors: Factors) -> ParamGroup:
+        if group_factors not in by_factors:
+            decay = weight_decay * group_factors.weight_decay
+            group = ParamGroup(params=[], weight_decay=decay)
             if lr is not None:
-                group.update(lr=lr * pair.lr, **options)
+                group.update(lr=lr * group_factors.lr, **options)
                 group.cycled = options
-            by_factors[pair] = group
-        return by_factors[pair]
+            by_factors[group_factors] = group
+        return by_factors[group_factors]
 
-    group_of(UNSCALED)  # the first, whose rate is that of the step
+    group_with(UNSCALED)  # the first, whose rate is that of the step
     for parameter in parameters:
-        pairs = [factors(part, groups) for part in layout_of(parameter).parts]
-        for pair in pairs:
-            group_of(pair)
-        group_of(pairs[0])["params"].append(parameter)
+        part_groups = [group_with(factors(part, groups)) for part in layout_of(parameter).parts]
+        part_groups[0]["params"].append(parameter)
     for group in by_factors.values():
         group.members = tuple(group["params"])
     return by_factors
@@ -221,19 +220,25 @@ def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     Raises UserError unless the rate is given once, and for an option of the update rule, which is
     none of a group.
     """
+    # torch's optimizers take a closure in this place
     if callable(lr):
         raise UserError.of("optimizer.rate_is_closure")
     _require_no_rule_options(groups)
     if lr is None:  # the groups have it
         for group in groups.values():
             require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
-        return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}
+        return {
+            group_factors: _rates(group, group["lr"]) for group_factors, group in groups.items()
+        }
     if any("lr" in group for group in groups.values()):
         raise UserError.of("optimizer.rate_twice")
     require_rates(lr=lr)
     for group in groups.values():
         require_rates(weight_decay=group["weight_decay"])
-    return {pair: _rates(group, lr * pair.lr) for pair, group in groups.items()}
+    return {
+        group_factors: _rates(group, lr * group_factors.lr)
+        for group_factors, group in groups.items()
+    }
 
 
 def _rates(group: ParamGroup, lr: float) -> Rates:
@@ -245,11 +250,10 @@ def _require_no_rule_options(groups: Groups) -> None:
     unread: list[str] = []
     for group in groups.values():
         options = group.keys() & _options_of_torch() - group.cycled.keys()
-        unread += [f"{key} = {group[key]!r}" for key in options]
-    if not unread:
-        return
-    read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
-    raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
+        unread += [f"{option} = {group[option]!r}" for option in options]
+    if unread:
+        read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
+        raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
 
 
 def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
@@ -257,9 +261,9 @@ def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     UserError for a value that the rule cannot have.
     """
     by_factors: dict[Factors, UpdateRule] = {}
-    for pair, group in groups.items():
+    for group_factors, group in groups.items():
         changed = _changed_options(group)
-        by_factors[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+        by_factors[group_factors] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
         if "momentum" in changed and not changed["momentum"]:
             # such a rule has no moments, but those of the optimizer are allocated
             raise UserError.of("optimizer.momentum_zero")
@@ -313,11 +317,11 @@ def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     have another rule.
     """
     saved: list[dict[str, Any]] = []
-    for pair, group in groups.items():
+    for group_factors, group in groups.items():
         if "lr" in group:
             left_out = {"params", *(group.cycled.keys() - _changed_options(group).keys())}
             values = {key: value for key, value in group.items() if key not in left_out}
-            saved.append({"factors": list(pair), **values})
+            saved.append({"factors": list(group_factors), **values})
     return saved
 
 

@@ -199,7 +199,10 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str,
 
 
 def require_same_weights(
-    stages: Sequence[nn.Module], ranks: Ranks, axes: Sequence[Axis], verb: str
+    stages: Sequence[nn.Module],
+    ranks: Ranks,
+    axes: Sequence[Axis],
+    verb: str,
 ) -> None:
     """Raise UserError, on every rank, if the replicas of a model have different weights.
 

@@ -38,7 +38,9 @@ class Ranks:
 
     @staticmethod
     def of(
-        mesh: DeviceMesh | None, model_parts: Sequence[nn.Module], experts: ExpertAxes | None = None
+        mesh: DeviceMesh | None,
+        model_parts: Sequence[nn.Module],
+        experts: ExpertAxes | None = None,
     ) -> "Ranks":
         """Return the ranks of `mesh`, and those that share the experts of a layer.
 
@@ -82,7 +84,10 @@ class Replicas:
 
 
 def expert_replicas(
-    experts: ExpertAxes | None, dp: int, tp: int, zero_size: int
+    experts: ExpertAxes | None,
+    dp: int,
+    tp: int,
+    zero_size: int,
 ) -> Replicas | None:
     """Return the replicas of experts that lie on ranks of their own, if any do.
 

@@ -65,7 +65,10 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
 
 
 def require_loss_of_one_stage(
-    loss: Tensor | None, pp: Axis, world: Axis, device: torch.device
+    loss: Tensor | None,
+    pp: Axis,
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Raise UserError on every rank if all stages of a pipeline have given one and the same loss,
     not 0.
@@ -84,7 +87,10 @@ def require_loss_of_one_stage(
 
 
 def require_loss_of_all_replicas(
-    loss: Tensor | None, dp: Axis, world: Axis, device: torch.device
+    loss: Tensor | None,
+    dp: Axis,
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Raise UserError on every rank if some replicas have given a loss and others have not.
 
@@ -107,7 +113,10 @@ def _total(loss: Tensor | None, device: torch.device) -> Tensor:
 
 
 def require_same_replicated_grads(
-    buffers: Sequence[Buffer], tp: Axis, world: Axis, device: torch.device
+    buffers: Sequence[Buffer],
+    tp: Axis,
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Raise UserError on every rank if copies have different gradients on ranks of tp. Collective
     over the world.
@@ -198,7 +207,10 @@ def digest(names: Sequence[str]) -> float:
 
 
 def explain_presence(
-    buffers: Sequence[Buffer], ranks: Ranks, any_gradient: bool, settings: Sequence[str] = ()
+    buffers: Sequence[Buffer],
+    ranks: Ranks,
+    any_gradient: bool,
+    settings: Sequence[str] = (),
 ) -> str:
     """Return a line that says why no step can be made of the gradients. Collective over the world.
 

@@ -73,7 +73,13 @@ def loss_offender(loss: float, stage: int) -> Offender:
     """Return the offender that is a loss, inf or NaN, of a pipeline rank."""
     is_nan = math.isnan(loss)
     return Offender(
-        LOSS, stage, 0, infs=int(not is_nan), nans=int(is_nan), elements=1, largest_finite=0.0
+        LOSS,
+        stage,
+        0,
+        infs=int(not is_nan),
+        nans=int(is_nan),
+        elements=1,
+        largest_finite=0.0,
     )
 
 

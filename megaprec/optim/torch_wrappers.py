@@ -207,7 +207,9 @@ def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataP
 
 
 def require_no_double_sharding(
-    model_parts: Sequence[nn.Module], overlap: bool, zero_size: int
+    model_parts: Sequence[nn.Module],
+    overlap: bool,
+    zero_size: int,
 ) -> None:
     """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
     manages."""

@@ -55,7 +55,11 @@ class UpdateRule(Protocol):
     @property
     def scalars(self) -> dict[str, float]: ...
     def update_(
-        self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+        self,
+        weights: Tensor,
+        grads: Tensor,
+        state: Sequence[Tensor],
+        step: Step,
     ) -> None: ...
     def advance(self, skip: Tensor) -> None: ...
     def load_scalars(self, scalars: dict[str, float]) -> None: ...
@@ -164,7 +168,11 @@ def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
 
 
 def update_padded(
-    rule: UpdateRule, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+    rule: UpdateRule,
+    weights: Tensor,
+    grads: Tensor,
+    state: Sequence[Tensor],
+    step: Step,
 ) -> None:
     """Do `rule.update_` so that the result for an element does not depend on the slice that it is
     in.

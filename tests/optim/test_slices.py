@@ -60,7 +60,7 @@ def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
     for buffer, parts in optimizer._buffer_slices:
         for s, tiles in parts:
             places = sorted(
-                {s.first, s.last, *(chance.randint(s.first, s.last) for _ in range(40))}
+                {s.start, s.stop, *(chance.randint(s.start, s.stop) for _ in range(40))}
             )
             tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.blocks(a, b)]
     assert any(

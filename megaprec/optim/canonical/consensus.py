@@ -2,9 +2,9 @@
 layout.
 
 Sums of squares are exact (`exact_sum.py`), whatever slices a rank holds. So are sums of p-th
-powers: the gradients are first divided by a power of two that is above the largest of all ranks, because
-powers overflow. A power is computed on blocks of one fixed length, the last one
-padded with zeros: a vectorized function computes the end of a tensor of any other length with other
+powers: the gradients are first divided by a power of two that is above the largest of all ranks,
+because powers overflow. A power is computed on blocks of one fixed length, the last one padded with
+zeros: a vectorized function computes the end of a tensor of any other length with other
 instructions, so that its last bits would depend on the slice.
 
 Losses are exchanged in one slot for each micro-batch of the global batch, and their sum is exact

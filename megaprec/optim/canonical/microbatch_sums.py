@@ -203,7 +203,10 @@ class MicrobatchSums(RunningSums):
         self.count = count
 
     def _take_gradients(
-        self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        microbatch: int,
+        complete: bool,
     ) -> None:
         for parameter in parameters:
             accumulate_autograd_grad(parameter)

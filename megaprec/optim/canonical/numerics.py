@@ -44,12 +44,20 @@ class CanonicalNumerics(Numerics):
         return MicrobatchSums(chunks)
 
     def consensus(
-        self, pp: Axis, world: Axis, norm: float, device: torch.device
+        self,
+        pp: Axis,
+        world: Axis,
+        norm: float,
+        device: torch.device,
     ) -> CanonicalConsensus:
         return CanonicalConsensus(pp, world, norm, device)
 
     def arrange_loss(
-        self, loss: Tensor | None, num_microbatches: int, dp: Axis, device: torch.device
+        self,
+        loss: Tensor | None,
+        num_microbatches: int,
+        dp: Axis,
+        device: torch.device,
     ) -> Tensor:
         return in_slots(loss, num_microbatches, dp, device)
 

@@ -26,7 +26,11 @@ def canonical_conflicts(plan: PrecisionPlan, dp: int) -> Iterator[Problem]:
 
 
 def require_canonical(
-    model_parts: Sequence[nn.Module], plan: PrecisionPlan, dp: Axis, tp: Axis, average: bool
+    model_parts: Sequence[nn.Module],
+    plan: PrecisionPlan,
+    dp: Axis,
+    tp: Axis,
+    average: bool,
 ) -> None:
     """Raise UserError if the sums over these parameters' gradients would depend on the layout."""
     problems = list(canonical_conflicts(plan, dp.size))

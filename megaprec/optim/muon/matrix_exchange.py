@@ -126,7 +126,9 @@ class MatrixExchange:
             self._held.append([_in_buffer(buffer, of_rank) for of_rank in held_by_rank])
 
     def start_collect(
-        self, buffer: int, values: Sequence[Tensor]
+        self,
+        buffer: int,
+        values: Sequence[Tensor],
     ) -> Callable[[], list[ReceivedElements]]:
         """Start to give the owners the elements in a buffer. values: flat, of all that this rank
         holds in it.
@@ -156,7 +158,9 @@ class MatrixExchange:
         return finish
 
     def start_return(
-        self, buffer: int, results: Mapping[int, Tensor]
+        self,
+        buffer: int,
+        results: Mapping[int, Tensor],
     ) -> Callable[[], list[Tensor]]:
         """Start to send every rank the elements that it holds in a buffer. results: [m, n], of the
         matrices that this rank owns.
@@ -213,7 +217,9 @@ class MatrixExchange:
         return matrices
 
     def _start(
-        self, outgoing: list[list[Tensor]], sizes: list[list[int]]
+        self,
+        outgoing: list[list[Tensor]],
+        sizes: list[list[int]],
     ) -> Callable[[], list[Sequence[Tensor]]]:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
@@ -257,7 +263,10 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def _gather_held(
-    held: Sequence[HeldElements], fingerprint: int, stage: Axis, device: torch.device
+    held: Sequence[HeldElements],
+    fingerprint: int,
+    stage: Axis,
+    device: torch.device,
 ) -> list[list[HeldElements]]:
     """Return what every rank holds. fingerprint: a number that must be equal on all ranks.
     Collective over `stage`."""

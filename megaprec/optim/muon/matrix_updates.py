@@ -104,7 +104,10 @@ class MatrixUpdates:
         return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
 
     def _local_elements(
-        self, buffer_number: int, matrix_numbers: dict[str, int], groups: Sequence[Group]
+        self,
+        buffer_number: int,
+        matrix_numbers: dict[str, int],
+        groups: Sequence[Group],
     ) -> Iterator[LocalElements]:
         """Yield what this rank holds of the matrices of a buffer."""
         buffer = self.buffers[buffer_number]
@@ -127,7 +130,10 @@ class MatrixUpdates:
             # a loop may step within its own autocast
             with torch.autocast(matrix.device.type, enabled=False):
                 matrices[number] = orthogonalized(
-                    matrix, rule.ns_coefficients, rule.ns_steps, rule.ns_eps
+                    matrix,
+                    rule.ns_coefficients,
+                    rule.ns_steps,
+                    rule.ns_eps,
                 )
         # `done` starts the all-gather of a buffer, which overlaps with the next exchange
         for number, buffer in enumerate(self.buffers):

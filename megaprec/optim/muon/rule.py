@@ -59,7 +59,9 @@ class Muon(Stateless):
         # a frozen dataclass is set like this; a run file has lists where tuples are compared
         object.__setattr__(self, "by_adamw", _require_texts("by_adamw", self.by_adamw))
         object.__setattr__(
-            self, "ns_coefficients", _require_three_numbers("ns_coefficients", self.ns_coefficients)
+            self,
+            "ns_coefficients",
+            _require_three_numbers("ns_coefficients", self.ns_coefficients),
         )
         problems = list(self._problems())
         if problems:

@@ -197,10 +197,10 @@ def summarize_presence(buffers: Sequence[Buffer], settings: Sequence[str] = ()) 
     must share too."""
     names = missing_gradients(buffers, by_place=True)
     num_parameters = sum(len(buffer.parameters) for buffer in buffers)
-    return Presence(digest([*names, *settings]), num_parameters - len(names))
+    return Presence(_digest_of_names([*names, *settings]), num_parameters - len(names))
 
 
-def digest(names: Sequence[str]) -> float:
+def _digest_of_names(names: Sequence[str]) -> float:
     """Return a number that identifies the list of names."""
     hashed = blake2b("\n".join(names).encode(), digest_size=4).digest()
     return int.from_bytes(hashed, "little") % (1 << DIGEST_BITS)
@@ -228,7 +228,7 @@ def explain_presence(
         return line
     here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
     names = missing_gradients(buffers)
-    return disagreement(names, ranks.world, ranks.device, here)
+    return describe_missing(names, ranks.world, ranks.device, here)
 
 
 def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
@@ -246,7 +246,7 @@ def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
     return ""
 
 
-def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: str) -> str:
+def describe_missing(names: Sequence[str], world: Axis, device: torch.device, here: str) -> str:
     """Return a line that says which ranks lack which gradients. Collective over the world, called
     by all ranks.
 

@@ -133,7 +133,7 @@ def a_back_off_refills_the_hysteresis() -> None:
     def update(self: DynamicGradScaler, found_inf: Tensor) -> None:
         inner(self, found_inf)
         if self.hysteresis_tracker <= 0:
-            self.hysteresis_tracker.fill_(self.hysteresis)
+            self.hysteresis_tracker.fill_(self.scaling.hysteresis)
 
     DynamicGradScaler.update = update
 
@@ -148,7 +148,7 @@ def loading_loses_the_growth_counter() -> None:
 def loading_loses_the_hysteresis_counter() -> None:
     inner = DynamicGradScaler.load_state_dict
     DynamicGradScaler.load_state_dict = lambda self, state: inner(
-        self, {**state, "hysteresis_tracker": self.hysteresis}
+        self, {**state, "hysteresis_tracker": self.scaling.hysteresis}
     )
 
 

@@ -31,10 +31,6 @@ class LoadBalance:
         self.buffers = [buffer for buffer in buffers if buffer.balances]
         self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
 
-    def tiles(self) -> Iterator[Tile]:
-        """Yield everything that an update changes."""
-        return (tile for tiles in self._tiles for tile, _ in tiles)
-
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all parameters, or change nothing if the step's `skip` is 1. done: called with
         each updated buffer.

@@ -354,7 +354,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """Load saved numbers, and compute the weights from the present masters."""
-        require_saved(numbers)
+        require_saved(numbers, ("steps", "scaler"))
         self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
@@ -382,7 +382,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of any layout. Raise UserError, before anything is changed, if it belongs to
         another model."""
-        require_saved(state)
+        require_saved(state, ("tensors", "steps", "scaler"))
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)

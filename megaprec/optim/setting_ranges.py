@@ -5,7 +5,7 @@ everything, so that it would pass as a setting that is off.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -82,8 +82,15 @@ def require_count(counted_tokens: Tensor | float | None) -> None:
         raise UserError.of("optimizer.counted_tokens", description=f"= {counted_tokens!r}")
 
 
-def require_saved(numbers: Mapping[str, Any]) -> None:
-    """Raise UserError, naming all that are wrong, for numbers that no optimizer has saved."""
+def require_saved(numbers: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise UserError, naming all that are wrong, for numbers that no optimizer has saved.
+
+    keys: those that the state must have.
+    """
+    # before anything is loaded
+    missing_keys = [key for key in keys if key not in numbers]
+    if missing_keys:
+        raise UserError.of("optimizer.state_incomplete", missing_keys=" and no ".join(missing_keys))
     problems: list[Problem] = []
     steps = numbers["steps"]
     if steps < 0:

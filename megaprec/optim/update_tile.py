@@ -99,16 +99,6 @@ class Tile:
         assert self.remainder is not None
         return join(self.weights, self.remainder)
 
-    def changed(self) -> list[Tensor]:
-        """Return views of all tensors that an update changes, each element once."""
-        tensors = [self.weights]
-        if self.masters is not None and not _share_memory(self.masters, self.weights):
-            tensors.append(self.masters)
-        if self.remainder is not None:
-            tensors.append(self.remainder)
-        tensors += [values for _, values in self.state]
-        return tensors
-
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the
         layers' weights."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import everyones as module
+from megaprec.comm import gathered_texts as module
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries, gather_texts
 from tests.ranks import on_ranks

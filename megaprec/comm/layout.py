@@ -149,21 +149,23 @@ class Layout:
         return self.holder(pp_rank) == 0
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, first, last + 1) of each part: its elements in the flattened parameter.
+        """Yield (part, start, stop) of each part: its elements in the flattened parameter.
 
         Padding follows the elements of a part and is left out.
         """
-        first = 0
+        start = 0
         for part in self.parts:
-            yield part, first, first + prod(part.local)
-            first += prod(part.padded)
+            yield part, start, start + prod(part.local)
+            start += prod(part.padded)
 
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
     disagree."""
-    rows = sum(part.padded[0] for part in layout.parts) if parameter.dim() else 0
-    expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
+    expected: tuple[int, ...] = ()
+    if parameter.dim():  # parts are stacked along dim 0
+        num_rows = sum(part.padded[0] for part in layout.parts)
+        expected = (num_rows, *layout.parts[0].padded[1:])
     if tuple(parameter.shape) != expected:
         raise ValueError(
             f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says "

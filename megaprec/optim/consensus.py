@@ -105,7 +105,7 @@ def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
     stacked_numbers = torch.stack(list(numbers.values()))
     stacked_flags = torch.stack(list(flags.values())).double()
     on_device = torch.cat((stacked_numbers, stacked_flags, agreed.zeros))
-    on_host = on_device.tolist()
+    on_host = on_device.tolist()  # the only wait of a step
     flags_start = len(numbers)
     zeros_start = flags_start + len(flags)
     host_flags = map(bool, on_host[flags_start:zeros_start])

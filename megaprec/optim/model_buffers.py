@@ -151,14 +151,17 @@ class ModelBuffers:
         same sizes."""
         if self._virtual is None:
             return buckets(parameters, self._plan, self._bucket, self._moments)
-        by_rank: list[list[list[nn.Parameter]]] = []
-        for rank in self._virtual.ranks:
-            of_rank = [
-                parameter for parameter in parameters if layout_of(parameter).parts[0].rank == rank
-            ]
-            by_rank.append(buckets(of_rank, self._plan, self._bucket, self._moments))
+        parameters_of_rank: dict[int, list[nn.Parameter]] = {
+            rank: [] for rank in self._virtual.ranks
+        }
+        for parameter in parameters:
+            parameters_of_rank[layout_of(parameter).parts[0].rank].append(parameter)
+        buckets_of_ranks = [
+            buckets(of_rank, self._plan, self._bucket, self._moments)
+            for of_rank in parameters_of_rank.values()
+        ]
         # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
-        return list(chain.from_iterable(zip(*by_rank, strict=True)))
+        return list(chain.from_iterable(zip(*buckets_of_ranks, strict=True)))
 
     def _buffer(self, bucket: Sequence[nn.Parameter]) -> Buffer:
         """Return a buffer for these parameters.
@@ -253,7 +256,7 @@ class ModelBuffers:
         Collective over `world`."""
         local_trained = 0
         for buffer in self.all:
-            local_trained += sum(last - first for first, last in buffer.counted())
+            local_trained += sum(stop - start for start, stop in buffer.counted())
         local_frozen = self.frozen.num_saved()
         # in float64 a sum over ranks is exact up to 2**53 elements
         local = torch.tensor(
@@ -269,14 +272,14 @@ class ModelBuffers:
     def counted(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         for buffer in self._loss_buffers():
-            for first, last in buffer.counted():
-                yield buffer.own(buffer.grads)[first:last]
+            for start, stop in buffer.counted():
+                yield buffer.own(buffer.grads)[start:stop]
 
     def copies(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
-            for first, last in buffer.copies():
-                yield buffer.own(buffer.grads)[first:last]
+            for start, stop in buffer.copies():
+                yield buffer.own(buffer.grads)[start:stop]
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
@@ -345,7 +348,7 @@ def buckets(
     """
     # the bucket of each kind that is being filled, and its number of elements
     open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
-    elements = Counter[tuple[object, ...]]()
+    num_elements = Counter[tuple[object, ...]]()
     in_order: list[list[nn.Parameter]] = []
     for parameter in parameters:
         layout = layout_of(parameter)
@@ -354,12 +357,12 @@ def buckets(
         # what a reduction, an all-gather or an update treats in its own way
         marks = (layout.tied, layout.again, layout.expert, layout.balancing)
         kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
-        if kind not in open_buckets or elements[kind] >= size:
+        if kind not in open_buckets or num_elements[kind] >= size:
             open_buckets[kind] = []
-            elements[kind] = 0
+            num_elements[kind] = 0
             in_order.append(open_buckets[kind])
         open_buckets[kind].append(parameter)
-        elements[kind] += parameter.numel()
+        num_elements[kind] += parameter.numel()
     return in_order
 
 

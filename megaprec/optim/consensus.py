@@ -129,7 +129,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalNumbers:
-    """What a rank knows about its gradients and its loss in a step.
+    """The knowledge of a rank about its gradients and its loss in a step.
 
     measured: of its gradients; the norm is read only for a norm other than L2.
     loss: this rank's share; None for no share.

@@ -1,4 +1,4 @@
-"""The order in which a step adds numbers up: any order, whichever is fastest.
+"""The order in which a step adds numbers: any order, whichever is fastest.
 
 Sums over micro-batches, ranks and slices are the only places where a layout changes bits.
 `megaprec.optim.canonical.numerics` is the other choice, with one order for all layouts.
@@ -41,7 +41,7 @@ class RunningSums:
 
 
 class Numerics:
-    """The way in which the numbers of a step are added up."""
+    """The order of additions in a step: any."""
 
     start_sum: StartSum = staticmethod(start_sum)
     """Start to sum gradients over dp."""

@@ -43,7 +43,7 @@ setup(
     package_dir={
         "": "."
     },  # makes an editable install a plain path file, which type checkers follow
-    package_data={"": ["py.typed", "*.c", "messages.toml"]},
+    package_data={"": ["py.typed", "messages.toml"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy>=1.26,<3",

@@ -30,9 +30,9 @@ from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.param_groups import Group
 from megaprec.optim.step_report import NonFiniteStep, Offender, StepReport
 from megaprec.optim.torch_rule import Torch as TorchRule
 from megaprec.optim.update_rules import SGD, AdamW

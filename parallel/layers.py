@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Layout, Part, attach
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import Destination, cleared_main_grad, destination
+from megaprec.main_grad import Destination, cleared_main_grad, destination
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, InputLayout, Linear

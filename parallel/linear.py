@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.waiting import Pending
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import (
+from megaprec.main_grad import (
     Destination,
     begin_accumulation,
     cleared_main_grad,

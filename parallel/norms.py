@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part
-from megaprec.optim.main_grad import destination, note_weights_read, require_unchanged_weights
+from megaprec.main_grad import destination, note_weights_read, require_unchanged_weights
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.leaves import PLAIN, Leaves

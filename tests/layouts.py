@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import StepObserver, StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig

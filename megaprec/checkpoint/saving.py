@@ -41,7 +41,7 @@ from megaprec.checkpoint.ranges import stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.durable import file_error, naming_file, read_whole, sync, write_file
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State

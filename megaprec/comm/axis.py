@@ -49,8 +49,8 @@ class Axis:
         Raises UserError for another name than those in AXES, which every mesh would lack, and if
         the mesh has such an axis, or has its axes in another order.
         """
-        if name not in AXES or not isinstance(mesh, DeviceMesh | None):
-            raise UserError.of("comm.axis_arguments", mesh=mesh, name=name, axes=", ".join(AXES))
+        if name not in AXES:
+            raise UserError.of("comm.axis_unknown", name=name, axes=", ".join(AXES))
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         dim = _axes_of(mesh).index(name)
@@ -274,7 +274,12 @@ class Axis:
         sent_sizes = [len(tensor) for tensor in outgoing]
         packed = torch.cat(list(outgoing))
         work = dist.all_to_all_single(
-            received, packed, list(sizes), sent_sizes, group=self.group, async_op=True
+            received,
+            packed,
+            list(sizes),
+            sent_sizes,
+            group=self.group,
+            async_op=True,
         )
         assert work is not None
         return Pending([work], list(received.split(list(sizes))))

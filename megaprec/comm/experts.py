@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.groups import make_groups
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,27 @@ def describe_misfit(
     tensor: int,
     expert: int,
     expert_tensor: int,
-) -> str:
-    """Return why a cut of experts does not fit the ranks of a stage; "" if it does.
+) -> Problem | None:
+    """Return why a cut of experts does not fit the ranks of a stage; None if it does.
 
     data, tensor: sizes of the stage; expert, expert_tensor: ranks of different experts, and slices
     of an expert.
     """
     if tensor % expert_tensor:
-        return f"{expert_tensor} slices of an expert do not divide {tensor} tensor-parallel ranks"
+        return Problem.of("comm.experts_slices", expert_tensor=expert_tensor, tensor=tensor)
     stage_size = data * tensor
-    if stage_size % (expert * expert_tensor):
-        return (
-            f"{expert} ranks x {expert_tensor} slices = {expert * expert_tensor} do not divide the "
-            f"data {data} x tensor {tensor} = {stage_size} ranks of a stage"
+    expert_ranks = expert * expert_tensor
+    if stage_size % expert_ranks:
+        return Problem.of(
+            "comm.experts_ranks",
+            expert=expert,
+            expert_tensor=expert_tensor,
+            expert_ranks=expert_ranks,
+            data=data,
+            tensor=tensor,
+            stage_size=stage_size,
         )
-    return ""
+    return None
 
 
 def _axis(

@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _world, default_pg_timeout
 
 from megaprec.comm.gloo_threads import waiting_their_turn
+from megaprec.torch_private import can_split, num_process_groups, time_limit_of
 
 
 def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
@@ -31,10 +31,12 @@ def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     Collective over the world: all ranks pass the same rows. torch is called once on each rank,
     however many rows there are.
     """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialized"
     rank = dist.get_rank()
-    limit = time_limit(dist.group.WORLD)
+    limit = time_limit_of(world)
     members = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
-    if _can_split_world():
+    if can_split(world):
         ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
         lone_groups = [[ungrouped] for ungrouped in ungrouped_ranks]
         group = dist.split_group(split_ranks=runs.tolist() + lone_groups, timeout=limit)
@@ -49,14 +51,6 @@ def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     return group
 
 
-def _can_split_world() -> bool:
-    """Return True if one call can split the world, as with NCCL if it is bound to a device."""
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is not initialized"
-    device = world.bound_device_id
-    return device is not None and world._get_backend(device).supports_splitting
-
-
 def _have_made_as_many_groups() -> bool:
     """Return True if every rank has made the same number of groups. Collective over the world.
 
@@ -65,7 +59,7 @@ def _have_made_as_many_groups() -> bool:
     """
     devices = dist.Backend.backend_capability.get(dist.get_backend(), ["cpu"])
     device = "cpu" if "cpu" in devices else devices[0]
-    group_count = len(_world.pg_names)
+    group_count = num_process_groups()
     # the maximum of the negative is the minimum: one collective finds both
     bounds = torch.tensor([group_count, -group_count], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -129,13 +123,3 @@ def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
         free_set.numbers.append(number)
         free_set.busy_ranks |= ranks
     return [each.numbers for each in sets]
-
-
-def time_limit(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the time limit of the group's operations; torch's default if its backend has none."""
-    assert group is not None, "torch.distributed is not initialized"
-    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
-    if not devices:
-        return default_pg_timeout
-    options = getattr(group._get_backend(devices[0]), "options", None)
-    return default_pg_timeout if options is None else options._timeout

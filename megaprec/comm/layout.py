@@ -149,21 +149,23 @@ class Layout:
         return self.holder(pp_rank) == 0
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, first, last + 1) of each part: its elements in the flattened parameter.
+        """Yield (part, start, stop) of each part: its elements in the flattened parameter.
 
         Padding follows the elements of a part and is left out.
         """
-        first = 0
+        start = 0
         for part in self.parts:
-            yield part, first, first + prod(part.local)
-            first += prod(part.padded)
+            yield part, start, start + prod(part.local)
+            start += prod(part.padded)
 
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes
     disagree."""
-    rows = sum(part.padded[0] for part in layout.parts) if parameter.dim() else 0
-    expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
+    expected: tuple[int, ...] = ()
+    if parameter.dim():  # parts are stacked along dim 0
+        num_rows = sum(part.padded[0] for part in layout.parts)
+        expected = (num_rows, *layout.parts[0].padded[1:])
     if tuple(parameter.shape) != expected:
         raise ValueError(
             f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says "
@@ -201,13 +203,9 @@ def attach_whole(
     prefix: the beginning of each parameter's logical name, which its path in the module follows.
         Pipeline stages need different prefixes, because logical names must be unique in the whole
         model.
-    Raises UserError for what is no module, and for a parameter of a lazy module, which has no shape
-    before the first forward pass.
+    Raises UserError for a parameter of a lazy module, which has no shape before the first forward
+    pass.
     """
-    if not isinstance(module, nn.Module):
-        raise UserError.of("comm.attach_whole_needs_module", kind=type(module).__name__)
-    if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
-        raise UserError.of("comm.attach_whole_arguments", tp=tp, prefix=prefix)
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError.of("comm.lazy_module", name=name)
@@ -218,12 +216,18 @@ def attach_whole(
             attach(parameter, Layout((part,)))
 
 
-def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield every parameter that requires a gradient once, in order of registration."""
+def trained_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter that requires a gradient once, in order of registration, with its path
+    in the first part that contains it."""
     # a tied parameter occurs several times
     seen: set[nn.Parameter] = set()
     for module in parts:
-        for parameter in module.parameters():
+        for path, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                yield parameter
+                yield path, parameter
+
+
+def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield every parameter that requires a gradient once, in order of registration."""
+    return (parameter for _, parameter in trained_parameters(parts))

@@ -183,16 +183,13 @@ def _quantile_lines() -> _Lines:
 
 def logical_indices(
     part: Part,
-    first: int,
-    last: int,
+    start: int,
+    stop: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return where elements [first, last) of the flattened slice are in the flattened logical
-    tensor.
-
-    int64 [last - first].
-    """
-    index = torch.arange(first, last, device=device)
+    """Return where elements [start, stop) of the flattened slice are in the flattened logical
+    tensor: int64 [stop - start]."""
+    index = torch.arange(start, stop, device=device)
     if part.dim is None:
         return index
     # The slice consists of runs of consecutive elements, whose starts are further apart in the

@@ -102,7 +102,8 @@ class VirtualAxis:
                 "process"
             )
         is_power_of_two = self.held & (self.held - 1) == 0
-        if self.held == 1 or not is_power_of_two:  # then its leaves are no whole subtree
+        # leaves of another number are no whole subtree
+        if self.held == 1 or not is_power_of_two:
             return [leaf.contiguous() for leaf in leaves]
         return [tree_sum(leaves)]
 

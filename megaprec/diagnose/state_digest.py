@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.diagnose.bit_digest import hexadecimal
 from megaprec.diagnose.logical_digest import digest_terms

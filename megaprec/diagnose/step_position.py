@@ -6,8 +6,7 @@ from torch import Tensor
 
 from megaprec.diagnose.position import Phase, Position
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import StepObserver, StepReport
 
 
 class StepPosition(StepObserver):

@@ -20,6 +20,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from megaprec.fp8 import transformer_engine
 from megaprec.fp8.quantize import Codes, expand_blocks
+from megaprec.torch_private import scaled_product
 
 
 def tensorwise(
@@ -221,7 +222,7 @@ def _scaled_product(
     b_values = _pad_values(b.values, 16, 16)
     if b_scale.dim() == 2:
         b_scale = _append_zeros(b_scale, 0, b_values.shape[0] - b_scale.shape[1])
-    product = torch._scaled_mm(
+    product = scaled_product(
         a_values,
         b_values.t(),
         a_scale,

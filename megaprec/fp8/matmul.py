@@ -13,13 +13,13 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megaprec.errors import UserError
 from megaprec.fp8 import kernels
 from megaprec.fp8.formats import E5M2, Role, format_of
 from megaprec.fp8.quantize import Codes, expand_blocks, quantize, quantize_both
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
+from megaprec.torch_private import without_dispatch_modes
 
 Kernel = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
 
@@ -170,7 +170,7 @@ def choose_kernel(
     if device.type == "meta":
         return KERNELS[kind][0], ""
     # A call with fake tensors must not decide for later ones with real tensors: leave their modes.
-    with _disable_current_modes():
+    with without_dispatch_modes():
         recipe = FP8Recipe(kind, backend=backend)
         role = "gradient" if a_format == E5M2 else "input"
         if backend == "torch" and device.type in SLOW:

@@ -12,7 +12,7 @@ micro-batch.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from typing import NamedTuple
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_texts
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.comm.gathered_texts import gather_texts
+from megaprec.optim.flat_buffer import Buffer, Piece, Range
 from megaprec.optim.grad_stats import sum_of_squares
 from megaprec.optim.step_report import LOSS, Offender
 
@@ -56,21 +56,19 @@ def attribute_nonfinite(
     most: the number of tensors that are named.
     Collective over the whole mesh.
     """
-    in_shares = [
-        finding
-        for buffer in buffers
-        for finding in _findings(buffer, *buffer.share, pp.rank, tp_rank)
-    ]
+
+    def offenders_in(span_of: Callable[[Buffer], Range]) -> tuple[Offender, ...]:
+        """Return what all ranks find in these elements of each buffer."""
+        findings: list[_Finding] = []
+        for buffer in buffers:
+            start, stop = span_of(buffer)
+            findings += _findings(buffer, start, stop, pp.rank, tp_rank)
+        gathered = _gather_findings(_worst(findings, most), world, device)
+        return _merge(gathered, most)
+
     # first the parts that are counted once: a replica's copy is read only if these are finite
-    offenders = _merge(_gather_findings(_worst(in_shares, most), world, device), most)
-    if offenders:
-        return offenders
-    in_shards = [
-        finding
-        for buffer in buffers
-        for finding in _findings(buffer, buffer.first, buffer.last, pp.rank, tp_rank)
-    ]
-    return _merge(_gather_findings(_worst(in_shards, most), world, device), most)
+    in_shares = offenders_in(lambda buffer: buffer.share)
+    return in_shares or offenders_in(lambda buffer: (buffer.first, buffer.last))
 
 
 def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
@@ -78,18 +76,23 @@ def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
 
 
 def _findings(
-    buffer: Buffer, first: int, last: int, stage: int, tp_rank: int | None
+    buffer: Buffer,
+    start: int,
+    stop: int,
+    stage: int,
+    tp_rank: int | None,
 ) -> Iterator[_Finding]:
-    """Yield a finding for each piece with non-finite gradients among elements [first, last)."""
-    for owned in buffer.owned_pieces(first, last):
-        values = buffer.grads[owned.in_buffer]
-        if sum_of_squares(values).isfinite():  # exactly if every element is
+    """Yield a finding for each piece with non-finite gradients among elements [start, stop)."""
+    for owned in buffer.owned_pieces(start, stop):
+        gradients = buffer.grads[owned.in_buffer]
+        if sum_of_squares(gradients).isfinite():  # exactly if every element is
             continue
         part = owned.piece.part
-        start = part.shard * prod(part.padded) + owned.in_part.start
+        start_in_tensor = part.shard * prod(part.padded) + owned.in_part.start
         # experts lie on ranks of their own, so the tensor-parallel rank does not name their slice
-        rank = part.rank if tp_rank is None or buffer.of_experts else tp_rank
-        yield _Finding(start, _describe(part.name, stage, rank, values))
+        names_own_rank = tp_rank is None or buffer.of_experts
+        slice_rank = part.rank if names_own_rank else tp_rank
+        yield _Finding(start_in_tensor, _describe(part.name, stage, slice_rank, gradients))
 
 
 class Onset:
@@ -103,7 +106,10 @@ class Onset:
     """
 
     def __init__(
-        self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor
+        self,
+        offenders: Sequence[Offender],
+        buffers: Sequence[Buffer],
+        loss: Tensor,
     ) -> None:
         self._watched: list[list[Tensor]] = []
         for offender in offenders:
@@ -117,17 +123,20 @@ class Onset:
     def look(self, moment: int) -> None:
         """Record `moment`, a number that grows with time, for the offenders that are no longer
         finite."""
-        for number, slices in enumerate(self._watched):
-            first = self._first[number]
-            for values in slices:
-                is_finite = sum_of_squares(values).isfinite()
-                first.copy_(torch.where(is_finite, first, first.clamp(max=moment)))
+        for number, gradient_slices in enumerate(self._watched):
+            first_moment = self._first[number]
+            for gradients in gradient_slices:
+                is_finite = sum_of_squares(gradients).isfinite()
+                # selected on the device, so that the host does not wait
+                earlier = first_moment.clamp(max=moment)
+                first_moment.copy_(torch.where(is_finite, first_moment, earlier))
 
     def agreed(self, world: Axis) -> list[int | None]:
         """Return the earliest moment that any rank recorded for each offender, or None if there is
         none. Collective."""
-        first = world.max_(self._first.neg()).neg()
-        return [None if moment == _NEVER else moment for moment in first.tolist()]
+        # the minimum is the negative of the largest negative
+        first_moments = world.max_(self._first.neg()).neg()
+        return [None if moment == _NEVER else moment for moment in first_moments.tolist()]
 
 
 def _slices_of(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
@@ -141,25 +150,28 @@ def _slices_of(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor
 def _is_of(piece: Piece, offender: Offender) -> bool:
     """Return True if the piece is of the slice that the offender names, or a copy of it."""
     part = piece.part
+    # neighbouring ranks hold copies of one slice
     shard = offender.tp_rank // part.copies
     return part.name == offender.name and part.shard == shard
 
 
-def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
-    finite = values[values.isfinite()]
+def _describe(name: str, stage: int, tp_rank: int, gradients: Tensor) -> Offender:
+    finite = gradients[gradients.isfinite()]
     return Offender(
         name=name,
         stage=stage,
         tp_rank=tp_rank,
-        infs=int(values.isinf().sum()),
-        nans=int(values.isnan().sum()),
-        elements=values.numel(),
+        infs=int(gradients.isinf().sum()),
+        nans=int(gradients.isnan().sum()),
+        elements=gradients.numel(),
         largest_finite=finite.abs().max().item() if len(finite) else 0.0,
     )
 
 
 def _gather_findings(
-    findings: Sequence[_Finding], world: Axis, device: torch.device
+    findings: Sequence[_Finding],
+    world: Axis,
+    device: torch.device,
 ) -> list[_Finding]:
     """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as
     fit into _MAX_BYTES."""
@@ -171,9 +183,11 @@ def _gather_findings(
     while sum(map(len, lines)) > _MAX_BYTES:
         lines.pop()
     texts = gather_texts(b"".join(lines), world, device)
-    gathered = b"".join(texts).splitlines()
-    rows = map(json.loads, gathered)
-    return [_Finding(start, Offender(**fields)) for start, fields in rows]
+    findings_of_all: list[_Finding] = []
+    for line in b"".join(texts).splitlines():
+        start, fields = json.loads(line)
+        findings_of_all.append(_Finding(start, Offender(**fields)))
+    return findings_of_all
 
 
 def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm, norm_of, statistics
-from megaprec.optim.native import Kernels
 
 DIGEST_BITS = 18  # a sum of squares over 2**17 ranks is then less than 2**53: exact in float64
 # Odd multipliers of a multiplicative hash, as signed 64-bit integers: one for each number of a
@@ -106,7 +105,7 @@ def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
     stacked_numbers = torch.stack(list(numbers.values()))
     stacked_flags = torch.stack(list(flags.values())).double()
     on_device = torch.cat((stacked_numbers, stacked_flags, agreed.zeros))
-    on_host = on_device.tolist()
+    on_host = on_device.tolist()  # the only wait of a step
     flags_start = len(numbers)
     zeros_start = flags_start + len(flags)
     host_flags = map(bool, on_host[flags_start:zeros_start])
@@ -121,11 +120,34 @@ class Measured(NamedTuple):
     """The measures of a rank's gradients, on the device.
 
     counted: float64 [2], the sum of squares and the number of zeros.
-    norm: the norm as `pack` takes it.
+    norm: what the ranks exchange about the norm.
     """
 
     counted: Tensor
     norm: Tensor
+
+
+@dataclass(frozen=True)
+class LocalNumbers:
+    """The knowledge of a rank about its gradients and its loss in a step.
+
+    measured: of its gradients; the norm is read only for a norm other than L2.
+    loss: this rank's share; None for no share.
+    scaler, parameters: digests of what must be equal on all ranks, and on those of a stage.
+    num_gradients: how many of this rank's parameters have one.
+    stop: True if this rank was asked to stop.
+    counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
+    gave_loss: False if this rank knows no loss.
+    """
+
+    measured: Measured
+    loss: Tensor | None
+    scaler: Tensor
+    parameters: float
+    num_gradients: int = 1
+    stop: bool = False
+    counted_tokens: Tensor | None = None
+    gave_loss: bool = True
 
 
 class _RankNumbers(NamedTuple):
@@ -164,62 +186,43 @@ class StepConsensus:
         stage_slots = len(_StageNumbers._fields) * pp.size
         self.lengths = (len(_RankNumbers._fields), stage_slots, norm_slots)
 
-    def measure(
-        self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> Measured:
-        """Return two arguments of `pack`: sum of squares and number of zeros; the norm of this
-        rank's gradients.
+    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
+        """Return sum of squares and number of zeros, and the norm, of this rank's gradients.
 
-        gradients, copies, kernels: as in `grad_stats.statistics`.
+        gradients, copies: as in `grad_stats.statistics`.
         """
-        counted = statistics(gradients, copies, self.device, kernels)
+        counted = statistics(gradients, copies, self.device)
         if self.order == 2:
             return Measured(counted, counted[0])
         return Measured(counted, norm_of(gradients, self.order, self.device))
 
-    def pack(
-        self,
-        counted: Tensor,
-        loss: Tensor | None,
-        scaler: Tensor,
-        parameters: float,
-        norm: Tensor,
-        stop: bool = False,
-        gradients: int = 1,
-        counted_tokens: Tensor | None = None,
-        gave_loss: bool = True,
-    ) -> Tensor:
-        """Return this rank's numbers, to be summed over the world: float64.
-
-        counted: sum of squares and number of zeros.
-        loss: this rank's share.
-        scaler, parameters: digests.
-        norm: of this rank's gradients, read only for a norm other than L2.
-        stop: True if this rank was asked to stop.
-        gradients: number of this rank's parameters that have one.
-        counted_tokens: of the batch, in the loss; None or NaN if this rank does not know it.
-        gave_loss: False if this rank knows no loss.
-        """
-        squares, zeros = counted.unbind()
-        missing = self._scalar(parameters)
+    def pack(self, local: LocalNumbers) -> Tensor:
+        """Return this rank's numbers, to be summed over the world: float64."""
+        squares, zeros = local.measured.counted.unbind()
+        missing = self._scalar(local.parameters)
         of_stages = torch.zeros(
-            len(_StageNumbers._fields), self.pp.size, dtype=torch.float64, device=self.device
+            len(_StageNumbers._fields),
+            self.pp.size,
+            dtype=torch.float64,
+            device=self.device,
         )
         of_stages[:, self.pp.rank] = torch.stack(
             _StageNumbers(zeros=zeros, digests=missing, digests_squared=missing.square())
         )
         *_, norm_slots = self.lengths
         norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
-        norms[self.world.rank : self.world.rank + 1] = norm  # no element for the L2 norm
+        # no element for the L2 norm
+        norms[self.world.rank : self.world.rank + 1] = local.measured.norm
+        loss = local.loss
         numbers = _RankNumbers(
             squares=squares,
             loss=self._scalar(0.0) if loss is None else loss.double().reshape(()),
-            scaler=scaler,
-            scaler_squared=scaler.square(),
-            stops=self._scalar(float(stop)),
-            gradients=self._scalar(gradients),
-            nothing_counts=self._nothing_counts(counted_tokens),
-            losses=self._scalar(float(gave_loss)),
+            scaler=local.scaler,
+            scaler_squared=local.scaler.square(),
+            stops=self._scalar(float(local.stop)),
+            gradients=self._scalar(local.num_gradients),
+            nothing_counts=self._nothing_counts(local.counted_tokens),
+            losses=self._scalar(float(local.gave_loss)),
         )
         return torch.cat((torch.stack(numbers), of_stages.view(-1), norms))
 

@@ -29,20 +29,20 @@ from torch.autograd.graph import increment_version
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
-from megaprec.optim.main_grad import collect, has_main_grad
+from megaprec.main_grad import collect, has_main_grad
 from megaprec.optim.update_tile import Draw, DrawSpan, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
+from megaprec.torch_private import num_writes
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
 _COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core's cache
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
-Range = tuple[int, int]  # first, last + 1
+Range = tuple[int, int]  # start, stop
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Piece:
     stop: int
     counts: bool  # True if this rank's copy is the one that is counted and saved
 
-    def overlap(self, first: int, last: int) -> range:
-        """Return those of the elements [first, last) of the buffer that are in this piece."""
-        return range(max(self.start, first), min(self.stop, last))
+    def overlap(self, start: int, stop: int) -> range:
+        """Return those of the elements [start, stop) of the buffer that are in this piece."""
+        return range(max(self.start, start), min(self.stop, stop))
 
 
 class OwnedPiece(NamedTuple):
@@ -88,6 +88,19 @@ class OwnedPiece(NamedTuple):
         return slice(self.span.start - start, self.span.stop - start)
 
 
+# an axis, gradients [size], whether only this rank's chunk is needed; returns a wait
+StartSum = Callable[[Axis, Tensor, bool], Callable[[], object]]
+
+
+def start_sum(dp: Axis, gradients: Tensor, only_local: bool) -> Callable[[], object]:
+    """Start to sum gradients over dp in place, and return a function that waits for the result.
+
+    only_local: True if each rank needs only its own chunk of the sum; the rest is then undefined.
+    """
+    start = dp.start_scatter_sum_ if only_local else dp.start_sum_
+    return start(gradients)
+
+
 class _Dtypes(NamedTuple):
     """The dtypes of a buffer. reduce: in which gradients travel over dp."""
 
@@ -107,7 +120,7 @@ class Buffer:
     state: names of the optimizer's moments.
     seed: of stochastic rounding.
     average: True if the sum over dp is divided by the number of dp ranks.
-    canonical: True if the sum over dp is the upper part of a tree over micro-batches.
+    start_sum: starts the sum of gradients over dp.
     The masters are initialised from the original values of the parameters, before rounding.
     """
 
@@ -122,7 +135,7 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         average: bool = False,
-        canonical: bool = False,
+        start_sum: StartSum = start_sum,
     ) -> None:
         self.parameters = tuple(parameters)
         self.plan = plan
@@ -130,7 +143,8 @@ class Buffer:
         self.shards = shards
         self.seed = seed
         self.average = average
-        self.canonical = canonical
+        self._start_sum = start_sum
+        # all parameters of a buffer are of one kind (`model_buffers.buckets`)
         layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
         self.in_codes = fp8_param_of(self.parameters[0]) is not None
@@ -145,9 +159,9 @@ class Buffer:
             end += _round_up(parameter.numel(), _ALIGNMENT)
         # padded so that every dp rank has a slice of the same, aligned length
         self.size = _round_up(end, dp.size * _ALIGNMENT)
-        shard_size = self.size // shards.size
-        self.first = shard_size * shards.rank
-        self.last = shard_size * (shards.rank + 1)
+        self.local_size = self.size // shards.size
+        self.first = self.local_size * shards.rank
+        self.last = self.first + self.local_size
         # The part of this rank's slice that no other replica counts. Without ZeRO-1, or with fewer
         # shards than dp ranks, several replicas hold one slice, and each counts a part of it.
         share_size = self.size // dp.size
@@ -159,33 +173,37 @@ class Buffer:
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             layout = layout_of(parameter)
-            for part, first, last in layout.spans():
+            for part, part_start, part_stop in layout.spans():
                 counts = part.copy == 0 and layout.counts(pp_rank)
-                yield Piece(part, start + first, start + last, counts)
+                yield Piece(part, start + part_start, start + part_stop, counts)
 
     def owned_pieces(
-        self, first: int | None = None, last: int | None = None
+        self,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[OwnedPiece]:
         """Yield the non-empty pieces of this rank's slice, in order.
 
-        first, last: elements of the buffer to which they are restricted, in place of the slice.
+        start, stop: elements of the buffer to which they are restricted, in place of the slice.
         """
-        low = self.first if first is None else first
-        high = self.last if last is None else last
+        if start is None:
+            start = self.first
+        if stop is None:
+            stop = self.last
         for piece in self.pieces:
-            span = piece.overlap(low, high)
+            span = piece.overlap(start, stop)
             if span:
                 yield OwnedPiece(piece, span, self.first)
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
         dtypes = self._choose_dtypes()
-        local_size = self.last - self.first
         self.travels = dtypes.reduce
         self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
         self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
         self._allocate_masters(dtypes.masters)
         self.state = {
-            name: torch.zeros(local_size, dtype=dtypes.moments, device=device) for name in state
+            name: torch.zeros(self.local_size, dtype=dtypes.moments, device=device)
+            for name in state
         }
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
@@ -214,15 +232,14 @@ class Buffer:
     def _allocate_masters(self, dtype: torch.dtype) -> None:
         """Allocate masters, or the remainders that make masters of the weights."""
         device = self.weights.device
-        local_size = self.last - self.first
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if dtype == self.weights.dtype:
             self.masters = self.own(self.weights)
         elif self.plan.remainders and not self.in_codes:
-            self.remainder = torch.zeros(local_size, dtype=torch.int16, device=device)
+            self.remainder = torch.zeros(self.local_size, dtype=torch.int16, device=device)
         else:
-            self.masters = torch.zeros(local_size, dtype=dtype, device=device)
+            self.masters = torch.zeros(self.local_size, dtype=dtype, device=device)
 
     def _fp8_shards(self) -> Iterator[FP8ParamShard]:
         """Yield this rank's part of each parameter, an empty one too: all ranks have as many."""
@@ -231,10 +248,11 @@ class Buffer:
             fp8_param = fp8_param_of(parameter)
             assert fp8_param is not None
             fp8_param.inverse = fp8_param.inverse.to(self.weights.device)
-            first = max(start, self.first)
-            last = max(first, min(start + parameter.numel(), self.last))
-            masters = self.masters[first - self.first : last - self.first]
-            yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, first - start)
+            # of the elements that this rank owns
+            shard_start = max(start, self.first)
+            shard_stop = max(shard_start, min(start + parameter.numel(), self.last))
+            masters = self.masters[shard_start - self.first : shard_stop - self.first]
+            yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, shard_start - start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
         """Make the parameter a view of `weights`, and its values this rank's masters."""
@@ -252,48 +270,50 @@ class Buffer:
             view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
         collect(parameter, self.grads[start:stop].view_as(parameter))
-        first = max(start, self.first)
-        last = min(stop, self.last)
-        if first < last:
-            in_shard = values[first - start : last - start]
-            self.restore("weight", first - self.first, in_shard)
+        shard_start = max(start, self.first)
+        shard_stop = min(stop, self.last)
+        if shard_start < shard_stop:
+            shard_values = values[shard_start - start : shard_stop - start]
+            self.restore("weight", shard_start - self.first, shard_values)
 
     def own(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's slice of `weights` or `grads`."""
         return flat[self.first : self.last]
 
-    def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
-        """Yield elements [first, last) of this rank's slice, in runs of `length`. 0: a length that
+    def blocks(self, start: int, stop: int, length: int = 0) -> Iterator[Tile]:
+        """Yield elements [start, stop) of this rank's slice, in runs of `length`. 0: a length that
         suits the device."""
         if not length and self.weights.device.type == "cpu":
             length = BLOCK
         elif not length:
             # shorter runs for stochastic rounding, whose random numbers take 8 bytes per element
             length = BLOCK << (8 if self.plan.rounding == "nearest" else 4)
-        for start in range(first, last, length):
-            yield self._tile(start, min(start + length, last))
+        for tile_start in range(start, stop, length):
+            yield self._tile(tile_start, min(tile_start + length, stop))
 
-    def _tile(self, first: int, last: int) -> Tile:
-        low = first + self.first
-        high = last + self.first
+    def _tile(self, start: int, stop: int) -> Tile:
+        """Return elements [start, stop) of this rank's slice."""
+        buffer_start = self.first + start
         spans = [
             DrawSpan(
                 part=owned.piece.part,
-                start=owned.in_part.start,
-                first=owned.span.start - low,
-                last=owned.span.stop - low,
+                part_start=owned.in_part.start,
+                start=owned.span.start - buffer_start,
+                stop=owned.span.stop - buffer_start,
             )
-            for owned in self.owned_pieces(low, high)
+            for owned in self.owned_pieces(buffer_start, self.first + stop)
         ]
+        # an update of FP8 weights changes their masters only
         weights = self.masters if self.in_codes else self.own(self.weights)
         assert weights is not None
+        in_slice = slice(start, stop)
         return Tile(
-            weights=weights[first:last],
-            grads=self.own(self.grads)[first:last],
-            masters=None if self.masters is None else self.masters[first:last],
-            remainder=None if self.remainder is None else self.remainder[first:last],
-            state=tuple((name, values[first:last]) for name, values in self.state.items()),
-            draw=Draw(self.seed, last - first, spans, self.weights.device),
+            weights=weights[in_slice],
+            grads=self.own(self.grads)[in_slice],
+            masters=None if self.masters is None else self.masters[in_slice],
+            remainder=None if self.remainder is None else self.remainder[in_slice],
+            state=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
+            draw=Draw(self.seed, stop - start, spans, self.weights.device),
             nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
         )
 
@@ -314,17 +334,17 @@ class Buffer:
         """Return the names of the tensors in `saved`."""
         return ("weight", *self.state)
 
-    def restore(self, name: str, first: int, values: Tensor) -> None:
-        """Load saved values, from element `first` of this rank's slice on. For weights, call
+    def restore(self, name: str, start: int, values: Tensor) -> None:
+        """Load saved values, from element `start` of this rank's slice on. For weights, call
         `publish` afterwards."""
-        last = first + len(values)
+        stop = start + len(values)
         if name == "weight" and self.masters is None:
             wide = values.to(self.weights.device, torch.float32)
-            self._tile(first, last).keep_weights(wide)
+            self._tile(start, stop).keep_weights(wide)
             return
         target = self.masters if name == "weight" else self.state[name]
         assert target is not None
-        target[first:last].copy_(values)
+        target[start:stop].copy_(values)
 
     def counted(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which no other rank
@@ -338,12 +358,12 @@ class Buffer:
     def copies(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which another rank
         counts."""
-        first, last = self.share
+        share_start, share_stop = self.share
         elsewhere: list[Range] = []
         for piece in self.pieces:
             if piece.counts:
-                elsewhere.append((piece.start, min(piece.stop, first)))
-                elsewhere.append((max(piece.start, last), piece.stop))
+                elsewhere.append((piece.start, min(piece.stop, share_start)))
+                elsewhere.append((max(piece.start, share_stop), piece.stop))
             else:
                 elsewhere.append((piece.start, piece.stop))
         return self._ranges(sorted(elsewhere))
@@ -352,14 +372,14 @@ class Buffer:
         """Return the intersection of the spans with this rank's slice, as positions in it;
         neighbours are joined."""
         ranges: list[Range] = []
-        for start, stop in spans:
-            first = max(start, self.first) - self.first
-            last = min(stop, self.last) - self.first
-            if first >= last:
+        for span_start, span_stop in spans:
+            start = max(span_start, self.first) - self.first
+            stop = min(span_stop, self.last) - self.first
+            if start >= stop:
                 continue
-            if ranges and ranges[-1][1] == first:
-                first = ranges.pop()[0]
-            ranges.append((first, last))
+            if ranges and ranges[-1][1] == start:
+                start, _ = ranges.pop()
+            ranges.append((start, stop))
         return ranges
 
     def start_reduce(self) -> Callable[[], None]:
@@ -371,17 +391,13 @@ class Buffer:
         overflow.
         """
         is_sharded = self.shards.size == self.dp.size
-        if self.canonical:
-            start_tree = start_tree_scatter_sum_ if is_sharded else start_tree_sum_
-            return start_tree(self.dp, self.grads)
         if self.average and not self.balances:
             self.grads.div_(self.dp.size)
         sent = self.grads
         if self.dp.size > 1:
             # a copy only if gradients travel in another dtype than they are accumulated in
             sent = self.grads.to(self.travels)
-        start_sum = self.dp.start_scatter_sum_ if is_sharded else self.dp.start_sum_
-        wait = start_sum(sent)
+        wait = self._start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:
             wait()
@@ -399,7 +415,7 @@ class Buffer:
         if self.in_codes:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            for tile in self.blocks(0, self.last - self.first):
+            for tile in self.blocks(0, self.local_size):
                 tile.keep_weights(tile.wide_weights(), steps)
         wait = self.start_collect()
         wait()
@@ -464,7 +480,7 @@ class Buffer:
     def _read_versions(self) -> list[int]:
         """Return torch's counters of writes to the parameters; writes through `data` are not in
         them."""
-        return [parameter._version for parameter in self.parameters]
+        return [num_writes(parameter) for parameter in self.parameters]
 
     def adopt_weights(self, everything: bool, steps: Tensor) -> None:
         """Make masters of weights that someone else has written to, if the weights are rounded from
@@ -483,7 +499,7 @@ class Buffer:
         if everything or is_written or not self._has_changed:
             # a GPU compares longer runs, because each launch has a cost
             length = _COMPARED if self.weights.device.type == "cpu" else _COMPARED << 6
-            for tile in self.blocks(0, self.last - self.first, length):
+            for tile in self.blocks(0, self.local_size, length):
                 tile.adopt_weights(is_written, steps)
 
     def num_bytes(self) -> int:

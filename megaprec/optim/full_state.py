@@ -6,14 +6,14 @@ tensor.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import Buffer, OwnedPiece, Piece
 from megaprec.precision.plan import DTYPES, dtype_name
@@ -37,77 +37,81 @@ class _Counted(NamedTuple):
 
 
 def gather_tensors(
-    buffers: Sequence[Buffer], world: Axis, device: torch.device
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective
     over the world."""
     counted: dict[str, list[_Counted]] = defaultdict(list)
+    # shape and dtype of the logical tensors of which this rank holds slices
     headers: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
         for kind, values in buffer.saved().items():
-            dtype = dtype_name(values.dtype)
             for piece in buffer.pieces:
-                key = _state_key(kind, piece)
-                headers[key] = list(piece.part.shape), dtype
+                state_key = _state_key(kind, piece)
+                headers[state_key] = list(piece.part.shape), dtype_name(values.dtype)
             # this rank's share: replicas and ranks of ZeRO-1 divide the elements among them
             for owned in buffer.owned_pieces(*buffer.share):
                 if owned.piece.counts:
-                    key = _state_key(kind, owned.piece)
-                    counted[key].append(_Counted(owned, values))
+                    state_key = _state_key(kind, owned.piece)
+                    counted[state_key].append(_Counted(owned, values))
     tensors: dict[str, Tensor] = {}
     all_headers = gather_entries(headers, world, device)
     # sorted: all ranks sum the same tensor at the same time
-    for key, (shape, dtype) in sorted(all_headers.items()):
-        full = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
-        for elements in counted.get(key, ()):
-            elements.add_to(full)
-        tensors[key] = world.sum_(full).cpu()
+    for state_key, (shape, dtype) in sorted(all_headers.items()):
+        full_tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
+        for elements in counted.get(state_key, ()):
+            elements.add_to(full_tensor)
+        tensors[state_key] = world.sum_(full_tensor).cpu()
     return tensors
 
 
 def load_tensors(
-    tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: Axis, device: torch.device
+    tensors: dict[str, Tensor],
+    buffers: Sequence[Buffer],
+    world: Axis,
+    device: torch.device,
 ) -> None:
     """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a
     tensor does not fit."""
-    needed = list(_needed_pieces(buffers))
-    problems = list(_shape_problems(tensors, needed))
-    local_keys = dict.fromkeys(key for key, _ in needed)
-    for key in local_keys:
-        tensor = tensors.get(key)
-        if tensor is not None and not tensor.is_floating_point():
-            problems.append(
-                f"{key} of the state is {tensor.dtype}: must be a floating-point tensor"
-            )
-    keys = gather_entries(local_keys, world, device)
-    for key in tensors:
-        if key not in keys:
-            problems.append(f"{key} of the state is not in the model")
+    needed = dict(_needed_pieces(buffers))
+    problems = list(_problems(tensors, needed))
+    # other ranks hold other tensors of the model
+    keys_of_model = gather_entries(dict.fromkeys(needed), world, device)
+    for state_key in tensors:
+        if state_key not in keys_of_model:
+            problems.append(Problem.of("optimizer.state_not_in_model", key=state_key))
     # a rank without problems must not go on alone
     num_problems = torch.tensor(float(len(problems)), device=device)
     if world.max_(num_problems):
-        lines = problems[:_MAX_PROBLEMS] or ["another rank says which tensors differ"]
-        raise UserError(Problem.of("optimizer.state_of_other_model"), *lines)
+        shown = problems[:_MAX_PROBLEMS] or [Problem.of("optimizer.state_elsewhere")]
+        raise UserError(Problem.of("optimizer.state_of_other_model"), *shown)
     for buffer in buffers:
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():
-                full = tensors[_state_key(kind, owned.piece)]
-                flat_part = owned.piece.part.take(full).reshape(-1)
+                full_tensor = tensors[_state_key(kind, owned.piece)]
+                flat_part = owned.piece.part.take(full_tensor).reshape(-1)
                 buffer.restore(kind, owned.in_shard.start, flat_part[owned.in_part])
 
 
-def _shape_problems(
-    tensors: dict[str, Tensor], needed: Sequence[tuple[str, Piece]]
-) -> Iterator[str]:
-    """Yield a line for each piece whose logical tensor the state lacks, or has in another shape."""
-    for key, piece in needed:
-        shape = tuple(tensors[key].shape) if key in tensors else None
-        if shape != piece.part.shape:
-            described = "not" if shape is None else list(shape)
-            yield f"{key} is {list(piece.part.shape)} in the model, {described} in the state"
+def _problems(tensors: dict[str, Tensor], needed: Mapping[str, Piece]) -> Iterator[Problem]:
+    """Yield a problem for each needed tensor that is missing, or of another shape or kind."""
+    for state_key, piece in needed.items():
+        tensor = tensors.get(state_key)
+        if tensor is None or tuple(tensor.shape) != piece.part.shape:
+            yield Problem.of(
+                "optimizer.state_shape",
+                key=state_key,
+                shape=list(piece.part.shape),
+                described="not" if tensor is None else list(tensor.shape),
+            )
+        elif not tensor.is_floating_point():
+            yield Problem.of("optimizer.state_not_real", key=state_key, dtype=tensor.dtype)
 
 
 def _needed_pieces(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Piece]]:
+    """Yield a piece of each tensor that this rank loads slices of, by the tensor's name."""
     for buffer in buffers:
         for kind in buffer.saved_names:
             for piece in buffer.pieces:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megaprec.optim.native import Kernels
+from megaprec.torch_private import foreach_norm
 
 # elements: a block is still in a core's cache when it is read for the second time
 _CPU_BLOCK = 1 << 17
@@ -28,46 +28,27 @@ def statistics(
     gradients: Sequence[Tensor],
     copies: Sequence[Tensor],
     device: torch.device,
-    kernels: Kernels | None = None,
 ) -> Tensor:
     """Return float64 [2]: (sum of squares, number of zeros) over flat tensors in which every
     element counts once.
 
     copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and have
     no effect otherwise.
-    kernels: C kernels for the tensors that they support; torch's operators read the others.
     """
-    if kernels is not None:
-        return _statistics_by_kernels(gradients, copies, device, kernels)
-    counted = _all_blocks(gradients)
-    if counted:
-        norms, num_nonzero = _norms_and_nonzero(counted)
-        squares = _squares(norms, counted)
-        num_elements = sum(block.numel() for block in counted)
+    counted_blocks = _all_blocks(gradients)
+    if counted_blocks:
+        norms, num_nonzero = _norms_and_nonzero(counted_blocks)
+        squares = _squares(norms, counted_blocks)
+        num_elements = sum(block.numel() for block in counted_blocks)
         num_zeros = num_elements - num_nonzero.sum()
-        numbers = torch.stack((squares, num_zeros.double()))  # no wait of the host
+        counted = torch.stack((squares, num_zeros.double()))  # no wait of the host
     else:
-        numbers = torch.zeros(2, dtype=torch.float64, device=device)
-    copied = _all_blocks(copies)
-    if copied:
-        squares_of_copies = _squares(_norms(copied), copied)
-        numbers[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
-    return numbers
-
-
-def _statistics_by_kernels(
-    gradients: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device, kernels: Kernels
-) -> Tensor:
-    """Return what `statistics` returns, by C kernels where they support a tensor."""
-    by_torch = [values for values in gradients if not kernels.reads(values)]
-    copies_by_torch = [values for values in copies if not kernels.reads(values)]
-    numbers = statistics(by_torch, copies_by_torch, device)
-    for values in filter(kernels.reads, gradients):
-        numbers += kernels.statistics(values)
-    for values in filter(kernels.reads, copies):
-        squares, _ = kernels.statistics(values).unbind()
-        numbers[0] += 0 * squares
-    return numbers
+        counted = torch.zeros(2, dtype=torch.float64, device=device)
+    copied_blocks = _all_blocks(copies)
+    if copied_blocks:
+        squares_of_copies = _squares(_norms(copied_blocks), copied_blocks)
+        counted[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
+    return counted
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -116,7 +97,7 @@ def _norms(blocks: Sequence[Tensor]) -> Tensor:
     if blocks[0].device.type == "cpu":
         norms = [_norm(block) for block in blocks]
     else:
-        norms = torch._foreach_norm(tuple(blocks), 2, torch.float64)
+        norms = foreach_norm(tuple(blocks), 2, torch.float64)
     return torch.stack(norms)
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.main_grad import close_accumulation, zero_missing_grads
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import close_accumulation, zero_missing_grads
-from megaprec.optim.microbatch_sums import MicrobatchSums
+from megaprec.optim.numerics import RunningSums
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -47,10 +47,10 @@ class GradReducer:
     chunks: the buffers of each model chunk, in the order of the forward pass.
     early: True to start the reduction during the last backward pass, so that it overlaps with later
         work; otherwise it is complete when `reduce` returns.
-    microbatches: the sums over micro-batches, if they are by a tree, which are completed first.
+    microbatches: the sums over micro-batches, which are completed first.
 
     before_reduce: called with a buffer that is about to be reduced.
-    num_microbatches: of the last step that was reduced, if they are summed by a tree.
+    num_microbatches: of the last step that was reduced, if the sums over them know it.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class GradReducer:
         chunks: Sequence[Sequence[Buffer]],
         tp: Axis,
         early: bool,
-        microbatches: MicrobatchSums | None = None,
+        microbatches: RunningSums | None = None,
     ) -> None:
-        self.microbatches = microbatches
+        self.microbatches = microbatches or RunningSums()
         self.num_microbatches = 0
         self.tp = tp
         self.before_reduce: Callable[[Buffer], None] | None = None
@@ -126,8 +126,7 @@ class GradReducer:
 
         in_flight: True during the backward pass of the last micro-batch.
         """
-        if self.microbatches is not None:
-            self.microbatches.finish(buffer.parameters, in_flight=in_flight)
+        self.microbatches.finish(buffer.parameters, in_flight=in_flight)
         zero_missing_grads(buffer.parameters)
         if self.before_reduce is not None:
             self.before_reduce(buffer)
@@ -171,9 +170,8 @@ class GradReducer:
         self._reduced.clear()
         for buffer in chain.from_iterable(self._chunks):
             close_accumulation(buffer.parameters, False)
-        if self.microbatches is not None:
-            self.num_microbatches = self.microbatches.count
-            self.microbatches.forget()
+        self.num_microbatches = self.microbatches.count
+        self.microbatches.forget()
 
     def _wait(self, chunk: int) -> None:
         """Wait for the started reductions of a chunk, for each only once."""
@@ -196,7 +194,10 @@ class ParamGatherer:
     """
 
     def __init__(
-        self, model_parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool
+        self,
+        model_parts: Sequence[nn.Module],
+        buffers: Sequence[Buffer],
+        early: bool,
     ) -> None:
         self._waits: dict[Buffer, Callable[[], object]] = {}
         self._early = early
@@ -246,6 +247,9 @@ def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_fo
 
 
 def _before_forward(
-    wait_for: WaitFor, needed: Sequence[Buffer], module: nn.Module, args: object
+    wait_for: WaitFor,
+    needed: Sequence[Buffer],
+    module: nn.Module,
+    args: object,
 ) -> None:
     wait_for(needed)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.group_factors import UNSCALED
-from megaprec.optim.update_rules import StepOf
+from megaprec.optim.param_groups import UNSCALED, StepOf
 from megaprec.optim.update_tile import Tile
 
 
@@ -31,10 +30,6 @@ class LoadBalance:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = [buffer for buffer in buffers if buffer.balances]
         self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yield everything that an update changes."""
-        return (tile for tiles in self._tiles for tile, _ in tiles)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all parameters, or change nothing if the step's `skip` is 1. done: called with

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import wrong_kinds
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
@@ -67,18 +67,13 @@ class LRSchedule:
             return 1 - progress
         return 0.5 * (math.cos(math.pi * progress) + 1)
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
+        longest_decay = self.total - self.warmup
         if self.total < 1:
-            yield f"total {self.total}: a run takes at least 1"
+            yield Problem.of("optimizer.schedule_total", total=self.total)
         elif not 0 <= self.warmup <= self.total:
-            yield (
-                f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the "
-                "schedule"
-            )
-        elif self.kind == "wsd" and not 1 <= self.decay <= self.total - self.warmup:
-            yield (
-                f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the '
-                "length after warm-up"
-            )
+            yield Problem.of("optimizer.schedule_warmup", warmup=self.warmup, total=self.total)
+        elif self.kind == "wsd" and not 1 <= self.decay <= longest_decay:
+            yield Problem.of("optimizer.schedule_decay", decay=self.decay, longest=longest_decay)
         if not 0 <= self.final <= self.peak:
-            yield f"final {self.final:g}: must be between 0 and the peak, {self.peak:g}"
+            yield Problem.of("optimizer.schedule_final", final=self.final, peak=self.peak)

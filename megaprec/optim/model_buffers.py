@@ -5,7 +5,9 @@ kinds of weights are not simply views of a buffer: a DTensor is represented by a
 a weight that is stored in FP8 has codes, which `FP8Masters` computes at the start of a pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -15,24 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Layout, layout_of, parameters_of
+from megaprec.comm.layout import Layout, has_layout, layout_of, parameters_of
 from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
-from megaprec.optim.buckets import Moments, bucket_elements, buckets
-from megaprec.optim.dtensors import DTensorSlice, is_dtensor
-from megaprec.optim.flat_buffer import Buffer, require_in_place
-from megaprec.optim.group_factors import Group, by_factors
-from megaprec.optim.main_grad import reset_accumulation
-from megaprec.optim.model_intake import Ranks, move_rest
+from megaprec.main_grad import reset_accumulation
+from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
+from megaprec.optim.frozen_state import FrozenState
+from megaprec.optim.model_checks import TrainedModel
+from megaprec.optim.param_groups import Group, by_factors
 from megaprec.optim.partial_grads import sum_partial_slices
-from megaprec.optim.replicas import Replicas, expert_replicas
-from megaprec.optim.same_model import TrainedModel
-from megaprec.optim.untrained import FrozenState
+from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
+from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
 from megaprec.precision.marks import parameters_of_marked
-from megaprec.precision.plan import PrecisionPlan
+from megaprec.precision.plan import PrecisionPlan, dtype_name
 
+_MIN_ELEMENTS = 40_000_000  # a message over few ranks; Megatron-LM's default
+_ELEMENTS_PER_RANK = 1_000_000  # keeps the part of each of many ranks large
+# the names of the moments that are kept of a parameter
+Moments = Callable[[nn.Parameter], Sequence[str]]
 SliceNames = tuple[tuple[str, int], ...]  # logical name and tensor-parallel rank of each slice
 
 
@@ -54,7 +58,7 @@ class ModelBuffers:
     """The buffers of all parameters of `model_parts`. Tensors that are not trained are moved to the
     ranks' device.
 
-    shards, average, canonical, seed: as in `Buffer`.
+    shards, average, start_sum, seed: as in `Buffer`.
     moments: names of the moments of a parameter; those of a buffer have the same.
     bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed
         this number.
@@ -64,7 +68,7 @@ class ModelBuffers:
     all: all buffers in one list, in an order that all dp ranks share.
     tied: the buffers whose gradients are summed over pipeline ranks, each with its axis.
     twins: pairs of buffers of this rank whose gradients are summed.
-    untrained: what is in no buffer.
+    frozen: what is in no buffer.
     dtensor_slices: for DTensors.
     """
 
@@ -81,10 +85,10 @@ class ModelBuffers:
         moments: Moments,
         seed: int,
         average: bool,
-        canonical: bool = False,
+        start_sum: StartSum = start_sum,
         virtual: VirtualAxis | None = None,
     ) -> None:
-        self._canonical = canonical
+        self._start_sum = start_sum
         self._virtual = virtual
         self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
         self._bucket = bucket_elements(bucket, ranks.dp.size)
@@ -111,7 +115,7 @@ class ModelBuffers:
         )
         self.chunks = self._lay_out(model_parts, dtensor_slices)
         self.all = list(chain.from_iterable(self.chunks))
-        self.untrained = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
+        self.frozen = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
         self.twins = self._find_twins()
         with_twin = set(chain.from_iterable(self.twins))
         self.tied = [
@@ -121,7 +125,9 @@ class ModelBuffers:
         ]
 
     def _lay_out(
-        self, model_parts: Sequence[nn.Module], dtensor_slices: dict[nn.Parameter, DTensorSlice]
+        self,
+        model_parts: Sequence[nn.Module],
+        dtensor_slices: dict[nn.Parameter, DTensorSlice],
     ) -> list[list[Buffer]]:
         """Return the buffers of each part. A parameter of several parts is in the first one's."""
         chunks: list[list[Buffer]] = []
@@ -145,14 +151,17 @@ class ModelBuffers:
         same sizes."""
         if self._virtual is None:
             return buckets(parameters, self._plan, self._bucket, self._moments)
-        by_rank: list[list[list[nn.Parameter]]] = []
-        for rank in self._virtual.ranks:
-            of_rank = [
-                parameter for parameter in parameters if layout_of(parameter).parts[0].rank == rank
-            ]
-            by_rank.append(buckets(of_rank, self._plan, self._bucket, self._moments))
+        parameters_of_rank: dict[int, list[nn.Parameter]] = {
+            rank: [] for rank in self._virtual.ranks
+        }
+        for parameter in parameters:
+            parameters_of_rank[layout_of(parameter).parts[0].rank].append(parameter)
+        buckets_of_ranks = [
+            buckets(of_rank, self._plan, self._bucket, self._moments)
+            for of_rank in parameters_of_rank.values()
+        ]
         # the same bucket of all virtual ranks side by side, in the order of a real rank's buckets
-        return list(chain.from_iterable(zip(*by_rank, strict=True)))
+        return list(chain.from_iterable(zip(*buckets_of_ranks, strict=True)))
 
     def _buffer(self, bucket: Sequence[nn.Parameter]) -> Buffer:
         """Return a buffer for these parameters.
@@ -175,7 +184,7 @@ class ModelBuffers:
             state=self._moments(bucket[0]),
             seed=self._seed,
             average=self._average and not is_dtensor_slice,
-            canonical=self._canonical,
+            start_sum=self._start_sum,
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
@@ -216,7 +225,9 @@ class ModelBuffers:
             copied.copy_(grads)
 
     def fp8_masters(
-        self, begin: Callable[[Buffer], None], settle: Callable[[], None]
+        self,
+        begin: Callable[[Buffer], None],
+        settle: Callable[[], None],
     ) -> FP8Masters | None:
         """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered
         like other weights.
@@ -245,11 +256,13 @@ class ModelBuffers:
         Collective over `world`."""
         local_trained = 0
         for buffer in self.all:
-            local_trained += sum(last - first for first, last in buffer.counted())
-        local_frozen = self.untrained.num_saved()
+            local_trained += sum(stop - start for start, stop in buffer.counted())
+        local_frozen = self.frozen.num_saved()
         # in float64 a sum over ranks is exact up to 2**53 elements
         local = torch.tensor(
-            [local_trained, local_frozen], dtype=torch.float64, device=self._ranks.device
+            [local_trained, local_frozen],
+            dtype=torch.float64,
+            device=self._ranks.device,
         )
         trained, frozen = map(int, world.sum_(local).tolist())
         if not trained:
@@ -259,14 +272,14 @@ class ModelBuffers:
     def counted(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         for buffer in self._loss_buffers():
-            for first, last in buffer.counted():
-                yield buffer.own(buffer.grads)[first:last]
+            for start, stop in buffer.counted():
+                yield buffer.own(buffer.grads)[start:stop]
 
     def copies(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
-            for first, last in buffer.copies():
-                yield buffer.own(buffer.grads)[first:last]
+            for start, stop in buffer.copies():
+                yield buffer.own(buffer.grads)[start:stop]
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
@@ -304,7 +317,10 @@ class ModelBuffers:
 
 
 def _fp8_group(
-    buffers: Sequence[Buffer], begin: Callable[[Buffer], None], shards: Axis, tp: Axis
+    buffers: Sequence[Buffer],
+    begin: Callable[[Buffer], None],
+    shards: Axis,
+    tp: Axis,
 ) -> FP8Group:
     with_gather = [(buffer.owned, partial(begin, buffer)) for buffer in buffers]
     return FP8Group(with_gather, shards, tp)
@@ -314,3 +330,82 @@ def _slice_names(buffer: Buffer) -> SliceNames:
     """Return the logical slices in the buffer."""
     parts = [piece.part for piece in buffer.pieces]
     return tuple((part.name, part.rank) for part in parts)
+
+
+def buckets(
+    parameters: Sequence[nn.Parameter],
+    plan: PrecisionPlan,
+    size: int,
+    moments: Moments = lambda _: (),
+) -> list[list[nn.Parameter]]:
+    """Return lists of parameters that share a buffer.
+
+    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size`
+    elements, except the last of a kind, and are ordered by their first parameter. Tied parameters
+    get buffers of their own, so that every holder cuts them into the same slices. So do experts on
+    ranks of their own, parameters that torch has sharded over more ranks than the tensor-parallel
+    ones, and parameters that balance loads.
+    """
+    # the bucket of each kind that is being filled, and its number of elements
+    open_buckets: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    num_elements = Counter[tuple[object, ...]]()
+    in_order: list[list[nn.Parameter]] = []
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        part = layout.parts[0]
+        num_ranks = part.shards * part.copies
+        # what a reduction, an all-gather or an update treats in its own way
+        marks = (layout.tied, layout.again, layout.expert, layout.balancing)
+        kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
+        if kind not in open_buckets or num_elements[kind] >= size:
+            open_buckets[kind] = []
+            num_elements[kind] = 0
+            in_order.append(open_buckets[kind])
+        open_buckets[kind].append(parameter)
+        num_elements[kind] += parameter.numel()
+    return in_order
+
+
+def bucket_elements(requested: int, dp: int) -> int:
+    """Return the elements of a bucket: `requested`, or for 0 as many as keep its messages large
+    over `dp` ranks.
+
+    Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
+    (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    return requested or max(_MIN_ELEMENTS, _ELEMENTS_PER_RANK * dp)
+
+
+def move_rest(
+    model_part: nn.Module,
+    plan: PrecisionPlan,
+    device: torch.device,
+    marked: AbstractSet[nn.Parameter],
+) -> None:
+    """Move everything that is not trained to the device: frozen parameters, in their planned dtype,
+    and buffers.
+
+    marked: parameters that stay in FP32. Raises UserError for a frozen parameter that torch has
+    sharded in another dtype.
+    """
+    for path, parameter in model_part.named_parameters():
+        if parameter.requires_grad:
+            continue
+        if parameter in marked:
+            planned = plan.sensitive
+        else:
+            planned = param_dtype(parameter, plan) if has_layout(parameter) else plan.parameters
+        if not is_dtensor(parameter):
+            # whole and complex numbers stay as they are
+            dtype = planned if parameter.is_floating_point() else parameter.dtype
+            parameter.data = parameter.data.to(device, dtype).contiguous()
+        elif parameter.dtype != planned:
+            raise UserError.of(
+                "optimizer.fsdp_cast_before",
+                path=path,
+                dtype=dtype_name(parameter.dtype),
+                planned_dtype=dtype_name(planned),
+            )
+    # only users' models have buffers; those of this project have none
+    for buffer in model_part.buffers():
+        buffer.data = buffer.data.to(device)

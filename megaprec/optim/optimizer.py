@@ -22,7 +22,6 @@ Over dp, gradients are averaged if each rank's loss is the mean over its own sam
 it is the rank's share of a mean over all samples: `average` says which.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,68 +35,73 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
-from megaprec.optim import grad_presence
-from megaprec.optim.alike import require_equal_on_all_ranks, require_same_weights
+from megaprec.errors import UserError
 from megaprec.optim.attribution import attribute_nonfinite
-from megaprec.optim.canonical import require_canonical
-from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
-from megaprec.optim.consensus import Consensus, StepConsensus, StepNumbers, digest, to_host
+from megaprec.optim.canonical.numerics import CanonicalNumerics
+from megaprec.optim.consensus import Consensus, LocalNumbers, StepNumbers, digest, to_host
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.given_kinds import require_kinds
-from megaprec.optim.given_numbers import (
-    claim_rule,
-    require_count,
-    require_loss,
-    require_saved,
-    require_scaled,
-    require_settings,
-)
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
-from megaprec.optim.group_factors import UNSCALED, Factors, Group, Slice, slices
-from megaprec.optim.loss_check import (
-    require_loss_of_all_replicas,
-    require_loss_of_one_stage,
-    require_same_loss,
-)
-from megaprec.optim.matrix_updates import require_muon_patterns
-from megaprec.optim.microbatch_sums import MicrobatchSums
+from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.model_buffers import ModelBuffers
-from megaprec.optim.model_intake import (
-    Ranks,
-    averages,
-    disable_ddp_sync,
-    plan_with_marked,
+from megaprec.optim.model_checks import (
     require_identifiable,
-    require_no_double_sharding,
+    require_same_plan,
+    require_used_patterns,
 )
-from megaprec.optim.muon import moments_of
-from megaprec.optim.native import kernels_for
-from megaprec.optim.observer import StepObserver
+from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patterns
+from megaprec.optim.muon.rule import Muon, moments_of
+from megaprec.optim.numerics import Numerics
 from megaprec.optim.param_groups import (
+    UNSCALED,
+    Factors,
+    Group,
+    Slice,
     cycled_options,
     describe_settings,
     load_groups,
     param_groups,
     require_unreplaced_groups,
     saved_groups,
+    slices,
     step_rates,
     step_rules,
 )
+from megaprec.optim.rank_agreement import require_equal_on_all_ranks, require_same_weights
+from megaprec.optim.ranks import Ranks
 from megaprec.optim.scaler import disagreement, make_scaler
+from megaprec.optim.setting_ranges import (
+    require_count,
+    require_saved,
+    require_scaled,
+    require_settings,
+)
+from megaprec.optim.step_agreement import (
+    explain_presence,
+    require_loss_of_all_replicas,
+    require_loss_of_one_stage,
+    require_same_loss,
+    require_same_replicated_grads,
+    summarize_presence,
+)
 from megaprec.optim.step_report import (
     NO_TOKENS,
     NonFiniteStep,
     Offender,
     Outcome,
+    StepObserver,
     StepReport,
     loss_offender,
 )
-from megaprec.optim.torch_face import TorchOptimizerApi, require_no_others
-from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
-from megaprec.optim.update_tile import Tile, Wide
-from megaprec.optim.whole_copies import require_same_copies
-from megaprec.optim.whole_updates import whole_updates
+from megaprec.optim.torch_api import TorchOptimizerApi
+from megaprec.optim.torch_wrappers import (
+    averages,
+    disable_ddp_sync,
+    require_no_double_sharding,
+)
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule, claim_rule
+from megaprec.optim.update_tile import Tile
+from megaprec.precision.marks import keep_marked_in_fp32
 from megaprec.precision.plan import PrecisionPlan
 
 _CLIP_EPSILON = 1e-6  # added to the norm, as in torch's clip_grad_norm_ and in Megatron-LM
@@ -124,7 +128,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat
         buffers take over their memory, on the mesh's device, or without a mesh on the parameters'
         device. A chunk may be wrapped in DistributedDataParallel, whose all-reduce is then switched
-        off, or sharded by fully_shard (`megaprec.optim.dtensors`).
+        off, or sharded by fully_shard (`megaprec.optim.torch_wrappers`).
     mesh: with some of the axes pp, dp, cp and tp, in this order; None for one process and for a
         model of fully_shard.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is
@@ -149,15 +153,13 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     bucket: elements of a reduction or an all-gather; the last parameter of a bucket may exceed this
         number. 0: 40 million, or a million for each dp rank if that is more.
     seed: of stochastic rounding.
-    native: AdamW on a CPU by kernels that a C compiler builds, wherever masters, gradients and
-        moments are FP32 and weights are FP32 or rounded to nearest bf16. The results are equal
-        except for the last bits of the norm.
     canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a
         power of two, for all zero sizes and pipelines. Call `end_microbatch` after each backward
         pass; average must be False.
     observers: called at each moment of a step; more may be added to the attribute of this name.
-    others: none. Raises UserError that names what stands in place of an argument of torch's
-        optimizers, and for inconsistent arguments.
+
+    Raises UserError for settings out of their range, for a model that no step could train right,
+    and, on every rank, if ranks would train different models.
     """
 
     # True: each step looks for weights that someone has written to, and steps 1, 2, 4, 8, ...
@@ -168,7 +170,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        plan: PrecisionPlan | None = None,
+        plan: PrecisionPlan,
         mesh: DeviceMesh | None = None,
         *,
         lr: float | None = None,
@@ -184,29 +186,22 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         overlap: bool = False,
         bucket: int = 0,
         seed: int = 0,
-        native: bool = False,
         canonical: bool = False,
         observers: Sequence[StepObserver] = (),
-        **others: Any,
     ) -> None:
-        require_no_others(others, inspect.signature(ParallelAMPOptimizer).parameters)
+        if torch.is_inference_mode_enabled():
+            # the optimizer's memory could not be trained
+            raise UserError.of("optimizer.inference_mode")
         rule = rule or AdamW()
-        switches = {
-            "average": average,
-            "overlap": overlap,
-            "native": native,
-            "canonical": canonical,
-        }
-        require_kinds(parts, plan, mesh, rule, groups, observers, virtual, experts, **switches)
-        assert plan is not None, "require_kinds refuses it"
         numbers = {
             "clip": clip,
             "norm": norm,
             "bucket": bucket,
             "zero_size": zero_size,
-            "seed": seed,
+            "weight_decay": weight_decay,
         }
-        require_settings(**numbers, lr=lr, weight_decay=weight_decay)
+        require_settings(**numbers, lr=lr)
+        require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
         self.clip = clip
@@ -227,18 +222,26 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.average = averages(parts, self.dp, average)
         self.canonical = canonical
         patterns = [group.pattern for group in groups]
-        plan, self.marked = plan_with_marked(parts, plan, patterns, self.world, self.device)
+        require_used_patterns(parts, plan, patterns, self.world, self.device)
+        plan, self.marked = keep_marked_in_fp32(parts, plan, self.world, self.device)
         self.plan = plan
         self._parts = parts
         require_muon_patterns(rule, parts, ranks)
-        rates = {"lr": lr, "weight_decay": weight_decay, "groups": groups}
-        settings = {**numbers, **rates, **switches, "rule": rule}
+        settings = {
+            **numbers,
+            "seed": seed,
+            "lr": lr,
+            "groups": groups,
+            "average": average,
+            "overlap": overlap,
+            "canonical": canonical,
+            "rule": rule,
+        }
         require_equal_on_all_ranks(parts, ranks, plan, settings)
         # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
         tp = Axis("tp") if virtual else self.tp
-        if canonical:
-            require_canonical(parts, plan, self.dp, tp, self.average)
-        self.kernels = kernels_for(rule, self.device) if native else None
+        self._numerics = CanonicalNumerics() if canonical else Numerics()
+        self._numerics.require_supported(parts, plan, self.dp, tp, self.average)
 
         self.scaler = make_scaler(plan.scaling, self.device)
         self._scale_read = False  # True once a loop has asked for the scale
@@ -264,28 +267,42 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             moments=partial(moments_of, rule),
             seed=seed,
             average=self.average,
-            canonical=canonical,
+            start_sum=self._numerics.start_sum,
             virtual=virtual,
         )
         self._virtual = virtual
         # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
         self.buffers = self._memory.chunks
-        self.untrained = self._memory.untrained
+        self.untrained = self._memory.frozen
         buffers = self._memory.all
-        self._whole_updates = whole_updates(claim_rule(rule), buffers, groups, mesh, ranks)
+        claim_rule(rule)
+        self._whole_updates = self._make_whole_updates(groups, mesh)
         self._buffer_slices = self._cut_into_slices(groups)
-        # without it, gradients are added to each other as micro-batches end
-        tree = MicrobatchSums(self.buffers) if canonical else None
-        self._reducer = GradReducer(self.buffers, tp, overlap, tree)
+        sums = self._numerics.sums_over_microbatches(self.buffers)
+        self._reducer = GradReducer(self.buffers, tp, overlap, sums)
         self._gatherer = ParamGatherer(parts, buffers, overlap)
         # views, made once: the memory of the gradients is the same in every step
         self._counted_grads = list(self._memory.counted())
         self._copied_grads = list(self._memory.copies())
         self._fp8_masters = self._memory.fp8_masters(self._gatherer.begin, self._gatherer.settle)
-        consensus = CanonicalConsensus if canonical else StepConsensus
-        self._consensus = consensus(self.pp, self.world, norm, self.device)
+        self._consensus = self._numerics.consensus(self.pp, self.world, norm, self.device)
         # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
+
+    def _make_whole_updates(
+        self,
+        groups: Sequence[Group],
+        mesh: DeviceMesh | None,
+    ) -> list[MatrixUpdates | LoadBalance]:
+        """Return the updates that are not element by element: of whole matrices by Muon, and of
+        parameters from counts. Collective over the world if the rule is Muon."""
+        updates: list[MatrixUpdates | LoadBalance] = [LoadBalance(self._memory.all)]
+        if isinstance(self.rule, Muon):
+            ranks = self._ranks
+            stage = ranks.dp if mesh is None else Axis.stage(mesh)
+            matrices = MatrixUpdates(self.rule, self._memory.all, groups, stage, ranks.device)
+            updates.insert(0, matrices)
+        return [update for update in updates if update.buffers]
 
     def _cut_into_slices(self, groups: Sequence[Group]) -> list[_BufferSlices]:
         """Return the slices and tiles of each buffer that is updated element by element."""
@@ -295,20 +312,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         cut_buffers: list[_BufferSlices] = []
         for buffer in self._memory.all:
             if buffer not in others:
-                of_buffer = [self._cut(buffer, part) for part in slices(buffer, groups)]
+                of_buffer = [
+                    _SliceTiles(part, list(buffer.blocks(part.start, part.stop)))
+                    for part in slices(buffer, groups)
+                ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
         return cut_buffers
-
-    def _cut(self, buffer: Buffer, buffer_slice: Slice) -> _SliceTiles:
-        """Return the tiles of a slice: a single one if the C kernels support it, else runs that
-        suit the device."""
-        first = buffer_slice.first
-        last = buffer_slice.last
-        single = list(buffer.blocks(first, last, length=last - first))
-        # a C kernel goes through memory once, whatever its length, and on several threads
-        if self.kernels is not None and self.kernels.updates(single[0]):
-            return _SliceTiles(buffer_slice, single)
-        return _SliceTiles(buffer_slice, list(buffer.blocks(first, last)))
 
     def all_buffers(self) -> list[Buffer]:
         """Return every buffer of this rank, in an order that all dp ranks share."""
@@ -345,7 +354,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """Load saved numbers, and compute the weights from the present masters."""
-        require_saved(numbers)
+        require_saved(numbers, ("steps", "scaler"))
         self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
@@ -387,7 +396,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
 
     @torch.no_grad()
     def end_microbatch(
-        self, number: int, count: int, chunk: int = 0, complete: bool = True
+        self,
+        number: int,
+        count: int,
+        chunk: int = 0,
+        complete: bool = True,
     ) -> None:
         """Announce that a backward pass of micro-batch `number`, of `count` on this rank, has ended
         in a model chunk.
@@ -395,8 +408,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         complete: False if a second pass of the micro-batch computes the gradients of further
         parameters. Without effect unless `canonical`. Raises UserError for contradicting numbers.
         """
-        if self._reducer.microbatches is not None:
-            self._reducer.microbatches.end(number, count, chunk, complete)
+        self._reducer.microbatches.end(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
@@ -464,7 +476,6 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # compared between ranks, and shown if they differ
         self._settings_lines = describe_settings(self._groups, self._rates, self.clip)
         self._rules = step_rules(self._groups, self.rule)
-        require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         # The order matters: weights have arrived before they are compared with their masters, and
         # gradients are in the buffers before they are reduced, over dp first and then over copies.
@@ -487,7 +498,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         require_loss_of_one_stage(loss, self.pp, self.world, self.device)
         if self.average:
             require_loss_of_all_replicas(loss, self.dp, self.world, self.device)
-        require_same_copies(self.all_buffers(), self._reducer.tp, self.world, self.device)
+        require_same_replicated_grads(self.all_buffers(), self._reducer.tp, self.world, self.device)
         # Not over tp: on a GPU the gradients of copies may differ in their last bits.
         require_same_weights(self._parts, self._ranks, (self.dp,), "have")
 
@@ -528,38 +539,44 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             number.copy_(torch.where(agreed.nothing_counts, before, number))
 
     def _local_numbers(
-        self, loss: Tensor | None, counted_tokens: Tensor | float | None = None
+        self,
+        loss: Tensor | None,
+        counted_tokens: Tensor | float | None = None,
     ) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
         gave_loss = loss is not None
         if loss is not None and self.tp.rank > 0:
             # the first tensor-parallel rank has the same loss; an inf or a NaN of any rank counts
             loss = loss * 0
-        if self.canonical:
-            loss = in_slots(loss, self._reducer.num_microbatches, self.dp, self.device)
-        counted, norm = self._consensus.measure(
-            self._counted_grads, self._copied_grads, self.kernels
+        loss = self._numerics.arrange_loss(
+            loss,
+            self._reducer.num_microbatches,
+            self.dp,
+            self.device,
         )
+        measured = self._consensus.measure(self._counted_grads, self._copied_grads)
         # ranks whose schedulers have gone apart would update replicas by different rates
         rate = torch.full((), self._learning_rate, dtype=torch.float32, device=self.device)
         if loss is not None and self.average:
             loss = loss / self.dp.size  # so that the sum over dp is the mean
-        presence = grad_presence.summarize(self.all_buffers(), self._settings_lines)
+        presence = summarize_presence(self.all_buffers(), self._settings_lines)
         if counted_tokens is not None:
             counted_tokens = torch.as_tensor(
-                counted_tokens, dtype=torch.float64, device=self.device
+                counted_tokens,
+                dtype=torch.float64,
+                device=self.device,
             ).reshape(())
-        return self._consensus.pack(
-            counted=counted,
+        local = LocalNumbers(
+            measured=measured,
             loss=loss,
             scaler=digest((*self.scaler.tensors(), self.steps, rate)),
             parameters=presence.digest,
-            norm=norm,
+            num_gradients=presence.num_gradients,
             stop=self.stop,
-            gradients=presence.num_gradients,
             counted_tokens=counted_tokens,
             gave_loss=gave_loss,
         )
+        return self._consensus.pack(local)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan
@@ -574,23 +591,24 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.steps += 1 - skip  # no read of `skip`, for which the host would wait
         # A GPU does not wait for `skip`: an update that is skipped changes nothing.
         if self.device.type != "cpu" or not skip:
-            self._apply(divisor, skip, self._update_tile)
+            self._apply(divisor, skip)
 
-    def _apply(self, divisor: Tensor, skip: Tensor, update: Callable[[Tile, Step], None]) -> None:
+    def _apply(self, divisor: Tensor, skip: Tensor) -> None:
         """Update all tiles as step number `steps`, and all-gather the weights."""
         # at least 1: a skipped first step must not divide by 1 - beta**0
         steps = self.steps.clamp(min=1)
 
         def step_of(factors: Factors) -> Step:
             rates = self._rates[factors]
-            rule = self._rules[factors]
-            return Step(rates.lr, rates.weight_decay, divisor, skip, steps, rule)
+            return Step(rates.lr, rates.weight_decay, divisor, skip, steps)
 
         for buffer, of_buffer in self._buffer_slices:
             for buffer_slice, tiles in of_buffer:
+                # a group's rule has the options that a scheduler has changed there
+                rule = self._rules[buffer_slice.factors]
                 step = step_of(buffer_slice.factors)
                 for tile in tiles:
-                    update(tile, step)
+                    self._update_tile(tile, rule, step)
             self._gather(buffer)  # overlaps with the update of the next buffer
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
@@ -604,25 +622,12 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if not buffer.in_codes:
             self._gatherer.begin(buffer)
 
-    def _update_tile(self, tile: Tile, step: Step) -> None:
+    def _update_tile(self, tile: Tile, rule: UpdateRule, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay
         non-finite."""
-        rule = step.rule or self.rule
-        if self.kernels is not None and self.kernels.updates(tile):
-            assert isinstance(rule, AdamW)
-            self.kernels.adamw_(tile, rule, step)
-            return
         wide = tile.wide()  # views where the stored dtype is wide enough
-        self._apply_rule(rule, wide, step)
+        self._numerics.update_(rule, wide, step)
         tile.keep(wide.weights, wide.moments, self.steps)
-
-    def _apply_rule(self, rule: UpdateRule, wide: Wide, step: Step) -> None:
-        """Apply a rule to the tensors of a tile, under canonical numerics with the same bits for an
-        element in every tile."""
-        if self.canonical:
-            update_padded(rule, wide.weights, wide.grads, wide.moments, step)
-        else:
-            rule.update_(wide.weights, wide.grads, wide.moments, step)
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
         """Return the report of the step, with offenders if it was skipped. Here alone the host
@@ -650,8 +655,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         has_gradients = numbers.gradients > 0
         if not numbers.same_parameters or not has_gradients:
             raise RuntimeError(
-                grad_presence.explain(
-                    self.all_buffers(), self._ranks, has_gradients, self._settings_lines
+                explain_presence(
+                    self.all_buffers(),
+                    self._ranks,
+                    has_gradients,
+                    self._settings_lines,
                 )
             )
 

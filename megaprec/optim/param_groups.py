@@ -1,17 +1,28 @@
-"""The optimizer's parameter groups in torch's format, in which schedulers read and write learning
-rates.
+"""The optimizer's parameter groups: factors of learning rate and weight decay by logical name.
 
-Parameters that share factors of learning rate and weight decay (`megaprec.optim.group_factors`)
-form a group. Its "lr" and "weight_decay" are the effective values, including the factors. The
+    Group("*.bias", lr=2.0)                   twice the learning rate for biases
+    Group("embedding.*", weight_decay=0.0)    an embedding that does not decay
+
+Both are factors of the optimizer's own values. The first group that matches a logical tensor
+applies; a factor that it leaves out keeps its default: biases, norms and all other tensors with
+fewer than two dims do not decay. Groups belong to the run and not to a checkpoint, which stores
+state by logical name: a resumed run may have other groups.
+
+Parameters that share factors form a group in torch's format, in which schedulers read and write
+learning rates: its "lr" and "weight_decay" are the effective values, including the factors. The
 learning rate has one source: these groups if the optimizer was built with `lr`, and the caller of
 each step otherwise. In the second case no group has an "lr", and reading it, as a scheduler does,
 raises an error that says so.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
+from math import inf
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,11 +30,98 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megaprec.comm.layout import layout_of
+from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.given_numbers import require_clip, require_rates
-from megaprec.optim.group_factors import UNSCALED, Factors, Group, factors
-from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.setting_ranges import require_clip, require_rates
+from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
+
+
+@dataclass(frozen=True)
+class Group:
+    """Factors for the logical tensors that match a pattern.
+
+    pattern: of logical names, with `fnmatch`'s wildcards.
+    lr, weight_decay: factors; None for the default.
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if factor is not None and not 0 <= factor < inf:
+                raise UserError.of(
+                    "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
+                )
+
+
+class Factors(NamedTuple):
+    """Factors of learning rate and weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+UNSCALED = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values apply to
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of this rank's slice of a buffer, and the factors that they share."""
+
+    start: int
+    stop: int
+    factors: Factors
+
+
+def factors(part: Part, groups: Sequence[Group]) -> Factors:
+    """Return the factors of learning rate and weight decay for a logical tensor."""
+    # biases, norms and other vectors do not decay
+    default_decay = 1.0 if len(part.shape) >= 2 else 0.0
+    for group in groups:
+        if fnmatchcase(part.name, group.pattern):
+            return Factors(
+                lr=1.0 if group.lr is None else group.lr,
+                weight_decay=default_decay if group.weight_decay is None else group.weight_decay,
+            )
+    return Factors(1.0, default_decay)
+
+
+def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
+    """Return the parameters, those with equal factors side by side, so that a buffer has few
+    slices."""
+    with_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        part_factors = tuple(factors(part, groups) for part in layout_of(parameter).parts)
+        with_factors[part_factors].append(parameter)
+    return list(chain.from_iterable(with_factors.values()))
+
+
+def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
+    """Yield this rank's slice of the buffer, cut where the factors change.
+
+    Padding belongs to the slice before it, because it holds only zeros.
+    """
+    # spans of equal factors in the whole buffer: the first element, and the factors
+    spans: list[tuple[int, Factors]] = []
+    for piece in buffer.pieces:
+        if piece.start == piece.stop:
+            continue
+        piece_factors = factors(piece.part, groups)
+        if not spans or spans[-1][1] != piece_factors:
+            spans.append((piece.start, piece_factors))
+    span_stops = [start for start, _ in spans[1:]] + [buffer.size]
+    # strict=False: a buffer may hold only padding
+    for (span_start, span_factors), span_stop in zip(spans, span_stops, strict=False):
+        start = max(span_start, buffer.first)
+        stop = min(span_stop, buffer.last)
+        if start < stop:
+            yield Slice(start - buffer.first, stop - buffer.first, span_factors)
+
+
+StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
 
 
 class Rates(NamedTuple):
@@ -81,21 +179,20 @@ def param_groups(
     """
     by_factors: dict[Factors, ParamGroup] = {}
 
-    def group_of(pair: Factors) -> ParamGroup:
-        if pair not in by_factors:
-            group = ParamGroup(params=[], weight_decay=weight_decay * pair.weight_decay)
+    def group_with(group_factors: Factors) -> ParamGroup:
+        if group_factors not in by_factors:
+            decay = weight_decay * group_factors.weight_decay
+            group = ParamGroup(params=[], weight_decay=decay)
             if lr is not None:
-                group.update(lr=lr * pair.lr, **options)
+                group.update(lr=lr * group_factors.lr, **options)
                 group.cycled = options
-            by_factors[pair] = group
-        return by_factors[pair]
+            by_factors[group_factors] = group
+        return by_factors[group_factors]
 
-    group_of(UNSCALED)  # the first, whose rate is that of the step
+    group_with(UNSCALED)  # the first, whose rate is that of the step
     for parameter in parameters:
-        pairs = [factors(part, groups) for part in layout_of(parameter).parts]
-        for pair in pairs:
-            group_of(pair)
-        group_of(pairs[0])["params"].append(parameter)
+        part_groups = [group_with(factors(part, groups)) for part in layout_of(parameter).parts]
+        part_groups[0]["params"].append(parameter)
     for group in by_factors.values():
         group.members = tuple(group["params"])
     return by_factors
@@ -123,19 +220,25 @@ def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     Raises UserError unless the rate is given once, and for an option of the update rule, which is
     none of a group.
     """
+    # torch's optimizers take a closure in this place
     if callable(lr):
         raise UserError.of("optimizer.rate_is_closure")
     _require_no_rule_options(groups)
     if lr is None:  # the groups have it
         for group in groups.values():
             require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
-        return {pair: _rates(group, group["lr"]) for pair, group in groups.items()}
+        return {
+            group_factors: _rates(group, group["lr"]) for group_factors, group in groups.items()
+        }
     if any("lr" in group for group in groups.values()):
         raise UserError.of("optimizer.rate_twice")
     require_rates(lr=lr)
     for group in groups.values():
         require_rates(weight_decay=group["weight_decay"])
-    return {pair: _rates(group, lr * pair.lr) for pair, group in groups.items()}
+    return {
+        group_factors: _rates(group, lr * group_factors.lr)
+        for group_factors, group in groups.items()
+    }
 
 
 def _rates(group: ParamGroup, lr: float) -> Rates:
@@ -147,11 +250,10 @@ def _require_no_rule_options(groups: Groups) -> None:
     unread: list[str] = []
     for group in groups.values():
         options = group.keys() & _options_of_torch() - group.cycled.keys()
-        unread += [f"{key} = {group[key]!r}" for key in options]
-    if not unread:
-        return
-    read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
-    raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
+        unread += [f"{option} = {group[option]!r}" for option in options]
+    if unread:
+        read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
+        raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
 
 
 def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
@@ -159,9 +261,9 @@ def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     UserError for a value that the rule cannot have.
     """
     by_factors: dict[Factors, UpdateRule] = {}
-    for pair, group in groups.items():
+    for group_factors, group in groups.items():
         changed = _changed_options(group)
-        by_factors[pair] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+        by_factors[group_factors] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
         if "momentum" in changed and not changed["momentum"]:
             # such a rule has no moments, but those of the optimizer are allocated
             raise UserError.of("optimizer.momentum_zero")
@@ -215,11 +317,11 @@ def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     have another rule.
     """
     saved: list[dict[str, Any]] = []
-    for pair, group in groups.items():
+    for group_factors, group in groups.items():
         if "lr" in group:
             left_out = {"params", *(group.cycled.keys() - _changed_options(group).keys())}
             values = {key: value for key, value in group.items() if key not in left_out}
-            saved.append({"factors": list(pair), **values})
+            saved.append({"factors": list(group_factors), **values})
     return saved
 
 

@@ -23,7 +23,7 @@ class _PartialGrad(NamedTuple):
     """This rank's addend of the gradient of a slice, flat."""
 
     part: Part
-    values: Tensor
+    gradient: Tensor
 
 
 def sum_partial(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
@@ -48,16 +48,14 @@ def sum_partial_slices(buffers: Sequence[Buffer], virtual: VirtualAxis) -> None:
     every layout. The buffers of all virtual ranks of this process have the same sizes, so their
     slices are at the same positions.
     """
-    partial_grads = list(_partial_grads_in_shards(buffers))
-    of_ranks = [
-        [partial_grad for partial_grad in partial_grads if partial_grad.part.rank == rank]
-        for rank in virtual.ranks
-    ]
-    if not of_ranks[0]:
+    by_rank: dict[int, list[_PartialGrad]] = {rank: [] for rank in virtual.ranks}
+    for partial_grad in _partial_grads_in_shards(buffers):
+        by_rank[partial_grad.part.rank].append(partial_grad)
+    if not all(by_rank.values()):  # no rank has any, because all have slices of the same parameters
         return
-    total = virtual.sum([_pack(of_rank) for of_rank in of_ranks])
-    for of_rank in of_ranks:
-        _unpack(total, of_rank)
+    total = virtual.sum([_pack(partial_grads) for partial_grads in by_rank.values()])
+    for partial_grads in by_rank.values():
+        _unpack(total, partial_grads)
 
 
 def _partial_grads_in_shards(buffers: Sequence[Buffer]) -> Iterator[_PartialGrad]:
@@ -90,17 +88,17 @@ def _partial_grads_of(parameter: nn.Parameter) -> list[_PartialGrad]:
 def _pack(partial_grads: Sequence[_PartialGrad]) -> Tensor:
     """Return one slot per different slice, with this rank's filled in: the sum over tp adds equal
     slices only."""
-    slots: list[Tensor] = []
-    for part, values in partial_grads:
-        of_part = values.new_zeros(part.shards, values.numel())
-        of_part[part.shard] = values
-        slots.append(of_part.view(-1))
-    return torch.cat(slots)
+    packed: list[Tensor] = []
+    for part, gradient in partial_grads:
+        slots = gradient.new_zeros(part.shards, gradient.numel())
+        slots[part.shard] = gradient
+        packed.append(slots.view(-1))
+    return torch.cat(packed)
 
 
 def _unpack(summed: Tensor, partial_grads: Sequence[_PartialGrad]) -> None:
     """Replace the partial gradients by their sums, which stand in this rank's slots of `summed`."""
-    lengths = [part.shards * values.numel() for part, values in partial_grads]
+    lengths = [part.shards * gradient.numel() for part, gradient in partial_grads]
     # `split` and `chunk` are views: nothing is copied but the sums themselves
-    for (part, values), slots in zip(partial_grads, summed.split(lengths), strict=True):
-        values.copy_(slots.chunk(part.shards)[part.shard])
+    for (part, gradient), slots in zip(partial_grads, summed.split(lengths), strict=True):
+        gradient.copy_(slots.chunk(part.shards)[part.shard])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
 

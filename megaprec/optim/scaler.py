@@ -13,22 +13,17 @@ multiplied the loss.
 """
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 
 # powers of two that float32 can hold and invert
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**127
-
-TWO_SCALERS = (
-    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: "
-    "remove the GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
-)
 
 
 class GradScaler(Protocol):
@@ -75,53 +70,21 @@ class ConstantGradScaler:
 class DynamicGradScaler:
     """A loss scale that falls after overflows and grows after good steps.
 
-    Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127,
-    growth_factor > 1, 0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without
-    `max_scale` the scale may reach 2**127.
+    Raises UserError unless 2**-126 <= minimum <= initial <= maximum <= 2**127, growth_factor > 1,
+    0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without a maximum the scale may
+    reach 2**127.
     """
 
-    def __init__(
-        self,
-        initial_scale: float = 2.0**32,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float | None = None,
-        hysteresis_refill: Literal["growth", "good_step"] = "growth",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.min_scale = min_scale
-        self.max_scale = _LARGEST if max_scale is None else max_scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.hysteresis = hysteresis
-        self.hysteresis_refill = hysteresis_refill
-        problems = list(self._problems(initial_scale))
+    def __init__(self, scaling: LossScaling, device: torch.device | str = "cpu") -> None:
+        problems = list(_problems(scaling))
         if problems:
             raise UserError(*problems)
-        self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
+        self.scaling = scaling
+        self.scale = torch.tensor(scaling.initial, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
-
-    def _problems(self, initial: float) -> Iterator[str]:
-        if not _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST:
-            yield (
-                f"initial scale {initial} must lie between the minimum {self.min_scale} and the "
-                f"maximum {self.max_scale}, and these between 2**-126 and 2**127"
-            )
-        if not self.growth_factor > 1:
-            yield f"growth factor {self.growth_factor} must be above 1"
-        if not 0 < self.backoff_factor < 1:
-            yield f"backoff factor {self.backoff_factor} must lie between 0 and 1"
-        if not self.growth_interval >= 1:
-            yield f"growth interval {self.growth_interval} must be at least 1"
-        if not self.hysteresis >= 1:
-            yield f"hysteresis {self.hysteresis} must be at least 1"
-        if self.hysteresis_refill not in ("growth", "good_step"):
-            yield f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'"
+        self.hysteresis_tracker = torch.full(
+            (), scaling.hysteresis, dtype=torch.int32, device=device
+        )
 
     @property
     def inv_scale(self) -> Tensor:
@@ -130,19 +93,20 @@ class DynamicGradScaler:
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank
         was not finite."""
+        scaling = self.scaling
         overflowed = found_inf.reshape(()) != 0
         tolerated = torch.where(overflowed, self.hysteresis_tracker - 1, self.hysteresis_tracker)
         good_steps = torch.where(overflowed, 0, self.growth_tracker + 1)
         # ">=", not "==": after a resume with a shorter interval the tracker may already exceed it.
-        grows = good_steps >= self.growth_interval
-        larger = (self.scale * self.growth_factor).clamp(max=self.max_scale)
-        smaller = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
+        grows = good_steps >= scaling.growth_interval
+        larger = (self.scale * scaling.growth_factor).clamp(max=_maximum(scaling))
+        smaller = (self.scale * scaling.backoff_factor).clamp(min=scaling.minimum)
         after_good_step = torch.where(grows, larger, self.scale)
         # once none is left, every further overflow lowers the scale
         falls = overflowed & (tolerated <= 0)
         self.scale.copy_(torch.where(falls, smaller, after_good_step))
-        refills = grows if self.hysteresis_refill == "growth" else ~overflowed
-        self.hysteresis_tracker.copy_(torch.where(refills, self.hysteresis, tolerated))
+        refills = grows if scaling.hysteresis_refill == "growth" else ~overflowed
+        self.hysteresis_tracker.copy_(torch.where(refills, scaling.hysteresis, tolerated))
         self.growth_tracker.copy_(torch.where(grows, 0, good_steps))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -161,7 +125,7 @@ class DynamicGradScaler:
         """Load a saved search; nothing changes if `state` is the empty one of a constant scaler."""
         if state:
             # the limits may be others than those of the run that saved it
-            scale = min(max(state["scale"], self.min_scale), self.max_scale)
+            scale = min(max(state["scale"], self.scaling.minimum), _maximum(self.scaling))
             self.scale.fill_(scale)
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
@@ -182,17 +146,31 @@ def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> Gra
         return ConstantGradScaler(1.0, device)
     if scaling.kind == "constant":
         return ConstantGradScaler(scaling.initial, device)
-    return DynamicGradScaler(
-        initial_scale=scaling.initial,
-        min_scale=scaling.minimum,
-        growth_factor=scaling.growth_factor,
-        backoff_factor=scaling.backoff_factor,
-        growth_interval=scaling.growth_interval,
-        hysteresis=scaling.hysteresis,
-        max_scale=scaling.maximum,
-        hysteresis_refill=scaling.hysteresis_refill,
-        device=device,
-    )
+    return DynamicGradScaler(scaling, device)
+
+
+def _maximum(scaling: LossScaling) -> float:
+    return _LARGEST if scaling.maximum is None else scaling.maximum
+
+
+def _problems(scaling: LossScaling) -> Iterator[Problem]:
+    """Yield a problem for each setting of a dynamic scale that is out of its range."""
+    maximum = _maximum(scaling)
+    if not _SMALLEST <= scaling.minimum <= scaling.initial <= maximum <= _LARGEST:
+        yield Problem.of(
+            "optimizer.scaler_range",
+            initial=scaling.initial,
+            minimum=scaling.minimum,
+            maximum=maximum,
+        )
+    if not scaling.growth_factor > 1:
+        yield Problem.of("optimizer.scaler_growth", growth_factor=scaling.growth_factor)
+    if not 0 < scaling.backoff_factor < 1:
+        yield Problem.of("optimizer.scaler_backoff", backoff_factor=scaling.backoff_factor)
+    if not scaling.growth_interval >= 1:
+        yield Problem.of("optimizer.scaler_interval", growth_interval=scaling.growth_interval)
+    if not scaling.hysteresis >= 1:
+        yield Problem.of("optimizer.scaler_hysteresis", hysteresis=scaling.hysteresis)
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -1,14 +1,19 @@
-"""The report of a training step: one record, the source of the log line, the JSON line and the
-progress bar.
+"""The report of a training step, and observers that are called while a step is decided and applied.
 
-Because all three have one source they cannot disagree: a step whose gradient norm is not finite is
-never "applied", whatever its precision.
+The report is the one source of the log line, the JSON line and the progress bar, so that they
+cannot disagree: a step whose gradient norm is not finite is never "applied", whatever its
+precision. An optimizer calls its observers on every rank, in the order of their methods.
 """
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+from torch import Tensor
+
+from megaprec.optim.flat_buffer import Buffer
 
 Outcome = Literal["applied", "skipped_overflow", "skipped_no_tokens", "applied_nonfinite"]
 NO_TOKENS: Outcome = "skipped_no_tokens"
@@ -68,7 +73,13 @@ def loss_offender(loss: float, stage: int) -> Offender:
     """Return the offender that is a loss, inf or NaN, of a pipeline rank."""
     is_nan = math.isnan(loss)
     return Offender(
-        LOSS, stage, 0, infs=int(not is_nan), nans=int(is_nan), elements=1, largest_finite=0.0
+        LOSS,
+        stage,
+        0,
+        infs=int(not is_nan),
+        nans=int(is_nan),
+        elements=1,
+        largest_finite=0.0,
     )
 
 
@@ -115,6 +126,28 @@ class StepReport:
     def overflowed(self) -> bool:
         """Return True if a gradient or the loss was not finite."""
         return self.outcome in ("skipped_overflow", "applied_nonfinite")
+
+
+class StepObserver:
+    """A base class that does nothing at any moment of a step; override the moments of interest.
+
+    buffers: all buffers of this rank. Gradients are final only in each buffer's own slice, and
+    still multiplied by `scale`, float32 of shape [].
+    """
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        """Observe gradients that are reduced over ranks, before their statistics are computed."""
+
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+        """Observe the agreement of all ranks, before any change. found: float32 of shape [], 1 to
+        skip the step."""
+
+    def updated(self, buffers: Sequence[Buffer]) -> None:
+        """Observe the masters and moments after their update, if there was one. Weights may still
+        be all-gathered."""
+
+    def outcome(self, report: StepReport) -> None:
+        """Observe the end of the step."""
 
 
 class NonFiniteStep(FloatingPointError):

@@ -47,17 +47,17 @@ class Torch:
     """
 
     def __init__(
-        self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None
+        self,
+        kind: type[torch.optim.Optimizer],
+        options: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(kind, type) or not isinstance(options, dict | None):
-            raise UserError.of("optimizer.torch_rule_arguments", kind=kind, options=options)
         self.kind = kind
         self.options = dict(options or {})
         # what a step gives, and what the optimizer has already
-        of_step = {"lr", "weight_decay", "params"} & self.options.keys()
-        if of_step:
+        step_options = {"lr", "weight_decay", "params"} & self.options.keys()
+        if step_options:
             raise UserError.of(
-                "optimizer.torch_rule_step_option", title=self._title, of_step=min(of_step)
+                "optimizer.torch_rule_step_option", title=self._title, of_step=min(step_options)
             )
         self._has_decay = "weight_decay" in inspect.signature(kind).parameters
         # values from before this step; empty before the first step
@@ -166,13 +166,13 @@ class Torch:
         padding = torch.zeros(3, dtype=torch.float64)
         tensors = [full, *parts, padding]
         states: list[dict[str, Tensor] | None] = [None] * len(tensors)
-        for size in (1.0, 1e-3, 1e3):
-            grads = torch.randn(12, dtype=torch.float64, generator=generator) * size
-            of_parts = [part.clone() for part in grads.split(_CUT)]
-            for number, of_tensor in enumerate([grads, *of_parts]):
+        for scale in (1.0, 1e-3, 1e3):
+            grads = torch.randn(12, dtype=torch.float64, generator=generator) * scale
+            part_grads = [part.clone() for part in grads.split(_CUT)]
+            for number, tensor_grads in enumerate([grads, *part_grads]):
                 states[number] = self._step_once(
                     tensors[number],
-                    of_tensor,
+                    tensor_grads,
                     states[number],
                     lr=_LEARNING_RATE,
                     weight_decay=_WEIGHT_DECAY,

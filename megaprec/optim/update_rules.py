@@ -3,30 +3,27 @@
 An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result
 as for the whole. This allows a dp rank to keep a shard of the state, and a CPU to work in blocks
 that stay in its cache. A rule that needs a whole matrix cannot be sharded so. Adafactor and LARS
-are refused; Muon, whose state is elementwise and whose update is not (`megaprec.optim.muon`), is
-applied to whole logical matrices by `megaprec.optim.matrix_updates`. Any other elementwise class of
-torch.optim is a rule too (`megaprec.optim.torch_rule`).
+are refused; Muon (`megaprec.optim.muon`), whose state is elementwise and whose update is not, is
+applied to whole logical matrices. Any other elementwise class of torch.optim is a rule too
+(`megaprec.optim.torch_rule`).
 
 A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds
 its moments in the order of `names`, all zero before the first step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.kinds import NamedArguments, is_number
-from megaprec.optim.group_factors import Factors
+from megaprec.kinds import is_number
+from megaprec.torch_private import fused_adamw_, fused_sgd_
 
-_RATE = "it is an argument of ParallelAMPOptimizer, and in its param_groups"
-_BY_TORCH = "use megaprec.TorchRule(torch.optim.{}, {{'{}': ...}})"
-_ONE_KERNEL = "the update has one form, so leave it out"
-_SHARED = {"lr": _RATE, "weight_decay": _RATE, "foreach": _ONE_KERNEL, "fused": _ONE_KERNEL}
-
+_CLAIMED = "_has_optimizer"  # attribute of a rule
 VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop over vectors
 
 
@@ -37,8 +34,6 @@ class Step:
     divisor: float64 [], the divisor of the gradients: loss scale over clip factor.
     skip: float32 [], 1 if nothing may change, else 0.
     steps: float32 [], the number of this step among the applied ones, from 1 on.
-    rule: the update rule with the group's options, where a scheduler has changed them; None: the
-        optimizer's own.
     """
 
     lr: float
@@ -46,10 +41,6 @@ class Step:
     divisor: Tensor
     skip: Tensor
     steps: Tensor
-    rule: "UpdateRule | None" = None
-
-
-StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group
 
 
 class UpdateRule(Protocol):
@@ -64,7 +55,11 @@ class UpdateRule(Protocol):
     @property
     def scalars(self) -> dict[str, float]: ...
     def update_(
-        self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+        self,
+        weights: Tensor,
+        grads: Tensor,
+        state: Sequence[Tensor],
+        step: Step,
     ) -> None: ...
     def advance(self, skip: Tensor) -> None: ...
     def load_scalars(self, scalars: dict[str, float]) -> None: ...
@@ -85,15 +80,9 @@ class Stateless:
 
 
 @dataclass(frozen=True)
-class AdamW(Stateless, NamedArguments):
+class AdamW(Stateless):
     """Adam with decoupled weight decay: torch's fused kernel, which unscales and skips by
     itself."""
-
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        **_SHARED,
-        "amsgrad": _BY_TORCH.format("AdamW", "amsgrad"),
-        "maximize": _BY_TORCH.format("AdamW", "maximize"),
-    }
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -111,7 +100,7 @@ class AdamW(Stateless, NamedArguments):
         return ("exp_avg", "exp_avg_sq")
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
-        torch._fused_adamw_(
+        fused_adamw_(
             [weights],
             [grads],
             [state[0]],
@@ -131,15 +120,9 @@ class AdamW(Stateless, NamedArguments):
 
 
 @dataclass(frozen=True)
-class SGD(Stateless, NamedArguments):
+class SGD(Stateless):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in
     torch."""
-
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        **_SHARED,
-        "dampening": _BY_TORCH.format("SGD", "dampening"),
-        "maximize": _BY_TORCH.format("SGD", "maximize"),
-    }
 
     momentum: float = 0.9
     nesterov: bool = False
@@ -155,7 +138,7 @@ class SGD(Stateless, NamedArguments):
         return ("momentum_buffer",) if self.momentum else ()
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
-        torch._fused_sgd_(
+        fused_sgd_(
             [weights],
             [grads],
             list(state),
@@ -185,7 +168,11 @@ def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
 
 
 def update_padded(
-    rule: UpdateRule, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step
+    rule: UpdateRule,
+    weights: Tensor,
+    grads: Tensor,
+    state: Sequence[Tensor],
+    step: Step,
 ) -> None:
     """Do `rule.update_` so that the result for an element does not depend on the slice that it is
     in.
@@ -205,3 +192,17 @@ def update_padded(
     updated = (padded_weights, *padded_state)
     for values, padded in zip((weights, *state), updated, strict=True):
         values.copy_(padded[: len(values)])
+
+
+def claim_rule(rule: UpdateRule) -> None:
+    """Mark a rule as that of one optimizer. Raise UserError if it is another's, whose numbers it
+    may hold.
+
+    A frozen dataclass holds nothing that a step changes, so that optimizers may share it.
+    """
+    if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
+        return
+    if getattr(rule, _CLAIMED, False):
+        raise UserError.of("optimizer.rule_shared", kind=type(rule).__name__)
+    with suppress(AttributeError):  # of a class with slots
+        setattr(rule, _CLAIMED, True)

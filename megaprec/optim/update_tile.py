@@ -26,12 +26,12 @@ class Wide(NamedTuple):
 
 
 class DrawSpan(NamedTuple):
-    """Elements [first, last) of a tile. start: the first of them in the flattened part."""
+    """Elements [start, stop) of a tile. part_start: the first of them in the flattened part."""
 
     part: Part
+    part_start: int
     start: int
-    first: int
-    last: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,13 @@ class Draw:
     def bits(self, name: str, steps: Tensor) -> Tensor:
         """Return int64 [length]. name: of the rounded tensor. steps: number of steps so far."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
+        # the step is above bit 40, so no element of one step has the number of another step
+        step = steps.long() << 40
         for span in self.spans:
-            part = span.part
-            index = logical_indices(
-                part, span.start, span.start + span.last - span.first, self.device
-            )
-            stream = key(self.seed, "rounding", name, part.name)
-            # the step is above bit 40, so no element of one step has the number of another step
-            step = steps.long() << 40
-            drawn[span.first : span.last] = bits(stream, index + step)
+            part_stop = span.part_start + span.stop - span.start
+            index = logical_indices(span.part, span.part_start, part_stop, self.device)
+            stream = key(self.seed, "rounding", name, span.part.name)
+            drawn[span.start : span.stop] = bits(stream, index + step)
         return drawn
 
 
@@ -100,16 +98,6 @@ class Tile:
             return _widen(self.masters)
         assert self.remainder is not None
         return join(self.weights, self.remainder)
-
-    def changed(self) -> list[Tensor]:
-        """Return views of all tensors that an update changes, each element once."""
-        tensors = [self.weights]
-        if self.masters is not None and not _share_memory(self.masters, self.weights):
-            tensors.append(self.masters)
-        if self.remainder is not None:
-            tensors.append(self.remainder)
-        tensors += [values for _, values in self.state]
-        return tensors
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the

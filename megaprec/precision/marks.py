@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.precision.nested import cast_dtypes, cast_floating, tensors

@@ -29,8 +29,12 @@ class LossScaling(NamedArguments):
     the backward pass.
 
     kind: none | constant | dynamic. A constant scale has the value `initial`.
-    The other fields are those of `megaprec.optim.scaler.DynamicGradScaler`, with Megatron's
-    defaults.
+    The other fields are of a dynamic scale, with Megatron's defaults:
+    initial, minimum, maximum: its first, smallest and largest value; None for no maximum.
+    growth_factor, growth_interval: what multiplies it after as many good steps in a row.
+    backoff_factor: what multiplies it after an overflow that is not tolerated.
+    hysteresis: the number of overflows of which the last is not tolerated.
+    hysteresis_refill: when that number is refilled: as the scale grows, or after each good step.
     """
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {

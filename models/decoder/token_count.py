@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.exact_sum import exact_total
+from megaprec.optim.canonical.exact_sum import exact_total
 
 
 class TokenCount:

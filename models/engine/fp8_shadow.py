@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
 from megaprec.optim.flat_buffer import Buffer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import layout_of
 from megaprec.diagnose.bit_digest import digest
 from megaprec.diagnose.border_trace import BACKWARD, FORWARD, BorderTrace, Entry
-from megaprec.optim.main_grad import has_gradient
+from megaprec.main_grad import has_gradient
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,

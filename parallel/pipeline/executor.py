@@ -173,16 +173,11 @@ class Executor:
                 self.observer(instruction)
             self._hooks.after(instruction)
 
-    def abandon(self, unread: Sequence[Instruction]) -> None:
-        """Discard the results of the instructions so far, so that the program can start again.
-
-        unread: the receives of messages that other ranks have sent in the meantime.
-        """
+    def abandon(self) -> None:
+        """Discard the results of the instructions so far, so that the program can start again."""
         self._mail.clear()
         self._inputs_and_edges.clear()
         self._weight_work.clear()
-        for instruction in unread:
-            self.links.receive(instruction)
 
     def find_message(self, message: Message) -> Tensor | None:
         """Return a message between its arrival, or its computation, and its use; None at any other

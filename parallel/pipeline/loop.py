@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.errors import UserError
-from megaprec.optim.loss_check import require_same_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_agreement import require_same_loss
 from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
 from parallel.cut_features import CutTensor, unchecked
@@ -214,8 +214,8 @@ class Pipeline:
         if self.optimizer.world.size > 1:
             self._failed = True
             return
-        self._train.abandon(())
-        self._evaluate.abandon(())
+        self._train.abandon()
+        self._evaluate.abandon()
         self.optimizer.zero_grad()
 
 

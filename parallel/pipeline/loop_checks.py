@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.everyones import gather_texts
+from megaprec.comm.gathered_texts import gather_texts
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.kinds import is_number, quoted
-from megaprec.optim.dtensors import is_dtensor
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.torch_wrappers import is_dtensor
 
 
 def require_arguments(

@@ -53,7 +53,7 @@ def test_a_world_that_can_be_split_is_split_by_one_call_with_every_rank_in_a_row
         calls.append(split_ranks)
         return dist.group.WORLD
 
-    monkeypatch.setattr(groups, "_can_split_world", lambda: True)
+    monkeypatch.setattr(groups, "can_split", lambda group: True)
     monkeypatch.setattr(dist, "split_group", split_group)
     dist.init_process_group("fake", rank=0, world_size=6)
     try:

@@ -26,7 +26,6 @@ ADDED_OTHERWISE = [
     "train.threads=2",
     "train.compile=leaves",
     "train.numerics=canonical train.threads=1",
-    "optimizer.native=true",
 ]
 
 

@@ -293,9 +293,8 @@ def change_and_train(mesh: DeviceMesh, file: Path, overrides: list[str], at: int
 @pytest.mark.parametrize(
     "axes", [{}, {"tp": 2}, {"dp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=lambda axes: str(axes)
 )
-@pytest.mark.parametrize("validation", ["before", "after"])
 def test_an_id_that_appears_on_the_way_ends_the_run_on_all_ranks_with_its_place(
-    axes: dict[str, int], validation: str, file: Path, tmp_path: Path
+    axes: dict[str, int], file: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(file.parent / "run" / "data", tmp_path / "data")
     names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
@@ -305,7 +304,7 @@ def test_an_id_that_appears_on_the_way_ends_the_run_on_all_ranks_with_its_place(
         f"data.source={tmp_path}/data/text",
         f"train.folder={tmp_path}/run",
     ]
-    asked = [*layout, *data, f"optimizer.validation={validation}"]
+    asked = [*layout, *data]
     ranks = run_ranks(change_and_train, axes, file=file, overrides=asked, at=5)
     for said, same, saved in ranks:
         place = f"token id 65000 in document 0 of {tmp_path}/data/text.bin, token 80"

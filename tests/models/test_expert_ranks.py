@@ -21,7 +21,7 @@ from megaprec.checkpoint.saving import Saving
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.optim.model_buffers import ModelBuffers
-from megaprec.optim.replicas import Replicas
+from megaprec.optim.ranks import Replicas
 from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig

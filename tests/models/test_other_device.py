@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,10 +40,8 @@ from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend
 from tests.layouts import Fragment, Run, Trained, train_rank
-from tests.optim.test_native import needs_compiler
 from tests.ranks import on_ranks, run_ranks
-from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
-from tools.cli import main
+from tests.runs import checkpoint, steps, tensors, write_run
 from tools.config.run_file import load_run
 from tools.parity.record import Plan, record
 from tools.text.generation import Generation
@@ -462,7 +459,7 @@ def use_both(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path) -
 @pytest.mark.parametrize(
     ("dp", "more"),
     [
-        (1, ["optimizer.validation=after", "fp8.kind=current", "fp8.shadow_every=2"]),
+        (1, ["fp8.kind=current", "fp8.shadow_every=2"]),
         (2, ["fp8.kind=delayed"]),
     ],
 )
@@ -498,31 +495,3 @@ def said(folder: Path) -> str:
             load_model(checkpoint(folder, 4), CachedStage), "the", 8, Sampling(temperature=0)
         )
     )
-
-
-def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_run(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=2**40)
-    )
-    assert train(file, "optimizer.native=true") == 2
-    assert (
-        'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA'
-        in capsys.readouterr().err
-    )
-    assert not (tmp_path / "run").exists()
-
-
-@needs_compiler
-def test_a_run_of_native_kernels_is_replayed_on_the_cpu_whatever_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = train_on(
-        write_run(tmp_path), "optimizer.native=true", "precision.compute=fp16", "train.steps=1"
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert main(["explain-overflow", str(folder), "--replay"]) == 0
-    assert "its samples" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaprec.optim.newton_schulz import orthogonalized
+from megaprec.optim.muon.newton_schulz import orthogonalized
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision import gemm
 from megaprec.precision.plan import plan

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan

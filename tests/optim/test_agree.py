@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.consensus import DIGEST_BITS, StepConsensus, digest
-from megaprec.optim.grad_presence import disagreement
+from megaprec.optim.consensus import DIGEST_BITS, LocalNumbers, Measured, StepConsensus, digest
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.scaler import DynamicGradScaler
+from megaprec.optim.step_agreement import describe_missing
 from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling, plan
 from tests.given import declare
@@ -278,7 +278,7 @@ def lacking_many(mesh: DeviceMesh) -> str:
     """All ranks lack five hundred parameters of long names; one rank lacks one more."""
     world = Axis.world(mesh)
     names = [f"{'very.' * 80}long.{n}.weight" for n in range(500)]
-    return disagreement(names + ["the.one"] * world.rank, world, CPU, f"rank {world.rank}")
+    return describe_missing(names + ["the.one"] * world.rank, world, CPU, f"rank {world.rank}")
 
 
 def test_the_one_that_matters_is_named_among_many() -> None:
@@ -291,7 +291,7 @@ def test_the_one_that_matters_is_named_among_many() -> None:
 def tracked() -> Iterator[DynamicGradScaler]:
     """Every state that a search of a few steps may be in."""
     for scale, good, left in product(range(-8, 33), range(4), range(3)):
-        scaler = DynamicGradScaler(2.0**32, 2.0**-10)
+        scaler = DynamicGradScaler(LossScaling("dynamic", minimum=2.0**-10))
         scaler.load_state_dict(
             {"scale": 2.0**scale, "growth_tracker": good, "hysteresis_tracker": left}
         )
@@ -324,7 +324,8 @@ def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, m
     one = torch.zeros((), dtype=torch.float64)
 
     def packed(digest_of_all: int) -> Tensor:
-        return consensus.pack(zero, None, one + digest_of_all, digest_of_all, one)
+        local = LocalNumbers(Measured(zero, one), None, one + digest_of_all, digest_of_all)
+        return consensus.pack(local)
 
     # so the sum is exact in whatever order the ranks are added
     assert ranks * packed(mine).max() < 2**53

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megaprec.comm import tree
 from megaprec.comm.axis import Axis
-from megaprec.optim import flat_buffer, optimizer
-from megaprec.optim.exact_sum import ExactSum
-from megaprec.optim.microbatch_sums import MicrobatchTree
+from megaprec.optim.canonical import numerics
+from megaprec.optim.canonical.exact_sum import ExactSum
+from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
+from megaprec.optim.flat_buffer import start_sum
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling
@@ -40,7 +41,6 @@ RUNS: dict[str, Run] = {
     "experts": canonical({**MIXTRAL, "dropout": 0.1}, compute="bf16"),
     "fp32, p-norm": canonical(GPT2, compute="fp32", options={"norm": 1.5}),
     "maximum norm": canonical(LLAMA, compute="bf16", options={"norm": math.inf}),
-    "native": canonical(LLAMA, compute="bf16", options={"native": True}),
     "stochastic": canonical(
         LLAMA, compute="bf16", changes={"rounding": "stochastic", "moments": "bf16"}
     ),
@@ -150,8 +150,7 @@ def ranks_are_not_added_in_adjacent_pairs() -> None:
 
 
 def ranks_are_added_as_is_fastest() -> None:
-    flat_buffer.start_tree_scatter_sum_ = Axis.start_scatter_sum_  # type: ignore[assignment]
-    flat_buffer.start_tree_sum_ = Axis.start_sum_  # type: ignore[assignment]
+    numerics.CanonicalNumerics.start_sum = staticmethod(start_sum)
 
 
 def blocks_are_added_in_fp32() -> None:
@@ -167,7 +166,7 @@ def losses_of_a_rank_are_added_first() -> None:
         slots[dp.rank, 0] = torch.cumsum(loss, 0)[-1]
         return slots.view(-1)
 
-    optimizer.in_slots = in_slots
+    numerics.in_slots = in_slots
 
 
 MUTATIONS: list[tuple[Callable[[], None], str]] = [

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.optim import canonical_consensus
-from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots, total_loss
-from megaprec.optim.consensus import Consensus
-from megaprec.optim.exact_sum import LENGTH
+from megaprec.optim.canonical import consensus as canonical_consensus
+from megaprec.optim.canonical.consensus import CanonicalConsensus, in_slots, total_loss
+from megaprec.optim.canonical.exact_sum import LENGTH
+from megaprec.optim.consensus import Consensus, LocalNumbers
 
 CPU = torch.device("cpu")
 ORDERS = [2.0, 1.0, 1.5, 3.0, 7.3, math.inf]
@@ -39,9 +39,13 @@ def agreed(
     consensus = CanonicalConsensus(Axis("pp"), Together("world", 0, len(ranks)), p, CPU)
     for rank, gradients in enumerate(ranks):
         consensus = CanonicalConsensus(Axis("pp"), Together("world", rank, len(ranks)), p, CPU)
-        counted, norm = consensus.measure(gradients, copies)
-        one = torch.ones((), dtype=torch.float64)
-        sent.append(consensus.pack(counted, in_slots(None, 1, Axis("dp"), CPU), one, 1.0, norm))
+        local = LocalNumbers(
+            measured=consensus.measure(gradients, copies),
+            loss=in_slots(None, 1, Axis("dp"), CPU),
+            scaler=torch.ones((), dtype=torch.float64),
+            parameters=1.0,
+        )
+        sent.append(consensus.pack(local))
     return consensus.read(torch.stack(sent).sum(0))
 
 

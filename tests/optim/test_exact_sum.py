@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaprec.optim.exact_sum import BLOCK, LENGTH, ExactSum, total
+from megaprec.optim.canonical.exact_sum import BLOCK, LENGTH, ExactSum, total
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group, factors
+from megaprec.optim.param_groups import Group, factors
 from tests.layouts import Fragment, assemble
 from tests.logical import (
     LAYOUTS,

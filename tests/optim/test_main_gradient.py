@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megaprec import main_grad
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim import grad_sync, main_grad
+from megaprec.optim import grad_sync
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.gemm import add_product_

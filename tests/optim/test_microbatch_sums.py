@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.layout import Layout, Part, attach, attach_whole
 from megaprec.comm.tree import add_by_tree
 from megaprec.errors import UserError
-from megaprec.optim.canonical import canonical_conflicts
-from megaprec.optim.microbatch_sums import MicrobatchTree
+from megaprec.optim.canonical.microbatch_sums import MicrobatchTree
+from megaprec.optim.canonical.requirements import canonical_conflicts
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import plan
@@ -174,7 +174,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"clip": 1e-2, "norm": 3.0},
     {"norm": float("inf"), "clip": 1e-2},
     {"rule": "sgd", "bucket": 1},
-    {"norm": 1.5, "native": True},
+    {"norm": 1.5},
 ]
 
 

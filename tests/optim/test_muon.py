@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim import matrix_updates
-from megaprec.optim.matrix_exchange import MatrixExchange
-from megaprec.optim.muon import Muon
-from megaprec.optim.newton_schulz import orthogonalized
+from megaprec.optim.muon import matrix_updates
+from megaprec.optim.muon.matrix_exchange import MatrixExchange
+from megaprec.optim.muon.newton_schulz import orthogonalized
+from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import plan
@@ -170,8 +169,9 @@ def momentum_is_forgotten_on_restart(patch: pytest.MonkeyPatch) -> None:
 
     def load_but(self: ParallelAMPOptimizer, state: Any) -> None:
         load(self, state)
-        for tile in chain.from_iterable(one.tiles() for one in self._whole_updates):
-            tile.state[0][1].zero_()
+        for buffer in self.all_buffers():
+            if MUON_MOMENTUM in buffer.state:
+                buffer.state[MUON_MOMENTUM].zero_()
 
     patch.setattr(ParallelAMPOptimizer, "load_state_dict", load_but)
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, layout_of
-from megaprec.optim import grad_presence, grad_sync, group_factors, update_tile
+from megaprec.optim import grad_sync, param_groups, step_agreement, update_tile
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.grad_stats import statistics
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -133,7 +133,7 @@ def a_back_off_refills_the_hysteresis() -> None:
     def update(self: DynamicGradScaler, found_inf: Tensor) -> None:
         inner(self, found_inf)
         if self.hysteresis_tracker <= 0:
-            self.hysteresis_tracker.fill_(self.hysteresis)
+            self.hysteresis_tracker.fill_(self.scaling.hysteresis)
 
     DynamicGradScaler.update = update
 
@@ -148,7 +148,7 @@ def loading_loses_the_growth_counter() -> None:
 def loading_loses_the_hysteresis_counter() -> None:
     inner = DynamicGradScaler.load_state_dict
     DynamicGradScaler.load_state_dict = lambda self, state: inner(
-        self, {**state, "hysteresis_tracker": self.hysteresis}
+        self, {**state, "hysteresis_tracker": self.scaling.hysteresis}
     )
 
 
@@ -375,12 +375,12 @@ def rounding_is_drawn_by_the_place_in_the_own_slice() -> None:
 
 
 def the_last_group_that_matches_decides() -> None:
-    inner = group_factors.factors
-    group_factors.factors = lambda part, some: inner(part, some[::-1])
+    inner = param_groups.factors
+    param_groups.factors = lambda part, some: inner(part, some[::-1])
 
 
 def missing_gradients_are_not_compared() -> None:
-    grad_presence.missing = lambda buffers, by_place=False: []
+    step_agreement.missing_gradients = lambda buffers, by_place=False: []
 
 
 STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [

@@ -16,9 +16,9 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.param_groups import Group
 from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
@@ -280,32 +280,20 @@ def test_a_loss_that_cannot_have_been_scaled_is_refused_at_the_first_step() -> N
         assert optimizer.step().outcome == "applied"
 
 
-@pytest.mark.parametrize(
-    "loss", [torch.ones(3), 1.0, "1", torch.ones((), dtype=torch.complex64), torch.ones(0)]
-)
-def test_a_loss_that_is_no_real_scalar_is_refused(loss: Any) -> None:
-    model, optimizer = made()
-    backward(model)
-    with pytest.raises(UserError, match=r"^loss .*: step takes a real tensor of one element"):
-        optimizer.step(loss=loss)
-    assert optimizer.step(loss=torch.ones(1)).loss == 1.0
-
-
 # Numbers.
 
 WRONG: dict[str, list[Any]] = {
-    "lr": [math.nan, math.inf, -0.1, "0.1", True],
-    "weight_decay": [math.nan, math.inf, -0.1, "0.1", True],
-    "clip": [math.nan, -1.0, "1", True],
-    "norm": [math.nan, 0.5, "2", True],
-    "bucket": [math.nan, -1, 1.5, "1", True],
-    "zero_size": [math.nan, -1, 0.5, "1", True],
-    "seed": [math.nan, 0.5, "1", True],
+    "lr": [math.nan, math.inf, -0.1],
+    "weight_decay": [math.nan, math.inf, -0.1],
+    "clip": [math.nan, -1.0],
+    "norm": [math.nan, 0.5],
+    "bucket": [-1],
+    "zero_size": [-1],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_number_of_another_kind_or_range_is_refused_by_name(name: str) -> None:
+def test_a_number_out_of_its_range_is_refused_by_name(name: str) -> None:
     for value in WRONG[name]:
         with pytest.raises(UserError, match=f"^{name} = {value!r}: must be "):
             made(**{name: value})
@@ -329,22 +317,15 @@ def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None
     assert all(map(torch.equal, held(model), before))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1e-8", True])
-def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
-    wrong: Any = value
-    fields = (
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_of_a_rule_is_refused_by_name(value: float) -> None:
+    rules = (
         lambda: AdamW(eps=value),
         lambda: SGD(value),
         lambda: AdamW((value, 0.9)),
         lambda: Group("*", value),
     )
-    kinds = (
-        lambda: AdamW(wrong),
-        lambda: SGD(0.9, str(wrong)),  # type: ignore[arg-type]
-        lambda: Group([wrong]),  # type: ignore[arg-type]
-        lambda: Torch(wrong),
-    )
-    for rule in (*fields, *kinds):
+    for rule in rules:
         with pytest.raises(UserError):
             rule()
 
@@ -467,20 +448,7 @@ def state_with(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative steps": (lambda s: s.update(steps=-5), "steps = -5"),
-    "text for steps": (lambda s: s.update(steps="5"), "steps = '5'"),
-    "no scale": (lambda s: s["scaler"].pop("scale"), "scale"),
     "scale of NaN": (lambda s: s["scaler"].update(scale=math.nan), "scale = nan"),
-    "a tracker of text": (lambda s: s["scaler"].update(growth_tracker="7"), "growth_tracker = '7'"),
-    "a rate of text": (lambda s: s["param_groups"][0].update(lr="x"), "lr = 'x'"),
-    "numbers for tensors": (
-        lambda s: s["tensors"].update({"weight/2.bias": 1.0}),
-        "weight/2.bias = 1.0",
-    ),
-    "a list for tensors": (lambda s: s.update(tensors=[1]), "tensors = "),
-    "no scaler": (lambda s: s.update(scaler=None), "scaler = None"),
-    "a list for the scaler": (lambda s: s.update(scaler=[1.0]), "scaler = "),
-    "a number for groups": (lambda s: s.update(param_groups=3), "param_groups = 3"),
-    "nothing for a group": (lambda s: s.update(param_groups=[None]), "param_groups = "),
     "integers": (
         lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}),
         "weight/2.bias",
@@ -500,17 +468,8 @@ def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loade
     assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
 
 
-def test_what_is_no_state_at_all_is_refused() -> None:
-    _, optimizer = made("fp16")
-    for state in (None, [1], "state"):
-        with pytest.raises(UserError, match=r"^this is not an optimizer state but a "):
-            optimizer.load_state_dict(state)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "count", ["3", -5, -0.5, math.inf, True, torch.ones(2), torch.tensor(1j)], ids=repr
-)
-def test_a_number_of_tokens_that_is_none_is_refused_with_nothing_changed(count: Any) -> None:
+@pytest.mark.parametrize("count", [-5, -0.5])
+def test_a_number_of_tokens_below_zero_is_refused_with_nothing_changed(count: float) -> None:
     model, optimizer = made("fp32")
     before = held(model), optimizer.numbers()
     with pytest.raises(UserError, match=r"^counted_tokens "):
@@ -619,54 +578,6 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     assert first.keys() == {*must_say, *alike}
 
 
-# Kinds of arguments.
-
-KINDS: dict[str, list[Any]] = {
-    "parts": [
-        make_model(),
-        (part for part in [make_model()]),
-        list(make_model().parameters()),
-        {"a": 1},
-        None,
-    ],
-    "plan": ["bf16", {"compute": "bf16"}, None, torch.bfloat16],
-    "mesh": ["cpu", (1, 1), 0.1],
-    "rule": [
-        "adamw",
-        AdamW,
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.99)},
-        torch.optim.SGD(make_model().parameters(), 0.1),
-    ],
-    "groups": [[{"pattern": "0.*"}], Group("0.*"), "0.*", None],
-    "observers": [print, [print], None, "x"],
-    "average": ["yes", 1],
-    "overlap": ["no", 1, None],
-    "native": ["no", 1],
-    "canonical": ["no", 1],
-    "virtual": [True],
-    "experts": [3],
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_an_argument_of_another_kind_is_refused_by_name(name: str) -> None:
-    """A text "no" would count as true, and a generator would be empty when it is read a second
-    time."""
-    for value in KINDS[name]:
-        with pytest.raises(UserError, match=f"^{name} = .*: must be "):
-            ParallelAMPOptimizer(**{"parts": [make_model()], "plan": plan("fp32"), name: value})
-
-
-def test_a_weight_decay_of_none_and_a_rate_in_a_tensor_are_refused_by_name() -> None:
-    cases: list[tuple[str, Any]] = [("weight_decay", None), ("lr", torch.tensor(0.1))]
-    for name, value in cases:
-        with pytest.raises(
-            UserError, match=f"^{name} = .*must be a finite number from 0 on, an int or a float"
-        ):
-            made(**{name: value})
-
-
 def test_an_optimizer_is_not_built_in_inference_mode() -> None:
     model = make_model()
     with torch.inference_mode(), pytest.raises(UserError, match="inference_mode"):
@@ -688,12 +599,6 @@ def resized() -> nn.Module:
 
 
 HELD: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "meta": (lambda: nn.Linear(3, 3, device="meta"), r"^weight is on the device meta"),
-    "frozen on meta": (
-        lambda: nn.Linear(3, 3, device="meta").requires_grad_(False),
-        r"^weight is on the device meta",
-    ),
-    "sparse": (lambda: with_parameter(torch.eye(3).to_sparse()), r"^w is a sparse_coo tensor"),
     "lazy": (lazy, r"^0\.weight is of a lazy module"),
     "resized": (
         resized,
@@ -703,7 +608,7 @@ HELD: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("which", HELD)
-def test_a_parameter_without_values_or_of_another_shape_than_its_layout_is_named(
+def test_a_parameter_without_a_shape_or_of_another_than_its_layout_is_named(
     which: str,
 ) -> None:
     make, says = HELD[which]
@@ -741,19 +646,6 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
     load(path, resumed)
     for name, value in kept.items():
         assert torch.equal(other.get_parameter(name), value)
-
-
-def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
-    model: Any = make_model()
-    wrong: list[tuple[Any, ...]] = [
-        ([model],),
-        (model.parameters(),),
-        (model, "generator."),
-        (model, None, 3),
-    ]
-    for arguments in wrong:
-        with pytest.raises(UserError, match="attach_whole"):
-            attach_whole(*arguments)
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -885,7 +777,7 @@ def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_ch
         optimizer.step()
 
 
-@pytest.mark.parametrize("clip", [math.nan, -1.0, "1"])
+@pytest.mark.parametrize("clip", [math.nan, -1.0])
 def test_a_clip_that_a_loop_sets_to_no_norm_is_refused_before_anything_changes(clip: Any) -> None:
     model, optimizer = made()
     backward(model)

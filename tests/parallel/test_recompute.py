@@ -17,7 +17,7 @@ from parallel import recomputation
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.recomputation import recomputed
 from tests.layouts import Result, Run, train_all
-from tests.runs import steps, train, train_on, write_run
+from tests.runs import steps, train, write_run
 from tools.config.run_file import load_run
 
 SIZES: dict[str, Any] = {
@@ -228,24 +228,6 @@ def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -
         train(run_file, *short, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full")
     assert made, "nothing was made again"
     assert steps(tmp_path / "kept") == steps(tmp_path / "again")
-
-
-@pytest.mark.slow
-def test_a_guess_that_was_wrong_is_taken_back(run_file: Path, tmp_path: Path) -> None:
-    """Warm-ups are abandoned with all that they keep."""
-    way = [
-        "precision.compute=fp16",
-        "optimizer.validation=after",
-        "parallel.schedule=zb-h1",
-        "train.micro_batch=1",
-    ]
-    way += ["precision.initial_scale=4194304", "precision.hysteresis=1"]
-    kept = train_on(run_file, *way, f"train.folder={tmp_path / 'kept'}", pipeline=2)
-    full = train_on(
-        run_file, *way, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full", pipeline=2
-    )
-    assert steps(kept) == steps(full)
-    assert {record["outcome"] for record in steps(kept)} == {"applied", "skipped_overflow"}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import make_groups, time_limit
+from megaprec.comm.groups import make_groups
 from megaprec.diagnose.position import Phase, Position, read_shared
+from megaprec.torch_private import time_limit_of
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, newest, process_start
 from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
 from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
@@ -205,7 +206,7 @@ def limits(mesh: DeviceMesh) -> set[timedelta]:
     groups = [axis.group for axis in made if axis.group] + [
         make_groups(torch.tensor([[0, 1, 2, 3]]))
     ]
-    return {time_limit(group) for group in groups}
+    return {time_limit_of(group) for group in groups}
 
 
 def test_every_group_has_the_time_limit_of_the_world() -> None:

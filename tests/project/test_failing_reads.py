@@ -18,7 +18,6 @@ OTHERWISE = {
     "parallel/hangs/heartbeat.py": "files of the kernel, which may be missing",
     "megaprec/resources.py": "files of the kernel, which may be missing",
     "megaprec/diagnose/position.py": "files of the kernel, which may be missing",
-    "megaprec/optim/native.py": "its own source",
     "megaprec/data/files.py": "a file that is written",
     "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",
     "megaprec/data/tokenizer_trial.py": "a process of its own; the process that started it names the file",

@@ -133,7 +133,6 @@ def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
             OWN,
             f"train.folder={run}",
             *free,
-            "optimizer.validation=after",
             "checkpoint.every=2",
         )
         == 0

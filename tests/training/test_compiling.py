@@ -1,6 +1,8 @@
 """`train.compile`: every leaf and region of a step is known before it, all ranks compile the same
 ones, and a run with compiled code trains what one without does."""
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,6 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from parallel.leaves import PLAIN, Call, Leaves
-from tests.optim.test_native import needs_compiler
 from tests.ranks import run_ranks
 from tests.runs import steps, train, write_run
 from tools.config.run_file import RunConfig, load_run
@@ -182,7 +183,9 @@ def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], key: s
 
 
 @pytest.mark.slow
-@needs_compiler
+@pytest.mark.skipif(
+    not shutil.which((os.environ.get("CC") or "cc").split()[0]), reason="needs a C compiler"
+)
 def test_a_run_with_compiled_code_trains_the_same_in_float64_and_says_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

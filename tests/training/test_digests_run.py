@@ -46,7 +46,6 @@ def test_a_run_without_digests_writes_no_file(tmp_path: Path) -> None:
     ("one", "other"),
     [
         (["parallel.zero=false"], ["parallel.zero=true"]),
-        (["optimizer.validation=before"], ["optimizer.validation=after"]),
         (["parallel.recompute=none"], ["parallel.recompute=full"]),
         (
             ["fp8.kind=delayed", "fp8.pad=true"],

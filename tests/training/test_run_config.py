@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
@@ -536,21 +535,10 @@ STATED = [
     (
         Optimizer,
         ParallelAMPOptimizer,
-        dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native")),
+        dict.fromkeys(("weight_decay", "groups", "clip", "norm")),
     ),
     (Parallel, ParallelAMPOptimizer, dict.fromkeys(("bucket", "zero_size"))),
     (Precision, OverflowMonitor, dict.fromkeys(("patience",))),
-    (
-        LossScaling,
-        DynamicGradScaler,
-        {"initial": "initial_scale", "minimum": "min_scale", "maximum": "max_scale"},
-    ),
-    (
-        LossScaling,
-        DynamicGradScaler,
-        dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval")),
-    ),
-    (LossScaling, DynamicGradScaler, dict.fromkeys(("hysteresis", "hysteresis_refill"))),
 ]
 
 

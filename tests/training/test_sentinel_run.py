@@ -159,9 +159,8 @@ def test_weights_that_differ_are_never_saved_and_three_replicas_name_the_rank(
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [
-        ({"data": 2}, ["optimizer.validation=after"]),
         ({"data": 2}, ["parallel.overlap=true", "train.global_batch=4"]),
-        ({"pipeline": 2}, ["optimizer.validation=after"]),
+        ({"pipeline": 2}, []),
     ],
 )
 def test_a_checked_run_is_bit_for_bit_the_run_without_checks(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.groups import make_groups
 from megaprec.comm.layout import Part
 from megaprec.comm.random import normal_part

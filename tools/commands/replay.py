@@ -95,8 +95,8 @@ def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -
 
 def _replay_device(config: RunConfig) -> str:
     """Return the device, as the run itself had it if this machine has one."""
-    on_host = config.train.device == "cpu" or config.optimizer.native
-    return "cuda" if torch.cuda.is_available() and not on_host else "cpu"
+    wants_gpu = config.train.device != "cpu"
+    return "cuda" if torch.cuda.is_available() and wants_gpu else "cpu"
 
 
 def _on_one_process(config: RunConfig, folder: Path) -> RunConfig:

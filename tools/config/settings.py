@@ -279,19 +279,6 @@ class Optimizer(Table):
         description="Order p of the global gradient norm: 2.0, inf or any p from 1 on.",
     )
 
-    # how the update is carried out
-    native: bool = Field(
-        default=default_of(ParallelAMPOptimizer, "native"),
-        description=(
-            "Run adamw with a C kernel where master weights are fp32; CPU only, needs a C compiler."
-        ),
-    )
-    validation: Literal["before", "after"] = Field(
-        default="before",
-        description="When ranks agree that a step is finite. before: before the update; after: "
-        "during the next step, and the update is undone if it was wrong.",
-    )
-
 
 class LR(Table):
     """Learning-rate schedule."""

@@ -15,7 +15,7 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load_weights
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer

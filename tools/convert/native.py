@@ -19,7 +19,7 @@ from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from megaprec.optim.muon import MUON_MOMENTUM
+from megaprec.optim.muon.rule import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from models.decoder.own_model import require_builtin

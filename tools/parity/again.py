@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaprec.main_grad import cleared_main_grad
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
 from tools.parity.gather import Record, Tensors

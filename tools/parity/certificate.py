@@ -298,8 +298,6 @@ def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[t
         )
     if compared.optimizer.clip == 0:
         yield "clipping", "optimizer.clip = 0"
-    if config.optimizer.validation == "after":
-        yield 'optimizer.validation = "after"', 'it is compared as "before"'
     if config.plan.fp8:
         yield "products in FP8 in float64", "float64 has none; --precision configured has them"
     if config.train.device == "cuda":

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megaprec.optim.microbatch_sums import num_waiting_sums
+from megaprec.optim.canonical.microbatch_sums import num_waiting_sums
 from models.estimate.flops import StageCost
 from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.state import Sharding, state_bytes
@@ -36,7 +36,7 @@ class RankBytes:
         canonical numerics.
     sums: under canonical numerics, gradients of micro-batches that wait until others are added to
         them.
-    optimizer: temporary tensors of an update, and copies by which a step can be taken back.
+    optimizer: temporary tensors of an update.
     save: on a CPU, the copy from which a checkpoint is written beside the training.
     process: on a CPU, Python and torch.
     """
@@ -126,7 +126,6 @@ class MemoryModel:
         waiting = num_waiting_sums(config.num_microbatches) if canonical else 0
         # sums of canonical numerics need the gradients of each replica
         gathers = canonical and config.parallel.copies > 1
-        undoes = config.optimizer.validation == "after"
         on_cpu = self.device == "cpu"
         copies_to_save = on_cpu and config.checkpoint.background
         return [
@@ -140,7 +139,7 @@ class MemoryModel:
                 buffers=buffers[rank],
                 communication=lanes * (state.gradients if gathers else state.reduction),
                 sums=lanes * state.gradients * waiting,
-                optimizer=state.update + (lanes * state.copies if undoes else 0),
+                optimizer=state.update,
                 save=lanes * state.saved if copies_to_save else 0,
                 process=PROCESS if on_cpu else 0,
             )

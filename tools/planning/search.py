@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaprec.optim.muon import min_moments
+from megaprec.optim.muon.rule import min_moments
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_slices, possible_expert_keys, replicas_sharing_state
 from tools.config.layouts import fit_layout

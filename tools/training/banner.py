@@ -11,9 +11,8 @@ from megaprec.comm.layout import Part
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.muon import Muon
+from megaprec.optim.muon.rule import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.precision.plan import dtype_name
 from models.decoder.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
@@ -167,8 +166,6 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
         f"memory     {formulas} for weights, gradients and optimizer; {num_bytes / 1e6:,.1f} MB "
         "on rank 0"
     )
-    if isinstance(optimizer, PostValidationOptimizer):
-        say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 
 class _BufferKind(NamedTuple):

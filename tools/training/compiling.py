@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.memory import StageMemory

@@ -38,11 +38,6 @@ class Saves:
         self._checked_buffers = False  # True when the model's buffers were looked at
         self._printed_warnings: set[str] = set()
 
-    @property
-    def under_way(self) -> bool:
-        """Return True if a save is not finished yet. The same on every rank."""
-        return self._saving is not None
-
     def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
         """Save the state after `step`, when the save before is finished. extra, files: see
         `Saving`.

@@ -2,7 +2,7 @@
 the rest.
 
 This is the rule as settings and formulas, and the moments that it keeps of each parameter. Whole
-logical matrices are brought together and updated by `megaprec.optim.matrix_updates`.
+logical matrices are brought together and updated by `megaprec.optim.muon.matrix_updates`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
-from megaprec.optim.newton_schulz import PUBLISHED, Coefficients
+from megaprec.optim.muon.newton_schulz import PUBLISHED, Coefficients
 from megaprec.optim.update_rules import AdamW, Stateless, Step, UpdateRule
 
 MUON_MOMENTUM = "muon_momentum"
@@ -59,26 +59,30 @@ class Muon(Stateless):
         # a frozen dataclass is set like this; a run file has lists where tuples are compared
         object.__setattr__(self, "by_adamw", _require_texts("by_adamw", self.by_adamw))
         object.__setattr__(
-            self, "ns_coefficients", _require_three_numbers("ns_coefficients", self.ns_coefficients)
+            self,
+            "ns_coefficients",
+            _require_three_numbers("ns_coefficients", self.ns_coefficients),
         )
-        problems = [f"optimizer.options for 'muon': {problem}" for problem in self._problems()]
+        problems = list(self._problems())
         if problems:
             raise UserError(*problems)
 
-    def _problems(self) -> Iterator[str]:
-        """Yield a line for each setting that is out of its range."""
+    def _problems(self) -> Iterator[Problem]:
+        """Yield a problem for each setting that is out of its range."""
+        # options come from a run file, whose values have no types
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
-            yield f"momentum = {self.momentum!r} must lie from 0 to below 1"
+            yield Problem.of("optimizer.muon_momentum", momentum=self.momentum)
         if not isinstance(self.nesterov, bool):
-            yield f"nesterov = {self.nesterov!r} must be true or false"
+            yield Problem.of("optimizer.muon_nesterov", nesterov=self.nesterov)
         if type(self.ns_steps) is not int or not 1 <= self.ns_steps < 100:
-            yield f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99"
+            yield Problem.of("optimizer.muon_steps", ns_steps=self.ns_steps)
         if not is_number(self.ns_eps) or self.ns_eps <= 0:
-            yield f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0"
-        if self.ns_dtype not in ("", *_ITERATES):
-            yield f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64"
+            yield Problem.of("optimizer.muon_eps", ns_eps=self.ns_eps)
+        if self.ns_dtype not in ("", *_ITERATION_DTYPES):
+            yield Problem.of("optimizer.muon_dtype", ns_dtype=self.ns_dtype)
         if self.scale not in tuple(FACTORS):
-            yield f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}"
+            scales = " or ".join(FACTORS)
+            yield Problem.of("optimizer.muon_scale", scale=self.scale, scales=scales)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +102,7 @@ class Muon(Stateless):
     def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
         """Return the dtype to which the products of the iteration are rounded."""
         default = torch.float64 if masters == torch.float64 else torch.bfloat16
-        return _ITERATES.get(self.ns_dtype, default)
+        return _ITERATION_DTYPES.get(self.ns_dtype, default)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         self.adamw.update_(weights, grads, state, step)
@@ -114,7 +118,7 @@ moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has 
     of a usual one by AdamW, so both have one learning rate.
 keller-jordan: muon.py of github.com/KellerJordan/Muon.
 """
-_ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_ITERATION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def _require_texts(key: str, values: object) -> tuple[str, ...]:

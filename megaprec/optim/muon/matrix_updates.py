@@ -3,7 +3,7 @@ where they are held.
 
     1. average  each rank updates the momentum of its own slices, elementwise, and has the
                 direction of its slices
-    2. collect  each matrix's direction goes to its owner (`megaprec.optim.matrix_exchange`)
+    2. collect  each matrix's direction goes to its owner (`megaprec.optim.muon.matrix_exchange`)
     3. compute  each owner orthogonalizes its matrices, one after the other
     4. return   every rank receives its slices of the results and updates its slices of the weights
 
@@ -23,25 +23,24 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer, Piece
-from megaprec.optim.group_factors import Factors, Group, factors
-from megaprec.optim.matrix_exchange import MatrixExchange, Run
-from megaprec.optim.model_intake import Ranks
-from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
-from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
-from megaprec.optim.update_rules import Step, StepOf, UpdateRule
+from megaprec.optim.muon.matrix_exchange import HeldElements, MatrixExchange, ReceivedElements
+from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
+from megaprec.optim.param_groups import Factors, Group, StepOf, factors
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.update_rules import Step, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import match_patterns, require_used
 
 
 @dataclass(frozen=True)
-class LocalRun:
+class LocalElements:
     """Elements of a matrix's slice that this rank updates.
 
     tiles: the elements, in order.
@@ -49,7 +48,7 @@ class LocalRun:
     scale: Muon's factor of the learning rate for the matrix.
     """
 
-    run: Run
+    held: HeldElements
     tiles: tuple[Tile, ...]
     factors: Factors
     scale: float
@@ -74,37 +73,23 @@ class MatrixUpdates:
         self.rule = rule
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
         shapes = self._shapes(stage, device)
-        numbers = {name: number for number, name in enumerate(shapes)}
-        # by buffer, whose number is that of its exchange, its turn
-        self._runs = [
-            list(self._runs_in(turn, numbers, groups)) for turn in range(len(self.buffers))
+        matrix_numbers = {name: number for number, name in enumerate(shapes)}
+        # by buffer
+        self._local = [
+            list(self._local_elements(number, matrix_numbers, groups))
+            for number in range(len(self.buffers))
         ]
         has_wide = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
         self._dtype = rule.iteration_dtype(torch.float64 if has_wide else torch.float32)
         self._exchange = MatrixExchange(
             shapes,
             costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
-            runs=[local.run for local in chain.from_iterable(self._runs)],
-            turns=len(self.buffers),
+            held=[local.held for local in chain.from_iterable(self._local)],
+            num_buffers=len(self.buffers),
             stage=stage,
             device=device,
             dtype=self._dtype,
         )
-
-    @staticmethod
-    def of(
-        rule: UpdateRule,
-        buffers: Sequence[Buffer],
-        groups: Sequence[Group],
-        mesh: DeviceMesh | None,
-        ranks: Ranks,
-    ) -> "MatrixUpdates":
-        """Return the updates of whole matrices: none unless the rule is Muon. Collective over the
-        world if it is."""
-        if not isinstance(rule, Muon):
-            return MatrixUpdates(Muon(), (), (), Axis("stage"), ranks.device)
-        stage = ranks.dp if mesh is None else Axis.stage(mesh)
-        return MatrixUpdates(rule, buffers, groups, stage, ranks.device)
 
     def _shapes(self, stage: Axis, device: torch.device) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all matrices of the stage, by name."""
@@ -118,21 +103,19 @@ class MatrixUpdates:
         of_stage = gather_entries(local, stage, device)
         return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
 
-    def _runs_in(
-        self, turn: int, numbers: dict[str, int], groups: Sequence[Group]
-    ) -> Iterator[LocalRun]:
-        """Yield what this rank holds of the matrices of buffer number `turn`."""
-        buffer = self.buffers[turn]
+    def _local_elements(
+        self,
+        buffer_number: int,
+        matrix_numbers: dict[str, int],
+        groups: Sequence[Group],
+    ) -> Iterator[LocalElements]:
+        """Yield what this rank holds of the matrices of a buffer."""
+        buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            run = run_of(buffer, owned.piece, numbers[part.name], turn)
+            held = run_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.blocks(owned.in_shard.start, owned.in_shard.stop))
-            yield LocalRun(run, tiles, factors(part, groups), self.rule.factor(part.shape))
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yield everything that an update changes."""
-        for local in chain.from_iterable(self._runs):
-            yield from local.tiles
+            yield LocalElements(held, tiles, factors(part, groups), self.rule.factor(part.shape))
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all matrices.
@@ -147,12 +130,15 @@ class MatrixUpdates:
             # a loop may step within its own autocast
             with torch.autocast(matrix.device.type, enabled=False):
                 matrices[number] = orthogonalized(
-                    matrix, rule.ns_coefficients, rule.ns_steps, rule.ns_eps
+                    matrix,
+                    rule.ns_coefficients,
+                    rule.ns_steps,
+                    rule.ns_eps,
                 )
         # `done` starts the all-gather of a buffer, which overlaps with the next exchange
-        for turn, buffer in enumerate(self.buffers):
-            wait = self._exchange.start_return(turn, matrices)
-            for local, result in zip(self._runs[turn], wait(), strict=True):
+        for number, buffer in enumerate(self.buffers):
+            wait = self._exchange.start_return(number, matrices)
+            for local, result in zip(self._local[number], wait(), strict=True):
                 _move(local, result, step_of(local.factors))
             done(buffer)
 
@@ -161,18 +147,21 @@ class MatrixUpdates:
         number."""
         # every exchange starts before the first wait, so that they overlap with the updates
         waits = [
-            self._exchange.start_collect(turn, self._directions(turn, step_of))
-            for turn in range(len(self.buffers))
+            self._exchange.start_collect(number, self._directions(number, step_of))
+            for number in range(len(self.buffers))
         ]
-        return self._exchange.assemble([*chain.from_iterable(wait() for wait in waits)])
+        received: list[ReceivedElements] = []
+        for wait in waits:
+            received += wait()
+        return self._exchange.assemble(received)
 
-    def _directions(self, turn: int, step_of: StepOf) -> list[Tensor]:
-        """Update the momentum of a buffer, and return the directions of its runs in the dtype of
-        the iteration."""
+    def _directions(self, buffer_number: int, step_of: StepOf) -> list[Tensor]:
+        """Update the momentum of a buffer, and return the directions of its elements in the dtype
+        of the iteration."""
         directions: list[Tensor] = []
-        for local in self._runs[turn]:
+        for local in self._local[buffer_number]:
             step = step_of(local.factors)
-            # joined: an exchange sends one flat tensor for each run
+            # joined: an exchange sends one flat tensor for each slice
             of_tiles = [self._direction(tile, step) for tile in local.tiles]
             directions.append(torch.cat(of_tiles))
         return directions
@@ -191,7 +180,7 @@ class MatrixUpdates:
         return direction.to(self._dtype)
 
 
-def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
+def run_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldElements:
     """Return what this rank holds of a piece, of which it gives the owner what no other rank
     gives."""
     part = piece.part
@@ -199,9 +188,9 @@ def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
     given = piece.overlap(*buffer.share)  # which lies within the slice
     if part.copy or not given:
         given = range(held.start, held.start)
-    return Run(
+    return HeldElements(
         matrix=matrix,
-        turn=turn,
+        buffer=buffer_number,
         dim=-1 if part.dim is None else part.dim,
         shards=part.shards,
         shard=part.shard,
@@ -212,8 +201,8 @@ def run_of(buffer: Buffer, piece: Piece, matrix: int, turn: int) -> Run:
     )
 
 
-def _move(local: LocalRun, result: Tensor, step: Step) -> None:
-    """Update the weights of a run by a flat result. Nothing changes if `step.skip` is 1."""
+def _move(local: LocalElements, result: Tensor, step: Step) -> None:
+    """Update the weights of some elements by a flat result. Nothing changes if `step.skip` is 1."""
     results = result.split([len(tile.weights) for tile in local.tiles])
     for tile, direction in zip(local.tiles, results, strict=True):
         weights = tile.wide_weights()

@@ -1,10 +1,10 @@
 """The agreement of all ranks under canonical numerics: norm and loss have the same bits in every
 layout.
 
-Sums of squares are exact (`megaprec.optim.exact_sum`), whatever slices a rank holds. So are sums of
-p-th powers: the gradients are first divided by a power of two that is above the largest of all
-ranks, because powers overflow. A power is computed on blocks of one fixed length, the last one
-padded with zeros: a vectorized function computes the end of a tensor of any other length with other
+Sums of squares are exact (`exact_sum.py`), whatever slices a rank holds. So are sums of p-th
+powers: the gradients are first divided by a power of two that is above the largest of all ranks,
+because powers overflow. A power is computed on blocks of one fixed length, the last one padded with
+zeros: a vectorized function computes the end of a tensor of any other length with other
 instructions, so that its last bits would depend on the slice.
 
 Losses are exchanged in one slot for each micro-batch of the global batch, and their sum is exact
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.optim.consensus import Consensus, Measured, StepConsensus
-from megaprec.optim.exact_sum import LENGTH, ExactSum, total
+from megaprec.optim.canonical.exact_sum import LENGTH, ExactSum, total
+from megaprec.optim.consensus import Consensus, LocalNumbers, Measured, StepConsensus
 from megaprec.optim.grad_stats import statistics
-from megaprec.optim.native import Kernels
 
 _LARGEST_EXPONENT = 1000  # powers of two up to here, and their inverses, are numbers of float64
 
@@ -40,16 +39,14 @@ class CanonicalConsensus(StepConsensus):
         # exchanged numbers of the norm: an exact sum, and the exponent of its unit
         self._num_exact = 0 if order == math.inf else LENGTH + 1
 
-    def measure(
-        self, gradients: Sequence[Tensor], copies: Sequence[Tensor], kernels: Kernels | None = None
-    ) -> Measured:
-        """Return two arguments of `pack`; the sum of squares is 0, or not finite if an element or a
-        copy is not.
+    def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
+        """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
+        an element or a copy is not.
 
         The norm's numbers are the largest magnitude, or a sum of powers and the exponent of their
         unit. Collective for a norm that needs the largest of all ranks.
         """
-        counted = statistics(gradients, copies, self.device, kernels)
+        counted = statistics(gradients, copies, self.device)
         # 0 * x is 0 for a finite x, else NaN: only whether the sum of squares is finite is used
         if self.exact_order == math.inf:
             counted[0] *= 0
@@ -59,45 +56,28 @@ class CanonicalConsensus(StepConsensus):
         # blocks of one length: a power has other last bits at the end of a shorter tensor
         for block in _blocks(gradients, powers.length):
             powers.add_(_powers(block, exponent, self.exact_order, powers.length))
-        numbers = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
-        infinite = numbers[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
+        exact_norm = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
+        infinite = exact_norm[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
         counted[0] = 0 * counted[0] + 0 * infinite
-        return Measured(counted, numbers)
+        return Measured(counted, exact_norm)
 
-    def pack(
-        self,
-        counted: Tensor,
-        loss: Tensor | None,
-        scaler: Tensor,
-        parameters: float,
-        norm: Tensor,
-        stop: bool = False,
-        gradients: int = 1,
-        counted_tokens: Tensor | None = None,
-        gave_loss: bool = True,
-    ) -> Tensor:
-        """Return this rank's numbers. loss: in slots, float64 [micro-batches of the global
+    def pack(self, local: LocalNumbers) -> Tensor:
+        """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
-        assert loss is not None
+        assert local.loss is not None
+        norm = local.measured.norm
         empty = norm.view(-1)[:0]
-        if self._num_exact:
-            powers = norm
-            largest = empty
-        else:
-            powers = empty
-            largest = norm
+        # the base class exchanges a largest magnitude only
+        powers = norm if self._num_exact else empty
+        largest = empty if self._num_exact else norm
         of_base = super().pack(
-            counted,
-            loss.sum(),
-            scaler,
-            parameters,
-            largest,
-            stop,
-            gradients,
-            counted_tokens,
-            gave_loss,
+            replace(
+                local,
+                measured=Measured(local.measured.counted, largest),
+                loss=local.loss.sum(),
+            )
         )
-        return torch.cat((of_base, powers, loss))
+        return torch.cat((of_base, powers, local.loss))
 
     def read(self, summed: Tensor) -> Consensus:
         """Return the consensus that the sum over the world contains. The host waits for it."""
@@ -136,6 +116,7 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     """
     # a row for each rank: the sum over ranks then adds zeros only, in any order
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
+    # None: this rank is of a stage that computes no loss
     if loss is not None:
         if loss.numel() != count:
             raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
@@ -167,7 +148,8 @@ def _blocks(gradients: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
     """Return |gradient / 2^exponent| ** order, float64, followed by zeros up to `length`
     elements."""
-    if order == 2:  # a product, which has no padding: its bits are the same in every slice
+    # a product needs no padding: its bits are the same in every slice
+    if order == 2:
         return block.to(torch.float64, copy=True).square_()
     padded = torch.zeros(length, dtype=torch.float64, device=block.device)
     padded[: len(block)] = block

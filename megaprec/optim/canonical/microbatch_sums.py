@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
+from megaprec.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
+from megaprec.optim.numerics import RunningSums
 
 
 class _Node(NamedTuple):
@@ -127,7 +128,7 @@ def _run_length(count: int) -> int:
     return count // (count & -count) if count else 1
 
 
-class MicrobatchSums:
+class MicrobatchSums(RunningSums):
     """The sums of the gradients of all parameters over the micro-batches of a step.
 
     chunks: the buffers of each model chunk.
@@ -202,7 +203,10 @@ class MicrobatchSums:
         self.count = count
 
     def _take_gradients(
-        self, parameters: Sequence[nn.Parameter], microbatch: int, complete: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        microbatch: int,
+        complete: bool,
     ) -> None:
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
@@ -215,7 +219,11 @@ class MicrobatchSums:
                 tree.begin(self.count)
             if microbatch in tree.ended:
                 if has_value:
-                    raise UserError(_two_gradients(parameter, microbatch))
+                    raise UserError.of(
+                        "optimizer.canonical_two_gradients",
+                        name=layout_of(parameter).parts[0].name,
+                        microbatch=microbatch,
+                    )
                 continue
             has_sum = tree.end(microbatch, has_value)
             # without a sum the next gradient overwrites what was set aside
@@ -224,18 +232,8 @@ class MicrobatchSums:
                 self._complete.add(parameter)
 
 
-def _unannounced(parameter: nn.Parameter, ended: int, count: int) -> str:
+def _unannounced(parameter: nn.Parameter, ended: int, count: int) -> Problem:
+    """Return the problem of a sum of which only `ended` of `count` micro-batches were announced."""
     ends = f"the ends of {ended} of {count} micro-batches" if count else "no end of a micro-batch"
-    return (
-        f"canonical sums: {layout_of(parameter).parts[0].name} is to be summed over "
-        f"micro-batches, but the optimizer was told {ends}: call "
-        "optimizer.end_microbatch(number, count) after each backward pass"
-    )
-
-
-def _two_gradients(parameter: nn.Parameter, microbatch: int) -> str:
-    return (
-        f"canonical sums: {layout_of(parameter).parts[0].name} has two gradients in micro-batch "
-        f"{microbatch}, whose order depends on the schedule: call optimizer.end_microbatch once "
-        "for each micro-batch, and give weights that are used in two places a parameter for each"
-    )
+    name = layout_of(parameter).parts[0].name
+    return Problem.of("optimizer.canonical_unannounced", name=name, ends=ends)

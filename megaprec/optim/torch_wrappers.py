@@ -1,25 +1,32 @@
-"""Parameters that torch has sharded over ranks (DTensors, as `fully_shard` makes them), and their
-updates.
+"""Models that torch has wrapped or sharded: DistributedDataParallel and `fully_shard` (DTensors).
+
+Each of torch's wrappers averages gradients over ranks in its own way, and the optimizer reduces
+them too. So that each gradient is reduced once, a wrapper is either supported here or refused:
+
+    DistributedDataParallel  its all-reduce is switched off; the optimizer reduces, in the plan's
+                             precision
+    FSDP2, HSDP (DTensors)   reduce and shard by themselves
+    FSDP1 (FlatParameters)   refused: the tensors in a flat parameter have neither names nor shapes
 
 The placements of a DTensor say which slice of a logical tensor this rank holds, which is exactly a
 layout. FSDP all-gathers weights from memory that it manages itself, so the optimizer does not take
 over that memory. Instead a `DTensorSlice`, a copy of the slice, lies in a buffer, like any other
 parameter. It receives the gradient before a step, and the updated slice is written back after the
-step.
-
-FSDP has already averaged the gradient over all ranks, accumulated in the dtype of the parameter.
-The optimizer therefore reduces nothing here, and refuses a plan whose dtypes differ from FSDP's.
+step. FSDP has already averaged the gradient over all ranks, accumulated in the dtype of the
+parameter: the optimizer reduces nothing, and refuses a plan whose dtypes differ from FSDP's.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Layout, Part, attach, layout_of
+from megaprec.comm.layout import Layout, Part, attach, layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import set_gradient
+from megaprec.main_grad import set_gradient
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 DTensor = Any  # importing torch's class takes half a second
@@ -164,3 +171,56 @@ def _require_planned(name: str, parameter: DTensor, plan: PrecisionPlan) -> None
         raise UserError.of(
             "optimizer.fsdp_reduce_dtype", name=name, dtype_name=dtype_name(plan.reduce)
         )
+
+
+def averages(model_parts: Sequence[nn.Module], dp: Axis, choice: bool | None) -> bool:
+    """Return True if gradients are averaged over dp.
+
+    choice: the user's. Raises UserError if neither the user nor a wrapper decides it.
+    """
+    has_dtensors = any(is_dtensor(parameter) for parameter in parameters_of(model_parts))
+    if choice and any(layout_of(parameter).expert for parameter in parameters_of(model_parts)):
+        raise UserError.of("optimizer.average_with_experts")
+    if has_dtensors and choice is False:
+        raise UserError.of("optimizer.fsdp_averages")
+    if dp.size == 1:
+        return False  # nothing to divide by
+    if choice is not None:
+        return choice
+    if has_dtensors or any(True for _ in _ddp_wrappers(model_parts)):
+        return True
+    raise UserError.of("optimizer.average_unset", size=dp.size)
+
+
+def disable_ddp_sync(model_parts: Sequence[nn.Module]) -> None:
+    """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces
+    gradients."""
+    for wrapper in _ddp_wrappers(model_parts):
+        wrapper.require_backward_grad_sync = False  # as within torch's no_sync
+
+
+def _ddp_wrappers(model_parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
+    for model_part in model_parts:
+        for module in model_part.modules():
+            if isinstance(module, DistributedDataParallel):
+                yield module
+
+
+def require_no_double_sharding(
+    model_parts: Sequence[nn.Module],
+    overlap: bool,
+    zero_size: int,
+) -> None:
+    """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard
+    manages."""
+    dtensor = next(filter(is_dtensor, parameters_of(model_parts)), None)
+    if dtensor is None:
+        return
+    for key, value in {"overlap": overlap, "zero_size": zero_size}.items():
+        if value:
+            raise UserError.of(
+                "optimizer.fsdp_shards_itself",
+                key=key,
+                value=value,
+                name=layout_of(dtensor).parts[0].name,
+            )

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
+from megaprec.optim.torch_wrappers import is_dtensor
+from megaprec.torch_private import num_writes, unsaved_buffer_names
 
 _IN_NO_FILE = (
     torch.complex32,
@@ -62,7 +63,7 @@ class FrozenState:
         # with the buffer itself, because the id of one that is gone may be given again
         self._versions: dict[int, tuple[Tensor, int]] = {}
         for _, _, buffer in self._buffers():
-            self._versions[id(buffer)] = (buffer, buffer._version)
+            self._versions[id(buffer)] = (buffer, num_writes(buffer))
 
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint
@@ -115,7 +116,7 @@ class FrozenState:
 
     def _is_unchanged(self, buffer: Tensor) -> bool:
         original, version = self._versions.get(id(buffer), (None, None))
-        return original is buffer and version == buffer._version
+        return original is buffer and version == num_writes(buffer)
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen = set[nn.Parameter]()
@@ -130,7 +131,7 @@ class FrozenState:
             for path, module in model_part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
                     # torch saves no others either
-                    if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    if name.rpartition(".")[2] not in unsaved_buffer_names(module):
                         yield module, name, buffer
 
 

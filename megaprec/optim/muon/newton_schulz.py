@@ -23,7 +23,10 @@ PUBLISHED: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(
-    matrix: Tensor, coefficients: Coefficients = PUBLISHED, steps: int = 5, eps: float = 1e-7
+    matrix: Tensor,
+    coefficients: Coefficients = PUBLISHED,
+    steps: int = 5,
+    eps: float = 1e-7,
 ) -> Tensor:
     """Return the matrix [m, n] after `steps` iterations, in the dtype of `matrix`, in which every
     product is rounded.

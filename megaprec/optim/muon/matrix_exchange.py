@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MatrixSlice(NamedTuple):
-    """The identity of a slice among the slices of all matrices; fields as in `Run`."""
+    """The identity of a slice among the slices of all matrices; fields as in `HeldElements`."""
 
     matrix: int
     dim: int
@@ -39,17 +39,17 @@ class MatrixSlice(NamedTuple):
     shard: int
 
 
-class Run(NamedTuple):
+class HeldElements(NamedTuple):
     """Elements [first, last) of a flattened slice of a matrix, as one rank holds them.
 
     matrix: its number among the matrices of the stage.
-    turn: number of the exchange in which the run takes part.
+    buffer: number of the buffer that they lie in, which has an exchange of its own.
     dim, shards, shard: of the slice, as in `Part`; dim is -1 if the slice is the whole matrix.
     given_first, given_last: the elements among them that this rank gives the owner.
     """
 
     matrix: int
-    turn: int
+    buffer: int
     dim: int
     shards: int
     shard: int
@@ -79,10 +79,10 @@ class Run(NamedTuple):
         return MatrixSlice(self.matrix, self.dim, self.shards, self.shard)
 
 
-class Elements(NamedTuple):
-    """Flat elements of a matrix that an owner has received, and the run that they are of."""
+class ReceivedElements(NamedTuple):
+    """Flat elements of a matrix that an owner has received from a rank that holds them."""
 
-    run: Run
+    held: HeldElements
     values: Tensor
 
 
@@ -92,8 +92,8 @@ class MatrixExchange:
 
     shapes: of all matrices of the stage, by name, the same on every rank.
     costs: of computing each, in any unit.
-    runs: what this rank holds.
-    turns: the number of exchanges of a step.
+    held: what this rank holds.
+    num_buffers: each has an exchange in a step.
     dtype: of the exchanged elements.
     owned: numbers of the matrices that this rank owns.
     Collective over `stage`. Raises RuntimeError on every rank if ranks have different matrices, or
@@ -104,8 +104,8 @@ class MatrixExchange:
         self,
         shapes: Shapes,
         costs: Sequence[float],
-        runs: Sequence[Run],
-        turns: int,
+        held: Sequence[HeldElements],
+        num_buffers: int,
         stage: Axis,
         device: torch.device,
         dtype: torch.dtype,
@@ -116,100 +116,110 @@ class MatrixExchange:
         self.owners = owners_of(costs, stage.size)
         matrices = range(len(shapes))
         self.owned = [matrix for matrix in matrices if self.owners[matrix] == stage.rank]
-        facts = json.dumps([dict(shapes), turns])
-        runs_by_rank = _gather_runs(runs, crc32(facts.encode()), stage, device)
-        _require_complete(shapes, runs_by_rank)
-        # known once, so that a step exchanges elements only
-        # [turn][rank]: the runs of a rank in an exchange
-        self._turns: list[list[list[Run]]] = []
-        for turn in range(turns):
-            self._turns.append([_in_turn(turn, of_rank) for of_rank in runs_by_rank])
+        facts = json.dumps([dict(shapes), num_buffers])
+        held_by_rank = _gather_held(held, crc32(facts.encode()), stage, device)
+        _require_complete(shapes, held_by_rank)
+        # Known once, so that a step exchanges elements only. [buffer][rank]: what a rank gives and
+        # receives in an exchange.
+        self._held: list[list[list[HeldElements]]] = []
+        for buffer in range(num_buffers):
+            self._held.append([_in_buffer(buffer, of_rank) for of_rank in held_by_rank])
 
-    def start_collect(self, turn: int, values: Sequence[Tensor]) -> Callable[[], list[Elements]]:
-        """Start to give the owners their elements. values: flat, of each of this rank's runs of the
-        exchange.
+    def start_collect(
+        self,
+        buffer: int,
+        values: Sequence[Tensor],
+    ) -> Callable[[], list[ReceivedElements]]:
+        """Start to give the owners the elements in a buffer. values: flat, of all that this rank
+        holds in it.
 
         The returned function waits; it returns what this rank received of the matrices that it
         owns.
         """
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
-        for run, elements in zip(self._turns[turn][local_rank], values, strict=True):
-            owner = self.owners[run.matrix]
-            outgoing[owner].append(elements[run.given_span])
-        incoming: list[list[Run]] = []
+        for held, elements in zip(self._held[buffer][local_rank], values, strict=True):
+            owner = self.owners[held.matrix]
+            outgoing[owner].append(elements[held.given_span])
+        incoming: list[list[HeldElements]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            runs = self._runs_of(turn, rank, local_rank)
-            incoming.append(runs)
-            sizes.append([run.given for run in runs])
+            from_rank = self._held_of_owner(buffer, rank, local_rank)
+            incoming.append(from_rank)
+            sizes.append([held.given for held in from_rank])
         wait = self._start(outgoing, sizes)
 
-        def finish() -> list[Elements]:
-            received: list[Elements] = []
-            for runs, tensors in zip(incoming, wait(), strict=True):
-                received += map(Elements, runs, tensors)
+        def finish() -> list[ReceivedElements]:
+            received: list[ReceivedElements] = []
+            for from_rank, tensors in zip(incoming, wait(), strict=True):
+                received += map(ReceivedElements, from_rank, tensors)
             return received
 
         return finish
 
-    def start_return(self, turn: int, results: Mapping[int, Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to send every rank the elements that it holds. results: [m, n], of the matrices
-        that this rank owns.
+    def start_return(
+        self,
+        buffer: int,
+        results: Mapping[int, Tensor],
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send every rank the elements that it holds in a buffer. results: [m, n], of the
+        matrices that this rank owns.
 
-        The returned function waits; it returns the flat results of this rank's runs of the
-        exchange.
+        The returned function waits; it returns the flat results of all that this rank holds in the
+        buffer.
         """
         # several ranks hold elements of one slice, which is made contiguous once
         flat_slices: dict[MatrixSlice, Tensor] = {}
 
-        def elements(run: Run) -> Tensor:
-            matrix_slice = run.matrix_slice
+        def elements_of(held: HeldElements) -> Tensor:
+            matrix_slice = held.matrix_slice
             if matrix_slice not in flat_slices:
-                elements_of_slice = self._part_of(matrix_slice).take(results[run.matrix])
-                flat_slices[matrix_slice] = elements_of_slice.reshape(-1)
-            return flat_slices[matrix_slice][run.first : run.last]
+                part = self._part_of(matrix_slice)
+                flat_slices[matrix_slice] = part.take(results[held.matrix]).reshape(-1)
+            return flat_slices[matrix_slice][held.first : held.last]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            sent_runs = self._runs_of(turn, rank, local_rank)
-            received_runs = self._runs_of(turn, local_rank, rank)
-            outgoing.append([elements(run) for run in sent_runs])
-            sizes.append([run.size for run in received_runs])
+            sent = self._held_of_owner(buffer, rank, local_rank)
+            received = self._held_of_owner(buffer, local_rank, rank)
+            outgoing.append([elements_of(held) for held in sent])
+            sizes.append([held.size for held in received])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[Tensor]:
-            # each owner sends in the order of this rank's runs
+            # each owner sends in the order in which this rank holds its elements
             from_owners = [iter(tensors) for tensors in wait()]
             in_order: list[Tensor] = []
-            for run in self._turns[turn][local_rank]:
-                owner = self.owners[run.matrix]
+            for held in self._held[buffer][local_rank]:
+                owner = self.owners[held.matrix]
                 in_order.append(next(from_owners[owner]))
             return in_order
 
         return finish
 
-    def assemble(self, received: Sequence[Elements]) -> dict[int, Tensor]:
+    def assemble(self, received: Sequence[ReceivedElements]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what it received in all
         exchanges of a step."""
-        slices: dict[MatrixSlice, list[Elements]] = defaultdict(list)
+        slices: dict[MatrixSlice, list[ReceivedElements]] = defaultdict(list)
         for elements in received:
-            slices[elements.run.matrix_slice].append(elements)
+            slices[elements.held.matrix_slice].append(elements)
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
         for matrix_slice, of_slice in slices.items():
             part = self._part_of(matrix_slice)
             num_elements = prod(part.local)
             flat = self._empty.new_empty(num_elements)
-            for run, values in of_slice:
-                flat[run.given_first : run.given_last] = values
+            for held, values in of_slice:
+                flat[held.given_first : held.given_last] = values
             target = part.take(matrices[matrix_slice.matrix])
             target.copy_(flat.view(part.local))
         return matrices
 
     def _start(
-        self, outgoing: list[list[Tensor]], sizes: list[list[int]]
+        self,
+        outgoing: list[list[Tensor]],
+        sizes: list[list[int]],
     ) -> Callable[[], list[Sequence[Tensor]]]:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
@@ -222,10 +232,10 @@ class MatrixExchange:
 
         return finish
 
-    def _runs_of(self, turn: int, rank: int, owner: int) -> list[Run]:
-        """Return the runs of `rank` in an exchange whose matrices belong to `owner`."""
-        runs = self._turns[turn][rank]
-        return [run for run in runs if self.owners[run.matrix] == owner]
+    def _held_of_owner(self, buffer: int, rank: int, owner: int) -> list[HeldElements]:
+        """Return what `rank` holds in a buffer of the matrices that belong to `owner`."""
+        of_rank = self._held[buffer][rank]
+        return [held for held in of_rank if self.owners[held.matrix] == owner]
 
     def _part_of(self, matrix_slice: MatrixSlice) -> Part:
         dim = None if matrix_slice.dim < 0 else matrix_slice.dim
@@ -234,8 +244,8 @@ class MatrixExchange:
         )
 
 
-def _in_turn(turn: int, runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.turn == turn]
+def _in_buffer(buffer: int, elements: Sequence[HeldElements]) -> list[HeldElements]:
+    return [held for held in elements if held.buffer == buffer]
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
@@ -252,15 +262,18 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def _gather_runs(
-    runs: Sequence[Run], fingerprint: int, stage: Axis, device: torch.device
-) -> list[list[Run]]:
-    """Return the runs of every rank. fingerprint: a number that must be equal on all ranks.
+def _gather_held(
+    held: Sequence[HeldElements],
+    fingerprint: int,
+    stage: Axis,
+    device: torch.device,
+) -> list[list[HeldElements]]:
+    """Return what every rank holds. fingerprint: a number that must be equal on all ranks.
     Collective over `stage`."""
-    width = len(Run._fields)
-    # the first row has the fingerprint and the number of runs, and is padded like the table
+    width = len(HeldElements._fields)
+    # the first row has the fingerprint and the number of rows after it
     padding = [0] * (width - 2)
-    rows = torch.tensor([(fingerprint, len(runs), *padding), *runs], device=device)
+    rows = torch.tensor([(fingerprint, len(held), *padding), *held], device=device)
     num_rows = torch.tensor(len(rows), device=device)
     height = int(stage.max_(num_rows))
     table = rows.new_zeros(height, width)
@@ -270,18 +283,18 @@ def _gather_runs(
         raise RuntimeError(
             "the ranks of a stage hold different matrices, or hold them in different buffers"
         )
-    runs_by_rank: list[list[Run]] = []
+    held_by_rank: list[list[HeldElements]] = []
     for header, *rows_of_rank in tables:
-        num_runs = header[1]
-        runs_by_rank.append([Run(*row) for row in rows_of_rank[:num_runs]])
-    return runs_by_rank
+        num_held = header[1]
+        held_by_rank.append([HeldElements(*row) for row in rows_of_rank[:num_held]])
+    return held_by_rank
 
 
-def _require_complete(shapes: Shapes, runs_by_rank: Sequence[Sequence[Run]]) -> None:
+def _require_complete(shapes: Shapes, held_by_rank: Sequence[Sequence[HeldElements]]) -> None:
     """Raise RuntimeError unless the elements that all ranks give add up to each matrix."""
     num_given = [0] * len(shapes)
-    for run in chain.from_iterable(runs_by_rank):
-        num_given[run.matrix] += run.given
+    for held in chain.from_iterable(held_by_rank):
+        num_given[held.matrix] += held.given
     for (name, shape), count in zip(shapes.items(), num_given, strict=True):
         if count != prod(shape):
             raise RuntimeError(

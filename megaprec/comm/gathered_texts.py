@@ -19,46 +19,47 @@ _WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
 def gather_entries(
-    mine: dict[str, Any],
+    local_entries: dict[str, Any],
     world: Axis,
     device: torch.device,
 ) -> dict[str, Any]:
     """All-gather the entries of every rank and return them merged in rank order, later ranks
     winning. Collective."""
     merged: dict[str, Any] = {}
-    for text in gather_texts(json.dumps(mine).encode(), world, device):
+    for text in gather_texts(json.dumps(local_entries).encode(), world, device):
         merged |= json.loads(text)
     return merged
 
 
 def gather_texts(
-    mine: bytes,
+    local_text: bytes,
     world: Axis,
     device: torch.device,
 ) -> list[bytes]:
     """Return the different texts of all ranks, each once, in the order of the last rank that has
     it. Collective."""
-    lengths = _sender_lengths(mine, world, device)
+    lengths = _sender_lengths(local_text, world, device)
+    # by sender, where its text ends among the joined ones
     ends = dict(zip(lengths, accumulate(lengths.values()), strict=True))
     joined = bytearray(sum(lengths.values()))
     if world.rank in lengths:
         end = ends[world.rank]
-        joined[end - len(mine) : end] = mine
+        joined[end - len(local_text) : end] = local_text
     # Every byte is zero on all ranks but the one that sends it, so a sum joins the texts.
-    for first in range(0, len(joined), _ROUND):
-        chunk = torch.frombuffer(joined, dtype=torch.uint8)[first : first + _ROUND]
+    for start in range(0, len(joined), _ROUND):
+        chunk = torch.frombuffer(joined, dtype=torch.uint8)[start : start + _ROUND]
         chunk.copy_(world.sum_(chunk.to(device, copy=True)))
     return [bytes(joined[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
 
 
 def _sender_lengths(
-    mine: bytes,
+    local_text: bytes,
     world: Axis,
     device: torch.device,
 ) -> dict[int, int]:
     """Return the length of the text of each rank that is the last one with its text, in rank
     order."""
-    announcements = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()
+    announcements = world.gather(_announcement(local_text).to(device)).cpu().numpy().tobytes()
     size = 8 * _WORDS
     last_ranks: dict[bytes, int] = {}
     for rank in range(world.size):

@@ -17,13 +17,12 @@ from torch.optim import lr_scheduler
 
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
+from megaprec.optim.param_groups import Group
 from megaprec.optim.rule_by_name import rule
-from megaprec.optim.torch_face import FIXED
+from megaprec.optim.torch_api import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
-from megaprec.precision.plan import LossScaling, plan
+from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
 
 LR = 0.25
@@ -323,10 +322,6 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
         has.step(lambda: 1.0)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="build it over all of them"):
         has.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    model = make_model()
-    attach_whole(model)
-    with pytest.raises(UserError, match="give each `take` its rate"):
-        PostValidationOptimizer([model], plan("fp32"), lr=LR)
 
 
 @pytest.mark.parametrize(
@@ -352,78 +347,6 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     del optimizer.param_groups[0][key]
     optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
     assert optimizer.step(None if lr else LR).outcome == "applied"
-
-
-ARGUMENTS_OF_TORCH = {
-    name
-    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam)
-    for name in inspect.signature(kind).parameters
-}
-ARGUMENTS_OF_OTHERS = {
-    "max_grad_norm",
-    "clip_grad",
-    "gradient_clip_val",
-    "learning_rate",
-    "scaler",
-    "process_group",
-}
-
-
-@pytest.mark.parametrize(
-    "name", sorted((ARGUMENTS_OF_TORCH | ARGUMENTS_OF_OTHERS) - {"lr", "weight_decay"})
-)
-def test_an_argument_of_other_optimizers_is_refused_with_what_stands_in_its_place(
-    name: str,
-) -> None:
-    model = make_model()
-    attach_whole(model)
-    with pytest.raises(UserError, match=f"^ParallelAMPOptimizer has no argument {name}: "):
-        ParallelAMPOptimizer([model], plan("fp32"), **dict[str, Any]({name: 1}))
-
-
-def test_an_argument_that_nobody_has_is_refused_with_one_like_it() -> None:
-    with pytest.raises(UserError, match=r"no argument weigth_decay; did you mean weight_decay\?$"):
-        ParallelAMPOptimizer([], plan("fp32"), weigth_decay=0.1)
-    with pytest.raises(
-        UserError, match=r"^parts = a generator: must be a list of torch modules"
-    ) as raised:
-        ParallelAMPOptimizer(make_model().parameters(), lr=LR)  # type: ignore[arg-type]
-    assert (
-        raised.value.problems[1]
-        == "plan = None: must be a PrecisionPlan, like megaprec.plan('bf16')"
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda: AdamW(**dict[str, Any](lr=LR)),
-            "AdamW has no argument 'lr': it is an argument of ParallelAMPOptimizer",
-        ),
-        (
-            lambda: AdamW(**dict[str, Any](amsgrad=True)),
-            r"AdamW has no argument 'amsgrad': use megaprec\.TorchRule\(torch\.optim\.AdamW",
-        ),
-        (
-            lambda: SGD(**dict[str, Any](dampening=0.1)),
-            r"SGD has no argument 'dampening': use megaprec\.TorchRule\(torch\.optim\.SGD",
-        ),
-        (
-            lambda: SGD(**dict[str, Any](momentun=0.1)),
-            r"SGD has no argument 'momentun'; did you mean momentum\?",
-        ),
-        (
-            lambda: LossScaling(**dict[str, Any](init_scale=2.0)),
-            r"LossScaling has no argument 'init_scale': it is initial=",
-        ),
-    ],
-)
-def test_an_argument_of_a_rule_or_a_loss_scale_that_is_called_otherwise_is_named(
-    make: Callable[[], object], words: str
-) -> None:
-    with pytest.raises(UserError, match=f"^{words}"):
-        make()
 
 
 def test_accelerate_is_refused_where_it_would_wrap_the_optimizer() -> None:
@@ -474,7 +397,7 @@ def test_what_an_optimizer_was_built_with_is_not_set_in_vain(name: str) -> None:
 
 def test_every_argument_of_an_optimizer_is_looked_at_later_or_may_not_be_set() -> None:
     arguments = set(inspect.signature(ParallelAMPOptimizer.__init__).parameters) - {"self"}
-    assert arguments - set(FIXED) == {"clip", "observers", "others"}
+    assert arguments - set(FIXED) == {"clip", "observers"}
 
 
 def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_texts
+from megaprec.comm.gathered_texts import gather_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
-from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
-from megaprec.optim.model_intake import Ranks
+from megaprec.errors import Problem, UserError
+from megaprec.optim.ranks import Ranks
+from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.plan import PrecisionPlan
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,13 +49,16 @@ def require_equal_on_all_ranks(
 ) -> None:
     """Raise UserError on every rank if the ranks differ in what they train or how. Collective over
     the world."""
-    texts_of_settings = {name: _to_text(value) for name, value in settings.items()}
-    texts_of_settings |= {f"plan.{name}": text for name, text in _plan_fields(plan)}
-    local = _Facts(ranks.pp.rank, texts_of_settings, list(_describe_parameters(model_parts)))
-    if _differ(local, ranks):
-        text_of_rank = json.dumps(asdict(local))
+    setting_texts = {name: _to_text(value) for name, value in settings.items()}
+    for name, text in _plan_fields(plan):
+        setting_texts[f"plan.{name}"] = text
+    local_facts = _Facts(ranks.pp.rank, setting_texts, list(_describe_parameters(model_parts)))
+    # digests first: a rank of thousands does not read the facts of all others if they agree
+    if _differ(local_facts, ranks):
+        text_of_rank = json.dumps(asdict(local_facts))
         texts = gather_texts(text_of_rank.encode(), ranks.world, ranks.device)
-        raise UserError(*_differences([_Facts(**json.loads(text)) for text in texts]))
+        all_facts = [_Facts(**json.loads(text)) for text in texts]
+        raise UserError(*_differences(all_facts))
     _require_distinct_names(model_parts, ranks)
     require_same_weights(model_parts, ranks, (ranks.dp, ranks.tp), "begin with")
 
@@ -68,24 +71,27 @@ def _require_distinct_names(model_parts: Sequence[nn.Module], ranks: Ranks) -> N
     """
     if ranks.pp.size == 1:
         return
-    names = _untied_names(model_parts)
+    local_names = _untied_names(model_parts)
     # Usually one small sum tells that all is well: equal names of two stages share a slot. So may
     # different ones, and then the names themselves are compared.
     slots = torch.zeros(_NUM_SLOTS, dtype=torch.int32)
-    slots[[_slot_of(name) for name in names]] = 1
-    num_stages = ranks.pp.sum_(slots.to(ranks.device))
-    if num_stages.amax() < 2:
+    slots[[_slot_of(name) for name in local_names]] = 1
+    stages_per_slot = ranks.pp.sum_(slots.to(ranks.device))
+    if stages_per_slot.amax() < 2:
         return
-    local = json.dumps([ranks.pp.rank, names])
-    texts = gather_texts(local.encode(), ranks.pp, ranks.device)
-    stages: dict[str, int] = {}
+    local_text = json.dumps([ranks.pp.rank, local_names])
+    texts = gather_texts(local_text.encode(), ranks.pp, ranks.device)
+    stage_of_name: dict[str, int] = {}
     for stage, names_of_stage in map(json.loads, texts):
         for name in names_of_stage:
-            if name in stages:
+            if name in stage_of_name:
                 raise UserError.of(
-                    "optimizer.name_on_two_stages", name=name, stages=stages[name], stage=stage
+                    "optimizer.name_on_two_stages",
+                    name=name,
+                    stages=stage_of_name[name],
+                    stage=stage,
                 )
-            stages[name] = stage
+            stage_of_name[name] = stage
 
 
 def _untied_names(model_parts: Sequence[nn.Module]) -> list[str]:
@@ -104,13 +110,14 @@ def _slot_of(name: str) -> int:
     return int.from_bytes(digest) % _NUM_SLOTS
 
 
-def _differ(local: _Facts, ranks: Ranks) -> bool:
+def _differ(local_facts: _Facts, ranks: Ranks) -> bool:
     """Return True on all ranks if two differ in their settings, or two of a stage in their
-    parameters."""
+    parameters. Collective over the world."""
     absent = torch.iinfo(torch.int64).min  # below every digest: of a stage of other ranks
+    # of the settings, and of the parameters of each stage
     digests = torch.full((1 + ranks.pp.size,), absent, device=ranks.device)
-    digests[0] = _digest(local.settings)
-    digests[1 + local.stage] = _digest(local.parameters)
+    digests[0] = _digest(local_facts.settings)
+    digests[1 + local_facts.stage] = _digest(local_facts.parameters)
     # the smallest is the inverse of the largest inverse
     inverse = torch.where(digests == absent, digests, ~digests)
     largest = ranks.world.max_(digests)
@@ -142,13 +149,17 @@ def _plan_fields(plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
     """Yield the fields of a plan as text, without functions, whose text differs from process to
     process."""
     for field in fields(plan):
+        # the origin of a field may be a file of one rank's host
         if field.name == "origin":
             continue
-        value = getattr(plan, field.name)
-        if field.name == "fp8" and value is not None:
-            settings = {setting.name: getattr(value, setting.name) for setting in fields(value)}
-            value = {name: setting for name, setting in settings.items() if not callable(setting)}
-        yield field.name, str(value)
+        setting = getattr(plan, field.name)
+        if field.name == "fp8" and setting is not None:
+            setting = {
+                recipe_field.name: getattr(setting, recipe_field.name)
+                for recipe_field in fields(setting)
+                if not callable(getattr(setting, recipe_field.name))
+            }
+        yield field.name, str(setting)
 
 
 def _describe_parameters(model_parts: Sequence[nn.Module]) -> Iterator[str]:
@@ -159,28 +170,26 @@ def _describe_parameters(model_parts: Sequence[nn.Module]) -> Iterator[str]:
             yield from (f"{part.name} {list(part.shape)}" for part in layout.parts)
 
 
-def _differences(facts: Sequence[_Facts]) -> list[str]:
-    """Return a line for each setting, and for the parameters of each stage, that ranks do not
+def _differences(all_facts: Sequence[_Facts]) -> list[Problem]:
+    """Return a problem for each setting, and for the parameters of each stage, that ranks do not
     share."""
-    lines: list[str] = []
-    for name in facts[0].settings if facts else ():
+    problems: list[Problem] = []
+    for name in all_facts[0].settings:
         # without repetition, in order
-        values = list(dict.fromkeys(of_rank.settings.get(name) for of_rank in facts))
+        values = list(dict.fromkeys(facts.settings.get(name) for facts in all_facts))
         if len(values) > 1:
-            lines.append(
-                f"{name} = {values[0]} on some ranks and {values[1]} on others: build all "
-                "optimizers alike"
+            problems.append(
+                Problem.of("optimizer.settings_differ", name=name, first=values[0], other=values[1])
             )
-    for stage in sorted({of_rank.stage for of_rank in facts}):
-        first, *others = [of_rank.parameters for of_rank in facts if of_rank.stage == stage]
-        different = [parameters for parameters in others if parameters != first]
-        if different:
-            mine, theirs = _first_difference(first, different[0])
-            lines.append(
-                f"the ranks of stage {stage} hold different parameters: {mine} on some, "
-                f"{theirs} on others; build the same modules, in the same order, on all of them"
+    for stage in sorted({facts.stage for facts in all_facts}):
+        first, *others = [facts.parameters for facts in all_facts if facts.stage == stage]
+        different = next((parameters for parameters in others if parameters != first), None)
+        if different is not None:
+            mine, theirs = _first_difference(first, different)
+            problems.append(
+                Problem.of("optimizer.parameters_differ", stage=stage, mine=mine, theirs=theirs)
             )
-    return lines
+    return problems
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
@@ -190,7 +199,10 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str,
 
 
 def require_same_weights(
-    stages: Sequence[nn.Module], ranks: Ranks, axes: Sequence[Axis], verb: str
+    stages: Sequence[nn.Module],
+    ranks: Ranks,
+    axes: Sequence[Axis],
+    verb: str,
 ) -> None:
     """Raise UserError, on every rank, if the replicas of a model have different weights.
 
@@ -200,21 +212,17 @@ def require_same_weights(
     """
     if ranks.world.size == 1:
         return
-    problem = ""
+    problem: Problem | None = None
     for axis in axes:
         parameters = _replicated_parameters(stages, only_uncut=axis is not ranks.dp)
         if axis.size == 1 or not parameters:
             continue
         name = _first_differing(parameters, axis, ranks.device)
-        if name and not problem:
-            problem = (
-                f"the ranks of axis {axis.name} {verb} different weights, {name} first: build or "
-                "load the model from the same values on all of them, e.g. after "
-                "torch.manual_seed with one seed"
-            )
-    has_problem = torch.tensor(float(bool(problem)), device=ranks.device)
+        if name and problem is None:
+            problem = Problem.of("optimizer.weights_differ", axis=axis.name, verb=verb, name=name)
+    has_problem = torch.tensor(float(problem is not None), device=ranks.device)
     if ranks.world.max_(has_problem):
-        raise UserError(problem or f"other ranks {verb} different weights, and say which")
+        raise UserError(problem or Problem.of("optimizer.weights_differ_elsewhere", verb=verb))
 
 
 def _replicated_parameters(stages: Sequence[nn.Module], only_uncut: bool) -> list[nn.Parameter]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import everyones as module
+from megaprec.comm import gathered_texts as module
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries, gather_texts
+from megaprec.comm.gathered_texts import gather_entries, gather_texts
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
+from megaprec.torch_private import backward_pass_executes, has_hooks, num_writes
 
 _autograd_grad: Any = torch.Tensor.grad  # autograd's own, even if a subclass overrides `grad`
 
@@ -119,12 +120,12 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
         return Destination.AUTOGRAD
     node = ctx.next_functions[number][0]
     try:
-        if node is None or not torch._C._will_engine_execute_node(node):
+        if node is None or not backward_pass_executes(node):
             return Destination.NOWHERE
     except RuntimeError:
         # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
         return Destination.AUTOGRAD
-    if parameter._backward_hooks:
+    if has_hooks(parameter):
         raise UserError.of("optimizer.hook_never_called", name=layout_of(parameter).parts[0].name)
     # a backward pass has gradients enabled only under create_graph=True
     if torch.is_grad_enabled():
@@ -136,7 +137,7 @@ def note_weights_read(ctx: Any, *weights: Tensor) -> None:
     """Note in the forward pass that the backward pass of `ctx` reads these weights too, which must
     be the same then."""
     ctx.weights_read = [
-        (weight, weight._version) for weight in weights if not weight.is_inference()
+        (weight, num_writes(weight)) for weight in weights if not weight.is_inference()
     ]
 
 
@@ -148,7 +149,7 @@ def require_unchanged_weights(ctx: Any) -> None:
     by themselves do so.
     """
     for weight, version in ctx.weights_read:
-        if weight._version != version:
+        if num_writes(weight) != version:
             name = layout_of(weight).parts[0].name if has_layout(weight) else "a weight"
             raise UserError.of("optimizer.weight_changed_before_backward", name=name)
 

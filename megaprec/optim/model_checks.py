@@ -1,0 +1,305 @@
+"""Checks of the model that an optimizer is built over, and before each step that it is still that
+model.
+
+A parameter without a name of its own, without memory of its own, or of another shape than its
+layout would be trained wrongly, and nothing else would tell.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.experts import ExpertAxes
+from megaprec.comm.layout import (
+    Layout,
+    has_layout,
+    layout_of,
+    parameters_of,
+    trained_parameters,
+)
+from megaprec.errors import Problem, UserError
+from megaprec.fp8.params import fp8_param_of
+from megaprec.optim.torch_wrappers import is_dtensor
+from megaprec.precision.patterns import require_used
+from megaprec.precision.plan import PrecisionPlan
+
+NamedParameter = tuple[str, nn.Parameter]  # path in the model, parameter
+
+# settings of a plan that layers read, in which theirs must agree with the optimizer's
+_LAYER_SETTINGS = (
+    "compute",
+    "residual",
+    "pipeline",
+    "attention",
+    "parameters",
+    "sensitive",
+    "scores",
+    "fp8",
+    "tf32",
+)
+_REBUILD = (
+    "build the model as it is to be trained and then a new ParallelAMPOptimizer over it; nothing "
+    "was changed"
+)
+
+
+def require_identifiable(
+    model_parts: Sequence[nn.Module],
+    tp: int,
+    experts: ExpertAxes | None = None,
+) -> None:
+    """Raise UserError, naming parameters, for parameters that no step could train right.
+
+    These are FSDP1's flat parameters, parameters that autograd or the optimizer has no numbers for,
+    parameters without a layout or of another shape than theirs, or laid out for another number of
+    tensor-parallel ranks, names and memory that two parameters share, and experts of ranks of their
+    own, of which the optimizer was not told.
+    """
+    trained = list(trained_parameters(model_parts))
+    _require_no_flat_parameters(trained)
+    _require_real(trained)
+    _require_layouts(trained)
+    _require_shapes(trained)
+    _require_distinct_names(trained)
+    _require_own_memory(model_parts)
+    for _, parameter in trained:
+        _require_laid_out_for(layout_of(parameter), tp, experts)
+
+
+def _require_no_flat_parameters(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError for a parameter of FSDP1, which holds tensors without names and shapes."""
+    for path, parameter in trained:
+        # the flat parameter itself, and with use_orig_params the parameters that are views of it
+        if any(getattr(parameter, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened")):
+            raise UserError.of("optimizer.fsdp1", path=path)
+
+
+def _require_real(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError, naming all, for parameters without gradients or of complex numbers."""
+    problems: list[Problem] = []
+    for path, parameter in trained:
+        if parameter.is_inference():
+            problems.append(Problem.of("optimizer.made_in_inference_mode", path=path))
+        elif not parameter.is_floating_point() and fp8_param_of(parameter) is None:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            problems.append(Problem.of("optimizer.not_real", path=path, dtype=dtype))
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_layouts(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError if some parameters have no layout."""
+    bare = [(path, parameter) for path, parameter in trained if not has_layout(parameter)]
+    if not bare:
+        return
+    path, first = bare[0]
+    others = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
+    raise UserError.of(
+        "optimizer.layout_missing", path=path, shape=tuple(first.shape), others=others
+    )
+
+
+def _require_laid_out_for(layout: Layout, tp: int, experts: ExpertAxes | None) -> None:
+    """Raise UserError unless the layout is one for `tp` tensor-parallel ranks, or for those of its
+    experts."""
+    if layout.expert and experts is None:
+        raise UserError.of("optimizer.experts_argument_missing", name=layout.parts[0].name)
+    ranks = experts.tp.size if layout.expert and experts else tp
+    for part in layout.parts:
+        if part.shards * part.copies != ranks:
+            raise UserError.of(
+                "optimizer.layout_with_copies_of_other_ranks",
+                name=part.name,
+                shards=part.shards,
+                copies=part.copies,
+                ranks=ranks,
+            )
+
+
+def _require_shapes(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError, naming all, for parameters that do not have the shapes of their layouts."""
+    problems: list[Problem] = []
+    for path, parameter in trained:
+        parts = layout_of(parameter).parts
+        expected: tuple[int, ...] = ()
+        if parts[0].padded:  # parts are stacked along their first dim
+            num_rows = sum(part.padded[0] for part in parts)
+            expected = (num_rows, *parts[0].padded[1:])
+        shape = tuple(parameter.shape)
+        # a DTensor has the shape of the whole, its layout too
+        if shape != expected and not is_dtensor(parameter):
+            problems.append(
+                Problem.of("optimizer.shape_changed", path=path, shape=shape, expected=expected)
+            )
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_distinct_names(trained: Iterable[NamedParameter]) -> None:
+    """Raise UserError unless each trained parameter has a name of its own."""
+    paths: dict[tuple[str, int, bool], str] = {}
+    for path, parameter in trained:
+        layout = layout_of(parameter)
+        for part in layout.parts:
+            key = part.name, part.rank, layout.again
+            if key in paths:
+                raise UserError.of(
+                    "optimizer.name_twice", name=part.name, paths=paths[key], path=path
+                )
+            paths[key] = path
+
+
+@dataclass(frozen=True)
+class _MemorySpan:
+    """The memory of a tensor of the model: addresses [first, end) of a device."""
+
+    device: str
+    first: int
+    end: int
+    path: str
+    trained: bool
+
+
+def _memory_spans(model_parts: Sequence[nn.Module]) -> Iterator[_MemorySpan]:
+    """Yield the memory of all trained parameters, then that of what is not trained: frozen
+    parameters and buffers."""
+    trained = dict.fromkeys(parameter for _, parameter in trained_parameters(model_parts))
+    for path, parameter in trained_parameters(model_parts):
+        yield from _memory_span(path, parameter, trained=True)
+    for model_part in model_parts:
+        for path, tensor in (*model_part.named_parameters(), *model_part.named_buffers()):
+            if tensor not in trained:
+                yield from _memory_span(path, tensor, trained=False)
+
+
+def _memory_span(path: str, tensor: Tensor, trained: bool) -> Iterator[_MemorySpan]:
+    """Yield the memory of a tensor, if it has an address."""
+    is_special = is_dtensor(tensor) or tensor.is_nested
+    is_plain = tensor.layout == torch.strided and not is_special
+    # a tensor without elements has no memory, nor has one on the device meta
+    if not is_plain or not tensor.numel() or not tensor.data_ptr():
+        return
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    first = tensor.data_ptr()
+    end = first + (last + 1) * tensor.itemsize
+    yield _MemorySpan(str(tensor.device), first, end, path, trained)
+
+
+def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
+    """Raise UserError unless each trained parameter has a memory that no other tensor of the model
+    shares."""
+    # the span that reaches furthest so far, of trained and of other tensors of each device
+    furthest: dict[tuple[str, bool], _MemorySpan] = {}
+    # in the order of addresses a span can overlap only those that reach beyond its start
+    for span in sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.first)):
+        for trained in (True, False):
+            before = furthest.get((span.device, trained))
+            is_moved = span.trained or trained  # else they stay together
+            if is_moved and before is not None and span.first < before.end:
+                raise UserError(_sharing(before, span))
+        before = furthest.setdefault((span.device, span.trained), span)
+        if span.end > before.end:
+            furthest[span.device, span.trained] = span
+
+
+def _sharing(first: _MemorySpan, second: _MemorySpan) -> Problem:
+    """Return the problem of two tensors of which at least one is moved, into memory of its own."""
+    if first.trained and second.trained:
+        return Problem.of(
+            "optimizer.memory_of_two_parameters", first=first.path, second=second.path
+        )
+    moved, stays = (first, second) if first.trained else (second, first)
+    return Problem.of("optimizer.memory_of_untrained", moved=moved.path, stays=stays.path)
+
+
+def require_same_plan(model_parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+    """Raise UserError, naming a module, if layers were built with a context of another plan.
+
+    They would compute in dtypes of their own, from weights that the optimizer holds in others.
+    Contexts of parts that are marked to stay in FP32 are left out.
+    """
+    for model_part in model_parts:
+        for path, module in model_part.named_modules():
+            layer_plan = getattr(getattr(module, "context", None), "plan", None)
+            if not isinstance(layer_plan, PrecisionPlan):
+                continue
+            if layer_plan.keep_fp32 == ("*",):  # of a part that is marked to stay in FP32
+                continue
+            for name in _LAYER_SETTINGS:
+                of_layer = getattr(layer_plan, name)
+                of_optimizer = getattr(plan, name)
+                if of_layer != of_optimizer:
+                    raise UserError.of(
+                        "optimizer.plans_differ",
+                        path=path or type(module).__name__,
+                        name=name,
+                        of_layer=of_layer,
+                        of_optimizer=of_optimizer,
+                    )
+
+
+def require_used_patterns(
+    model_parts: Sequence[nn.Module],
+    plan: PrecisionPlan,
+    groups: Sequence[str],
+    world: Axis,
+    device: torch.device,
+) -> None:
+    """Raise UserError for a pattern of the plan or of `groups` that matches no parameter on any
+    rank. Collective over the world."""
+    names = set[str]()
+    for module in model_parts:
+        for parameter in filter(has_layout, module.parameters()):
+            names.update(part.name for part in layout_of(parameter).parts)
+    sorted_names = sorted(names)
+    require_used("precision.keep_fp32", plan.keep_fp32, sorted_names, world, device)
+    require_used("optimizer.groups", groups, sorted_names, world, device)
+
+
+class TrainedModel:
+    """The parts of a model, and the parameters that were to be trained when this was made."""
+
+    def __init__(self, model_parts: Sequence[nn.Module]) -> None:
+        self._model_parts = model_parts
+        self._trained = dict.fromkeys(parameters_of(model_parts))
+
+    def require_same(self) -> None:
+        """Raise UserError, naming parameters, if others are to be trained now."""
+        # compared without order: a part may be rebuilt around the same parameters
+        current = dict.fromkeys(parameters_of(self._model_parts))
+        if current.keys() == self._trained.keys():
+            return
+        paths: dict[nn.Parameter, str] = {}
+        for model_part in self._model_parts:
+            paths |= {parameter: path for path, parameter in model_part.named_parameters()}
+        added = [
+            path
+            for parameter, path in paths.items()
+            if parameter in current and parameter not in self._trained
+        ]
+        if added:
+            raise UserError.of(
+                "optimizer.unfrozen_later", format_names=_format_names(added), rebuild=_REBUILD
+            )
+        untrained = [parameter for parameter in self._trained if parameter not in current]
+        frozen = [paths[parameter] for parameter in untrained if parameter in paths]
+        if frozen:
+            raise UserError.of(
+                "optimizer.frozen_later", format_names=_format_names(frozen), rebuild=_REBUILD
+            )
+        removed = [layout_of(parameter).parts[0].name for parameter in untrained]
+        raise UserError.of(
+            "optimizer.removed_later", format_names=_format_names(removed), rebuild=_REBUILD
+        )
+
+
+def _format_names(names: Sequence[str]) -> str:
+    others = len(names) - 1
+    if not others:
+        return names[0]
+    return f"{names[0]} (and {others} other{'s' if others > 1 else ''})"

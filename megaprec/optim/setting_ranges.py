@@ -1,0 +1,103 @@
+"""Ranges of the numbers that an optimizer is given: settings, rates of a step, and a saved state's.
+
+A number out of its range would train wrongly without any error. NaN compares as false with
+everything, so that it would pass as a setting that is off.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megaprec.errors import Problem, UserError
+from megaprec.precision.plan import LossScaling
+
+
+def require_settings(
+    *,
+    clip: float,
+    norm: float,
+    bucket: int,
+    zero_size: int,
+    lr: float | None,
+    weight_decay: float,
+) -> None:
+    """Raise UserError, naming all that are wrong, for settings that are out of their range."""
+    problems: list[Problem] = []
+    for name, count in (("bucket", bucket), ("zero_size", zero_size)):
+        if count < 0:
+            problems.append(Problem.of("optimizer.count_range", name=name, value=count))
+    if not norm >= 1:
+        problems.append(Problem.of("optimizer.norm_range", norm=norm))
+    if not clip >= 0:
+        problems.append(Problem.of("optimizer.clip_range", clip=clip))
+    # a learning rate may be left out, because each step can have its own
+    rates = (
+        {"weight_decay": weight_decay} if lr is None else {"lr": lr, "weight_decay": weight_decay}
+    )
+    problems += _rate_problems(rates)
+    if problems:
+        raise UserError(*problems)
+
+
+def require_clip(clip: float) -> None:
+    """Raise UserError for a largest norm that a loop has set to none. NaN would make every weight
+    NaN."""
+    if not clip >= 0:
+        raise UserError.of("optimizer.clip_range", clip=clip)
+
+
+def require_rates(**rates: float) -> None:
+    """Raise UserError for a learning rate or a weight decay that is not a finite number from 0
+    on."""
+    problems = _rate_problems(rates)
+    if problems:
+        raise UserError(*problems)
+
+
+def _rate_problems(rates: Mapping[str, float]) -> list[Problem]:
+    return [
+        Problem.of("optimizer.rate_range", name=name, rate=rate)
+        for name, rate in rates.items()
+        if not 0 <= rate < math.inf
+    ]
+
+
+def require_scaled(was_read: bool, scaling: LossScaling) -> None:
+    """Raise UserError if no loss can have been multiplied by a dynamic scale. was_read: True if the
+    scale was ever read."""
+    if not was_read and scaling.kind == "dynamic":
+        raise UserError.of("optimizer.scale_never_read")
+
+
+def require_count(counted_tokens: Tensor | float | None) -> None:
+    """Raise UserError for a number of tokens below 0, by which the step would be skipped.
+
+    That of a tensor is not looked at, because the host would wait for the device.
+    """
+    if counted_tokens is None or isinstance(counted_tokens, Tensor):
+        return
+    if counted_tokens < 0:
+        raise UserError.of("optimizer.counted_tokens", description=f"= {counted_tokens!r}")
+
+
+def require_saved(numbers: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise UserError, naming all that are wrong, for numbers that no optimizer has saved.
+
+    keys: those that the state must have.
+    """
+    # before anything is loaded
+    missing_keys = [key for key in keys if key not in numbers]
+    if missing_keys:
+        raise UserError.of("optimizer.state_incomplete", missing_keys=" and no ".join(missing_keys))
+    problems: list[Problem] = []
+    steps = numbers["steps"]
+    if steps < 0:
+        problems.append(Problem.of("optimizer.state_steps", steps=steps))
+    # a constant scaler saves nothing
+    scale = numbers["scaler"].get("scale", 1.0)
+    if not 0 < scale < math.inf:
+        problems.append(Problem.of("optimizer.state_scale", scale=scale))
+    if problems:
+        raise UserError(*problems)

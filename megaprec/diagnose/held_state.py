@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
-from megaprec.diagnose.bit_digest import digest
+from megaprec.comm.tensor_digests import digest
 from megaprec.optim.flat_buffer import Buffer
 
 WEIGHT = "weight"

@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from megaprec.diagnose.module_trace import trace_modules
 from megaprec.precision.nested import map_tensors, tensors
 
 
 @dataclass(frozen=True)
-class Glance:
+class CheckedTensor:
     """A tensor that was checked: its description and its largest finite magnitude."""
 
     what: str
@@ -75,18 +77,15 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __init__(self, model: nn.Module) -> None:
         self.found: Finding | None = None
-        self.seen: list[Glance] = []
+        self.seen: list[CheckedTensor] = []
         self._modules = dict(model.named_modules())
         self._running: list[str] = []  # paths of the modules that have been entered and not left
         self._entering: dict[str, float] = {}  # by path: the largest magnitude that entered
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "Trace":
-        for path, module in self._modules.items():
-            self._hooks.append(
-                module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            )
-            self._hooks.append(module.register_forward_hook(partial(self._leave, path)))
+        hooks = trace_modules(self._modules, self._check_outputs, self._check_inputs, self._running)
+        self._hooks += hooks
         return self
 
     def __exit__(
@@ -120,7 +119,7 @@ class Trace(AbstractContextManager["Trace"]):
         largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
         # only what comes before the first finding is kept
         if self.found is None and finite.all():
-            self.seen.append(Glance(what, largest))
+            self.seen.append(CheckedTensor(what, largest))
         elif self.found is None:
             self.found = self._finding(
                 what,
@@ -159,35 +158,26 @@ class Trace(AbstractContextManager["Trace"]):
             given=entering,
         )
 
-    def _enter(
-        self,
-        path: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def _caller(self) -> str | None:
+        """Return the path of the module that calls the present one; None outside of the model."""
+        return self._running[-1] if self._running else None
+
+    def _check_inputs(
+        self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        caller = self._running[-1] if self._running else None
-        self._running.append(path)
         largest = 0.0
-        for tensor in _inputs((args, kwargs)):
+        for tensor in _floating_inputs((args, kwargs)):
             # an inf or NaN in an input arose in the calling module
-            largest = max(largest, self.look(f"input of {_describe(path)}", tensor, caller))
+            magnitude = self.look(f"input of {_describe(path)}", tensor, self._caller())
+            largest = max(largest, magnitude)
         self._entering[path] = largest
         watch = partial(self._watch, hook=partial(self._check_input_gradient, path))
         return map_tensors(args, watch), map_tensors(kwargs, watch)
 
-    def _leave(
-        self,
-        path: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> Any:
-        self._running.pop()
-        caller = self._running[-1] if self._running else None
+    def _check_outputs(self, path: str, output: Any) -> Any:
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.look(f"output of {_describe(path)}", tensor, path)
-        check = partial(self._check_output_gradient, path, caller)
+        check = partial(self._check_output_gradient, path, self._caller())
         return map_tensors(output, partial(self._watch, hook=check))
 
     def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
@@ -203,16 +193,16 @@ class Trace(AbstractContextManager["Trace"]):
         self._hooks.append(view.register_hook(hook))
         return view
 
-    def _check_output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+    def _check_output_gradient(self, path: str, caller: str | None, gradient: Tensor) -> None:
         # By now the backward pass has computed what the caller did after this module.
         if caller is not None:
             self._look_at_parameters(caller)
-        largest = self.look(f"gradient of the output of {_describe(path)}", grad, caller)
+        largest = self.look(f"gradient of the output of {_describe(path)}", gradient, caller)
         self._entering[path] = largest
 
-    def _check_input_gradient(self, path: str, grad: Tensor) -> None:
+    def _check_input_gradient(self, path: str, gradient: Tensor) -> None:
         self._look_at_parameters(path)
-        self.look(f"gradient of the input of {_describe(path)}", grad, path)
+        self.look(f"gradient of the input of {_describe(path)}", gradient, path)
 
     def _look_at_parameters(self, path: str) -> None:
         for name, parameter in self._parameters(path):
@@ -234,7 +224,7 @@ def _describe(path: str) -> str:
     return path or "the model"
 
 
-def _inputs(value: Any) -> Iterator[Tensor]:
+def _floating_inputs(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point inputs of a module; scalars without gradient, such as the loss
     scale, are left out."""
     for tensor in tensors(value):

@@ -15,12 +15,17 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megaprec.comm.waiting import Waits
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
+from megaprec.optim.step_report import StepReport
 
 
 class Phase(StrEnum):
@@ -175,3 +180,26 @@ def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
     except (OSError, ValueError):
         return None
     return phase, int(step), doing
+
+
+class StepPosition(StepObserver):
+    """Observer that notes the actions of the optimizer's step in `position`."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        self.position.at("consensus of all ranks")
+
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+        self.position.at("update")
+
+    def updated(self, buffers: Sequence[Buffer]) -> None:
+        self.position.at("report of the step")
+
+    def outcome(self, report: StepReport) -> None:
+        if report.overflowed:
+            # the replay may take longer than a step: it has a time limit of its own
+            self.position.enter(Phase.REPLAY)
+        else:
+            self.position.at("end of the step")

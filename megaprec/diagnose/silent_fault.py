@@ -17,12 +17,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from megaprec.diagnose.bit_digest import hexadecimal
-from megaprec.diagnose.border_trace import BACKWARD, Entry, Moment
+from megaprec.comm.tensor_digests import hexadecimal
+from megaprec.diagnose.module_trace import BACKWARD, TraceEntry, TracePoint
 
-Row = tuple[Moment, str, str, str]  # moment, what, module, digest
-Trace = tuple[Row, ...]
-Replica = Mapping[tuple[int, int], Trace]  # traces of a replica's ranks, by (pp, tp)
+
+class TraceRow(NamedTuple):
+    """An entry of a trace, read from the device. module: see `TraceEntry`. digest: hexadecimal."""
+
+    point: TracePoint
+    description: str
+    module: str
+    digest: str
+
+
+RankTrace = tuple[TraceRow, ...]
+ReplicaTrace = Mapping[tuple[int, int], RankTrace]  # of a replica's ranks, by (pp, tp)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Testimony:
     gradients: Mapping[str, str] = field(default_factory=dict)
     strayed: Sequence[str] = ()
     messages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    traces: Mapping[str, Trace] = field(default_factory=dict)
+    traces: Mapping[str, RankTrace] = field(default_factory=dict)
 
     @property
     def replica(self) -> int:
@@ -60,15 +69,19 @@ class Testimony:
         return Testimony(**{**values, "place": tuple(values["place"]), "traces": traces})
 
 
-def _parse_trace(trace: Iterable[Sequence[Any]]) -> Trace:
+def _parse_trace(rows: Iterable[Sequence[Any]]) -> RankTrace:
     """Return the trace of which JSON made lists."""
-    return tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
+    return tuple(
+        TraceRow(TracePoint(*point), description, module, digits)
+        for point, description, module, digits in rows
+    )
 
 
-def read_trace(entries: Iterable[Entry]) -> Trace:
+def read_trace(entries: Iterable[TraceEntry]) -> RankTrace:
     """Return the entries of a trace, read from the device."""
     return tuple(
-        (entry.moment, entry.what, entry.module, hexadecimal(entry.digest)) for entry in entries
+        TraceRow(entry.point, entry.description, entry.module, hexadecimal(entry.digest))
+        for entry in entries
     )
 
 
@@ -130,8 +143,8 @@ class _WrongReplica(NamedTuple):
     """A replica whose trace of the micro-batch is not the one that is right."""
 
     replica: int
-    trace: Replica
-    right: Replica
+    trace: ReplicaTrace
+    right: ReplicaTrace
 
 
 def judge(
@@ -308,7 +321,7 @@ def _transient_fault(
     testimonies: Sequence[Testimony],
     suspect: int,
     borrower: int,
-    right: Replica,
+    right: ReplicaTrace,
 ) -> Fault | None:
     """Return the fault of the replicas that erred in the step, though all agree now.
 
@@ -324,7 +337,7 @@ def _transient_fault(
     return _blame(testimonies, erred, transient=True)
 
 
-def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -> Replica:
+def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -> ReplicaTrace:
     return {
         testimony.place_in_replica: testimony.traces[name]
         for testimony in testimonies
@@ -333,8 +346,8 @@ def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -
 
 
 def _find_differing(
-    traces: Mapping[int, Replica],
-    right: Mapping[int, Replica],
+    traces: Mapping[int, ReplicaTrace],
+    right: Mapping[int, ReplicaTrace],
 ) -> list[_WrongReplica]:
     """Return the replicas whose trace is not the one that is right for it."""
     return [
@@ -344,7 +357,7 @@ def _find_differing(
     ]
 
 
-def _majority(traces: Collection[Replica]) -> Replica | None:
+def _majority(traces: Collection[ReplicaTrace]) -> ReplicaTrace | None:
     """Return the trace that more than half of the replicas have, None if there is none."""
     for trace in traces:
         if 2 * sum(trace == other for other in traces) > len(traces):
@@ -359,43 +372,48 @@ def _blame(
     transient: bool = False,
 ) -> Fault:
     """Return the fault of replicas whose trace differs from a right one."""
-    first_rows: list[Row] = []
+    first_rows: list[TraceRow] = []
     places: set[tuple[int, int, int]] = set()
     for replica, trace, right in wrong:
         row, places_in_replica = _first_difference(trace, right)
         first_rows.append(row)
         places |= {(pp, replica, tp) for pp, tp in places_in_replica}
     # the earliest of all replicas names the tensor; ranks of each replica are to blame
-    moment, what, module, _ = min(first_rows, key=lambda row: row[0])
+    earliest = min(first_rows, key=lambda row: row.point)
     return _fault(
         "computation",
-        what,
+        earliest.description,
         [testimony for testimony in testimonies if testimony.place in places],
         certain,
         sound=True,
         transient=transient,
-        module=module,
-        direction="backward" if moment.direction == BACKWARD else "forward",
+        module=earliest.module,
+        direction="backward" if earliest.point.direction == BACKWARD else "forward",
     )
 
 
-def _first_difference(trace: Replica, right: Replica) -> tuple[Row, list[tuple[int, int]]]:
+def _first_difference(
+    trace: ReplicaTrace, right: ReplicaTrace
+) -> tuple[TraceRow, list[tuple[int, int]]]:
     """Return the first row in which two replicas differ, and the (pp, tp) of the ranks that differ
-    at that moment."""
-    differing: dict[tuple[int, int], Row] = {}
+    at that point of the computation."""
+    differing: dict[tuple[int, int], TraceRow] = {}
     for place, rows_of_rank in trace.items():
         row = _first_differing_row(rows_of_rank, right[place])
         if row is not None:
             differing[place] = row
     # later ranks computed on wrong inputs
-    earliest = min(row[0] for row in differing.values())
-    places = [place for place, row in differing.items() if row[0] == earliest]
+    earliest = min(row.point for row in differing.values())
+    places = [place for place, row in differing.items() if row.point == earliest]
     return differing[places[0]], places
 
 
-def _first_differing_row(trace: Trace, right: Trace) -> Row | None:
-    """Return the first row of `trace` that is not in its place in `right`; of traces of which one
-    begins with the other, the first that only the longer one has. None if they are equal."""
+def _first_differing_row(trace: RankTrace, right: RankTrace) -> TraceRow | None:
+    """Return the first row of `trace` that is not in its place in `right`.
+
+    Of traces of which one begins with the other, that is the first row that only the longer one
+    has. None if they are equal.
+    """
     for row, right_row in zip(trace, right, strict=False):
         if row != right_row:
             return row

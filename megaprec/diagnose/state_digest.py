@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megaprec.comm.everyones import gather_entries
 from megaprec.comm.layout import Part
-from megaprec.diagnose.bit_digest import hexadecimal
-from megaprec.diagnose.logical_digest import digest_terms
+from megaprec.comm.tensor_digests import digest_terms, hexadecimal
 from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tools.doctor import clocks, links, shared
 from tools.doctor.finding import OK, WRONG, Finding
 from tools.doctor.links import Pair
-from tools.doctor.place import RankContext
+from tools.doctor.questions import RankContext
 
 
 def read_clocks(mesh: DeviceMesh, folder: Path, ahead: float) -> dict[str, Any]:

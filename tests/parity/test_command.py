@@ -20,7 +20,7 @@ from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
 from tools.parity.layouts import every
 from tools.parity.page import conclusion, show
-from tools.parity.shrink import LayoutLimits, like, shrunk
+from tools.parity.runs import LayoutLimits, like, shrunk
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [

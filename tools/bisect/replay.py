@@ -15,15 +15,14 @@ import torch
 
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
-from tools.parity.again import updates
 from tools.parity.borders import BACKWARD, FORWARD, BorderValues
 from tools.parity.certificate import PROVEN, WRONG, Compared, entry
 from tools.parity.compare import Difference, compare
-from tools.parity.gather import BorderTable, Record, gather
 from tools.parity.layouts import Layout
 from tools.parity.noise import Noise
 from tools.parity.ranks import Run, corpus_of, run_alone, run_together
-from tools.parity.record import Plan
+from tools.parity.record import BorderTable, Plan, Record, gather
+from tools.parity.repeated_updates import updates
 from tools.parity.runs import EPSILON, alone, in_float64
 
 Take = Callable[[Run], Record]

@@ -29,7 +29,7 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
-from tools.prove.parting import Parting, by_step, first_parting
+from tools.prove.first_difference import Parting, by_step, first_parting
 from tools.prove.proof import is_canonical
 from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
 from tools.training.corpus import Corpus

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 TOLERANCE = 1.0  # seconds that clocks may differ
 READINGS = 8  # number of times that each host asks

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from megaprec.durable import file_error, sync, write_file
 from tools.console.units import duration, size
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 RENAMES = 200  # number of renames while a reader looks
 CONTENT_BYTES = 4096  # of a file that is written

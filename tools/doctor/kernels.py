@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.fp8.matmul import choose_kernel
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 # what torch raises where a kernel is not built in or does not support the device
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)

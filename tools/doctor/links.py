@@ -22,7 +22,7 @@ from megaprec.comm.groups import make_groups
 from parallel.mesh import make_mesh
 from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import RankContext
+from tools.doctor.questions import RankContext
 
 NUMBERED_MESSAGES = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back

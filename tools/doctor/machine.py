@@ -20,7 +20,7 @@ from megaprec.resources import cores
 from megaprec.tested_versions import untested
 from tools.console.units import counted
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext, format_ranks
+from tools.doctor.questions import Answer, RankContext, format_ranks
 from tools.training.launch import share_of_cores
 
 # facts that must be the same on all ranks

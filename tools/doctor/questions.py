@@ -4,21 +4,77 @@ A check has a part for each rank and a judge on rank 0. Each part runs in a thre
 limit, and its answer goes through the store. So a rank that hangs in a message, in a system call or
 altogether costs its time limit and is named; the others go on. After a rank has not answered, no
 check is begun in which ranks wait for each other.
+
+Everything that ranks tell each other goes through the store, which answers although a rank hangs.
+Only the checks of links and clocks send messages between ranks, with a short time limit.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from tools.doctor.finding import Finding, not_tried, wrong
-from tools.doctor.place import Answer, RankContext, format_ranks
 
 GRACE_SECONDS = 5.0  # that an answer may be later than its rank's own limit
 BEGIN_SECONDS = 60.0  # that a rank waits for rank 0 to begin the next check
 LOST_REMEDY = "look at that host: the process was killed or stopped, or its network is down"
+MOST_LISTED = 4  # ranks or hosts that a line names at most
+HOSTS_SECONDS = 10.0  # to wait for the hosts of all ranks, which rank 0 publishes
+POLL_SECONDS = 0.005  # between two looks at the store
+Answer = dict[str, Any]  # what a rank reports: JSON values by name
 Judge = Callable[[Sequence[Any]], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank.
+
+    local: its index on its host. layout: pipeline, data and tensor ranks. device: cpu or cuda.
+    folder: the folder whose filesystem is checked. bytes_needed: what the run will write there.
+    """
+
+    rank: int
+    size: int
+    local: int
+    host: str
+    store: dist.Store
+    layout: tuple[int, int, int]
+    device: str
+    folder: Path
+    bytes_needed: int
+
+    def tell(self, key: str, value: Any) -> None:
+        """Put a JSON value into the store."""
+        self.store.set(f"doctor/{key}", json.dumps(value))
+
+    def told(self, key: str, seconds: float) -> Any:
+        """Wait for the JSON value of `key` and return it. Raises TimeoutError after `seconds`."""
+        deadline = time.monotonic() + seconds
+        store_key = f"doctor/{key}"
+        # Polls: a blocking `get` would wait for the store's own, long timeout.
+        while not self.store.check([store_key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{key} was not told within {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        return json.loads(self.store.get(store_key))
+
+    def first_ranks(self) -> list[int]:
+        """Return the first rank of each host, in order of ranks.
+
+        All ranks must have answered before.
+        """
+        hosts: list[str] = self.told("hosts", HOSTS_SECONDS)
+        return [hosts.index(host) for host in dict.fromkeys(hosts)]
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank. All ranks must have answered before."""
+        return self.told("hosts", HOSTS_SECONDS)[rank]
 
 
 @dataclass(frozen=True)
@@ -156,3 +212,25 @@ def _host_of_silent(context: RankContext, rank: int) -> str:
     if not context.store.check([key]):  # `get` would wait for it
         return ""
     return context.store.get(key).decode()
+
+
+def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
+    """Return "rank 3 on node1" or "ranks 3 and 4 on node1".
+
+    hosts_by_rank: the host of each rank, "" if it is not known.
+    """
+    hosts = sorted({host or "a host that is not known" for host in hosts_by_rank.values()})
+    ranks = [str(rank) for rank in sorted(hosts_by_rank)]
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {_enumerate_words(ranks)} on {_enumerate_words(hosts)}"
+
+
+def _enumerate_words(words: list[str]) -> str:
+    """Return "a, b and c"; of many words the first ones and the number of the others."""
+    if len(words) > MOST_LISTED:
+        listed = ", ".join(words[:MOST_LISTED])
+        return f"{listed} and {len(words) - MOST_LISTED} more"
+    *first_ones, last = words
+    if not first_ones:
+        return last
+    return f"{', '.join(first_ones)} and {last}"

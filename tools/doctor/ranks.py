@@ -21,8 +21,7 @@ from parallel.joining import join
 from tools.console.units import counted
 from tools.doctor import clocks, disk, kernels, links, machine, shared
 from tools.doctor.finding import Finding, ok
-from tools.doctor.place import RankContext
-from tools.doctor.questions import Check, conduct
+from tools.doctor.questions import Check, RankContext, conduct
 
 JOIN_SECONDS = 30.0  # in which all ranks must join
 MESSAGE_SECONDS = 12.0  # that a message between ranks may take

@@ -15,7 +15,7 @@ from pathlib import Path
 from megaprec.durable import sync, write_file
 from tools.console.units import duration
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 # seconds in which a change must be seen; attribute caches of NFS last 3 to 60
 VISIBLE_SECONDS = 8.0

@@ -3,9 +3,16 @@
 A tracker is any object with the three methods of `Tracker`. Rank 0 alone has trackers. Each runs in
 a thread of its own, so that training neither waits for one that is slow nor ends with one that
 fails: that is a warning, and the numbers are in metrics.jsonl in any case.
+
+TensorBoard gets event files in the folder tensorboard of the run. Weights & Biases is sent the
+run's configuration and numbers, over the network or, with WANDB_MODE=offline, into the folder
+wandb of the run, and nothing else: no environment, command line, code, git remote, console output
+or facts of the machine.
 """
 
+import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -14,15 +21,30 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
 
+from megaprec.durable import file_error
 from megaprec.errors import UserError, did_you_mean
 from megaprec.user_functions import find_function
-from tools.journal.tensorboard_tracker import TensorBoard
-from tools.journal.wandb_tracker import Wandb, require_account
 
 # steps whose numbers wait for a slow tracker; those of further ones are left out
 MOST_WAITING = 100_000
 FINISH_SECONDS = 60.0  # that a tracker may take at the end of a run for what still waits
 LONGEST_MESSAGE = 300  # characters of a tracker's error that are printed
+
+WANDB_PROJECT = "megaprec"
+WANDB_ID = "id.txt"  # in the folder wandb of the run
+WANDB_SECONDS = 60  # time limit of each exchange with the service
+# settings that keep everything but configuration and numbers here
+WANDB_PRIVATE = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "host": "",
+    "save_code": False,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+}
 
 Numbers = Mapping[str, float]
 
@@ -54,8 +76,97 @@ class Tracker(Protocol):
         """
 
 
+class _TensorBoard:
+    """Writer of the numbers of a run as scalars of TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
+
+        self._make_writer = SummaryWriter
+        self._folder = folder / "tensorboard"
+
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
+        """Open a file. TensorBoard then hides the events of an earlier, longer run after `step`."""
+        self._writer = self._make_writer(str(self._folder), purge_step=step + 1)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write a scalar for each number."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, complete: bool) -> None:
+        """Write what waits, and close the file."""
+        self._writer.close()
+
+
+class _Wandb:
+    """Sender of the numbers of a run to Weights & Biases.
+
+    A resumed run has the id of the run before, and its steps. Steps that were taken again are shown
+    as they were first: the service keeps the first value of a step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import wandb  # noqa: PLC0415  # optional, and slow to import
+
+        self._wandb = wandb
+        self._folder = folder
+
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
+        """Begin a run, or go on with that of this folder."""
+        settings = self._wandb.Settings(
+            silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, **WANDB_PRIVATE
+        )
+        self._run = self._wandb.init(
+            id=_run_id(self._folder / "wandb" / WANDB_ID, step),
+            name=self._folder.resolve().name,
+            project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+            dir=str(self._folder),
+            config=dict(configuration),
+            resume="allow",
+            settings=settings,
+        )
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        self._run.log(dict(numbers), step=step)
+
+    def finish(self, complete: bool) -> None:
+        """Send what waits, and end the run: as failed if it is not complete."""
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+def _require_wandb_account() -> None:
+    """Raise UserError if the service would ask for an account in the middle of a run."""
+    import wandb  # noqa: PLC0415  # optional, and slow to import
+
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    try:
+        has_account = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise UserError.of("journal.wandb_key", error=error) from error
+    if not has_account:
+        raise UserError.of("journal.wandb_account")
+
+
+def _run_id(path: Path, step: int) -> str:
+    """Return the id of the run in the file `path`, a new one for a run that begins."""
+    try:
+        if step and path.is_file():
+            saved_id = path.read_text(encoding="utf-8").strip()
+            if saved_id.isalnum():
+                return saved_id
+        path.parent.mkdir(exist_ok=True)
+        new_id = uuid.uuid4().hex
+        path.write_text(f"{new_id}\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(file_error(error)) from error
+    return new_id
+
+
 Factory = Callable[[Path], Tracker]
-BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
+BUILT_IN: dict[str, Factory] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
@@ -77,7 +188,7 @@ def _require_tracker(name: str) -> None:
         if not _is_installed(name):
             raise UserError.of("journal.tracker_missing", name=name)
         if name == "wandb":
-            require_account()
+            _require_wandb_account()
     elif ":" not in name:
         choices = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
         hint = did_you_mean(name, BUILT_IN)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
+from megaprec.diagnose.module_trace import trace_modules
 from models.routing import Router
 from models.virtual_stage import VirtualStage
 from parallel.sequence_cut import positions
@@ -73,21 +74,30 @@ class _Recorded(NamedTuple):
     values: Tensor
 
 
+class _SeenTensor(NamedTuple):
+    """A tensor and the border at which it was seen first.
+
+    The tensor is kept alive, so that no other one gets its id.
+    """
+
+    tensor: Tensor
+    border: str
+
+
 @dataclass(frozen=True)
 class _StageCall:
     """A forward pass of a stage in progress.
 
     step: number of the step. samples: numbers within the global batch.
     counts: by tp rank and border, how often the border was passed.
-    seen: by id of a tensor, the tensor and the border at which it was seen first. The tensor is
-        kept alive, so that no other one gets its id.
+    seen: by id of a tensor, where it was seen first.
     embedded: how often the embedding was called before.
     """
 
     step: int
     samples: list[int]
     counts: dict[tuple[int, str], int] = field(default_factory=dict)
-    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    seen: dict[int, _SeenTensor] = field(default_factory=dict)
     embedded: int = 0
 
 
@@ -123,21 +133,23 @@ class BorderRecorder:
         self._samples: set[int] = set()
         self._call: _StageCall | None = None
         for stage in stages:
-            stage.register_forward_pre_hook(self._begin_stage)
-            stage.register_forward_hook(self._end_stage)
+            trace_modules({"": stage}, self._end_stage, self._begin_stage)
             for axis, shard in _tp_shards(stage, tp):
-                for module, name in name_modules(shard).items():
-                    module.register_forward_pre_hook(partial(self._enter_module, axis, name))
-                    module.register_forward_hook(partial(self._leave_module, axis, name))
+                trace_modules(
+                    {name: module for module, name in name_modules(shard).items()},
+                    partial(self._leave_module, axis),
+                    partial(self._enter_module, axis),
+                    self.active_modules,
+                )
 
-    def _begin_stage(self, stage: nn.Module, args: Sequence[Any]) -> None:
+    def _begin_stage(self, _: str, args: Sequence[Any], kwargs: object) -> None:
         microbatch = args[1] if len(args) > 1 else None
         self._call = None
         self.active_modules.clear()
         if microbatch is None:
             return
-        x = args[0]
-        is_first_stage = x.dtype == torch.int64
+        stage_input = args[0]
+        is_first_stage = stage_input.dtype == torch.int64
         # A later stage embeds tokens only for multi-token prediction, where one process calls the
         # embedding for the second time.
         embedded = 0 if is_first_stage else 1
@@ -146,79 +158,76 @@ class BorderRecorder:
         self._samples.update(call.samples)
         if is_first_stage:
             self.passed.setdefault(TOKENS_IN, "")
-            self._record((FORWARD, TOKENS_IN), self.tp, call, x.unsqueeze(-1), self.ones)
+            token_ids = stage_input.unsqueeze(-1)
+            self._record((FORWARD, TOKENS_IN), self.tp, call, token_ids, self.ones)
 
-    def _end_stage(self, stage: nn.Module, args: object, output: object) -> None:
+    def _end_stage(self, _: str, output: object) -> None:
         if self._call is not None:
             self._call.seen.clear()  # hooks hold the call for as long as the graph lives
         self._call = None
 
-    def _enter_module(self, tp: Axis, name: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self.active_modules.append(name)
-        x = args[0] if args else None
-        self._pass_border(tp, f"{name}>in", x)
+    def _enter_module(self, tp: Axis, name: str, args: Sequence[Any], kwargs: object) -> None:
+        self._pass_border(tp, f"{name}>in", args[0] if args else None)
 
-    def _leave_module(
-        self, tp: Axis, name: str, module: nn.Module, args: object, output: Any
-    ) -> None:
-        if self.active_modules:  # empty in a recomputation, which does not enter its stage anew
-            self.active_modules.pop()
-        x = output[0] if isinstance(output, tuple) else output
-        self._pass_border(tp, f"{name}>out", x)
+    def _leave_module(self, tp: Axis, name: str, output: Any) -> None:
+        self._pass_border(tp, f"{name}>out", output[0] if isinstance(output, tuple) else output)
 
-    def _pass_border(self, tp: Axis, border: str, x: Any) -> None:
-        """Record `x` and later its gradient, unless the same tensor was seen before."""
+    def _pass_border(self, tp: Axis, border: str, activation: Any) -> None:
+        """Record an activation and later its gradient, unless the same tensor was seen before."""
         call = self._call
-        if call is None or not isinstance(x, Tensor):
+        if call is None or not isinstance(activation, Tensor):
             return
-        if not self._is_residual(x, tp, len(call.samples)):
+        if not self._is_residual(activation, tp, len(call.samples)):
             return
-        before = call.embedded if border == EMBEDDED else 0
-        count = call.counts.get((tp.rank, border), before) + 1
+        earlier_calls = call.embedded if border == EMBEDDED else 0
+        count = call.counts.get((tp.rank, border), earlier_calls) + 1
         call.counts[tp.rank, border] = count
         label = border if count == 1 else f"{border} {count}"
-        if id(x) in call.seen:
-            self.passed.setdefault(label, call.seen[id(x)][1])
+        # one tensor is often the output of a module and the input of the next: recorded once
+        if id(activation) in call.seen:
+            self.passed.setdefault(label, call.seen[id(activation)].border)
             return
         self.passed.setdefault(label, "")
-        # one tensor is often the output of a module and the input of the next: recorded once
-        call.seen[id(x)] = (x, label)
-        self._record((FORWARD, label), tp, call, x, self.direction)
-        if x.requires_grad:
-            x.register_hook(
-                lambda grad: self._record((BACKWARD, label), tp, call, grad, self.direction)
-            )
+        call.seen[id(activation)] = _SeenTensor(activation, label)
+        self._record((FORWARD, label), tp, call, activation, self.direction)
+        if activation.requires_grad:
+            activation.register_hook(partial(self._record_gradient, tp, call, label))
 
-    def _is_residual(self, x: Tensor, tp: Axis, samples: int) -> bool:
-        """Return True if `x` is shaped like the residual stream, or tp's part of its sequence."""
-        if x.dim() != 3 or not x.is_floating_point():
+    def _record_gradient(self, tp: Axis, call: _StageCall, label: str, gradient: Tensor) -> None:
+        self._record((BACKWARD, label), tp, call, gradient, self.direction)
+
+    def _is_residual(self, activation: Tensor, tp: Axis, num_samples: int) -> bool:
+        """Return True if a tensor is shaped like the residual stream, or tp's part of its
+        sequence."""
+        if activation.dim() != 3 or not activation.is_floating_point():
             return False
-        s, b, hidden = x.shape
+        length, batch, hidden = activation.shape
         local_length = self.size.length // self.cp.size
-        if s not in (local_length, local_length // tp.size):
+        if length not in (local_length, local_length // tp.size):
             return False
-        return b == samples and hidden == self.size.hidden
+        return batch == num_samples and hidden == self.size.hidden
 
     @torch.no_grad()
     def _record(
-        self, border: Border, tp: Axis, call: _StageCall, x: Tensor, direction: Tensor
+        self, border: Border, tp: Axis, call: _StageCall, activation: Tensor, direction: Tensor
     ) -> None:
-        """Record a number for each token: its features, of `x` [s, b, features], times
+        """Record a number for each token: its features, of `activation` [s, b, features], times
         `direction`."""
         local_length = self.size.length // self.cp.size
-        places = positions(self.cp, local_length)
-        if len(x) != local_length:
-            places = tp.chunk(places)  # the sequence is cut over tp
-        chosen = places % self.stride == 0
-        features = x.detach()[chosen.to(x.device)].double()
-        products = features @ direction.to(x.device)
-        key = (*border, tp.rank)
-        if key not in self._recorded:
+        token_positions = positions(self.cp, local_length)
+        if len(activation) != local_length:
+            token_positions = tp.chunk(token_positions)  # the sequence is cut over tp
+        is_recorded = token_positions % self.stride == 0
+        features = activation.detach()[is_recorded.to(activation.device)].double()
+        products = features @ direction.to(activation.device)
+        recorded_key = (*border, tp.rank)
+        if recorded_key not in self._recorded:
             shape = (self.size.steps, self.size.batch, len(products))
             values = torch.full(shape, torch.nan, dtype=torch.float64)
-            self._recorded[key] = _Recorded(places[chosen].tolist(), values)
+            recorded_positions = token_positions[is_recorded].tolist()
+            self._recorded[recorded_key] = _Recorded(recorded_positions, values)
         step = call.step - self.size.first
-        self._recorded[key].values[step, call.samples] = products.t().cpu()
+        self._recorded[recorded_key].values[step, call.samples] = products.t().cpu()
 
     def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
         """Return the values of each border that has a tensor of its own; of one seen by virtual

@@ -19,14 +19,12 @@ from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.parity.borders import BACKWARD, FORWARD
-from tools.parity.cause import describe_ratio, likely_cause, make_case
+from tools.parity.cause import OF, describe_ratio, likely_cause, make_case
 from tools.parity.compare import Difference, worst
-from tools.parity.first import OF
-from tools.parity.gather import Record
 from tools.parity.layouts import Layout
 from tools.parity.noise import count_rounding_elements
 from tools.parity.ranks import Failure
-from tools.parity.record import Plan
+from tools.parity.record import Plan, Record
 
 FORMAT = "megaprec parity 2"
 SHOWN = 24  # number of differences of a layout that are listed

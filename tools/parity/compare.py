@@ -24,8 +24,8 @@ from torch import Tensor
 
 from models.router import is_correction
 from tools.parity.borders import BACKWARD, FORWARD, BorderValues
-from tools.parity.gather import Record, Tensors
 from tools.parity.noise import Noise, count_zeros, error_scales, relative_error, tensor_error
+from tools.parity.record import Record, Tensors
 
 EXACT = 0.0  # the bound of values that must have the same bits
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tools.parity.gather import Record, Tensors
+from tools.parity.record import Record, Tensors
 
 # In float64 another order of sums changes a result by some 1e-15; the layers multiply that.
 FLOAT64_TOLERANCE = 1e-12

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import RunConfig, load_run
-from tools.parity.gather import Record, gather
-from tools.parity.progress import (
+from tools.parity.hang_watch import (
     PATIENCE,
     Trail,
     Watch,
@@ -27,7 +26,7 @@ from tools.parity.progress import (
     odd_ranks,
     recorded_position,
 )
-from tools.parity.record import Plan, record
+from tools.parity.record import Plan, Record, gather, record
 from tools.training.corpus import Corpus, open_built
 from tools.training.launch import launch_local, note_failure
 

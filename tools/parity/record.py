@@ -1,5 +1,4 @@
-"""The record of a run in one layout: losses, gradients and weights by logical name, written by
-every rank.
+"""The record of a run in one layout: losses, gradients and weights by logical name.
 
 The trainer itself takes the steps, with the engine, the optimizer and the data order that training
 has; the optimizer only notes what each update is made from. In one step an infinity is planted in
@@ -7,17 +6,18 @@ one gradient element, the same logical one in every layout, so that a skipped st
 is compared.
 
 A rank writes what its own slices hold, copies included, to files of its own; nothing here
-communicates. `gather.py` puts the slices together.
+communicates. `gather` reads the files of all ranks and puts the slices together.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,13 +28,19 @@ from megaprec.diagnose.position import Position
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import report_fields
+from megaprec.optim.step_report import SKIPPED, report_fields
 from models.stages import Stage
 from tools.config.run_file import RunConfig
-from tools.parity.borders import BorderRecorder, BorderValues, RunSize
-from tools.parity.progress import Trail
+from tools.parity.borders import BACKWARD, FORWARD, Border, BorderRecorder, BorderValues, RunSize
+from tools.parity.fragments import Fragment, assemble, take_fragments
+from tools.parity.hang_watch import Trail
 from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer
+
+Tensors = dict[str, Tensor]  # float64, by logical name
+BorderTable = dict[Border, list[BorderValues]]  # the values of each rank
+RankReport = dict[str, Any]  # a rank's JSON file
+FRAGMENT_FIELDS = ("name", "shape", "offset", "local", "first", "cut")  # of the JSON file
 
 
 @dataclass(frozen=True)
@@ -62,31 +68,16 @@ class Plan:
     states: bool = False
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [first, first + count) of the flattened slice `local` at `offset` of a logical
-    tensor.
-
-    kind: "before/weight", "gradient/STEP" or "after/STEP/KIND". cut: whether tp ranks hold
-        different slices.
-    """
-
-    kind: str
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    first: int
-    cut: bool
-
-
 class GradientRecorder(StepObserver):
-    """Notes the gradients of each update, and plants what is to be planted."""
+    """Observer that notes the gradients of each update, and plants what is to be planted.
+
+    num_steps: steps that the optimizer has taken. gradients: of each applied step, from 0.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.num_steps = 0  # that the optimizer has taken
-        self.gradients: list[tuple[Fragment, Tensor]] = []
+        self.num_steps = 0
+        self.gradients: dict[int, list[Fragment]] = {}
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         """Plant an infinity, if this is the step."""
@@ -98,10 +89,11 @@ class GradientRecorder(StepObserver):
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
         """Note what the update is going to be made of."""
         if not found:
-            kind = f"gradient/{self.num_steps}"
-            self.gradients += fragments(
-                buffers, kind, lambda buffer: buffer.own(buffer.grads).double() / scale.double()
+            # the optimizer's gradients are those of the scaled loss
+            unscaled = take_fragments(
+                buffers, lambda buffer: buffer.own(buffer.grads).double() / scale.double()
             )
+            self.gradients[self.num_steps] = list(unscaled)
         self.num_steps += 1
 
 
@@ -162,19 +154,18 @@ def record(
     folder: Path,
     trail: Trail | None = None,
 ) -> None:
-    """Take the steps and leave this rank's files in `folder`, which exists. trail: told where the
-    rank is."""
+    """Take the steps and leave this rank's files in `folder`, which exists.
+
+    trail: told where the rank is.
+    """
     trail = trail or Trail()
     trainer = RecordedTrainer(config, corpus, mesh, plan, trail.position)
     optimizer = trainer.engine.optimizer
-    rank = optimizer.world.rank
+    stages = list(trainer.engine.stages.values())
     # before the weights are shaken: initial weights are compared bit by bit
-    recorded = list(
-        fragments(optimizer.all_buffers(), "before/weight", lambda buffer: buffer.saved()["weight"])
-    )
+    recorded = {"before/weight": _saved_fragments(optimizer, "weight")}
     if plan.shaken:
         _shake_weights(optimizer, plan.shaken, plan.draw)
-    stages = list(trainer.engine.stages.values())
     size = RunSize(
         length=config.train.seq_length,
         batch=config.train.global_batch,
@@ -183,7 +174,12 @@ def record(
         first=trainer.progress.step,
     )
     borders = BorderRecorder(
-        stages, size, optimizer.tp, trainer.engine.cp, rank, active_modules=trail.modules
+        stages,
+        size,
+        optimizer.tp,
+        trainer.engine.cp,
+        optimizer.world.rank,
+        active_modules=trail.modules,
     )
     steps: list[dict[str, Any]] = []
     for number in range(plan.steps):
@@ -194,25 +190,44 @@ def record(
         steps.append(fields)
         is_end = number in (0, plan.steps - 1)
         if is_end or plan.states or (plan.small and report.changed):
-            recorded += _state_fragments(optimizer, number)
-    recorded += trainer.recorder.gradients
+            for kind in _saved_kinds(optimizer):
+                recorded[f"after/{number}/{kind}"] = _saved_fragments(optimizer, kind)
+    for number, gradients in trainer.recorder.gradients.items():
+        recorded[f"gradient/{number}"] = gradients
 
-    place = [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank]
     border_values = list(borders.border_values())
     rank_report = {
-        "place": place,
+        "place": [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank],
         "steps": steps,
         "samples": trainer.samples.ids,
         "names": list(_logical_names(stages)),
-        "fragments": [asdict(fragment) for fragment, _ in recorded],
         "borders": [[*key, values.samples, values.positions] for key, values in border_values],
         "passed": borders.passed,
     }
-    tensors = {str(i): values.contiguous() for i, (_, values) in enumerate(recorded)}
-    tensors["borders"] = _flatten_borders([values for _, values in border_values])
+    flat_borders = _flatten_borders([values for _, values in border_values])
+    _write_files(folder, optimizer.world.rank, rank_report, recorded, flat_borders)
+
+
+def _write_files(
+    folder: Path,
+    rank: int,
+    rank_report: RankReport,
+    recorded: Mapping[str, Sequence[Fragment]],
+    flat_borders: Tensor,
+) -> None:
+    """Write the tensors of a rank to RANK.safetensors, and everything else to RANK.json."""
+    entries: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {"borders": flat_borders}
+    for kind, fragments in recorded.items():
+        for fragment in fragments:
+            number = str(len(entries))
+            tensors[number] = fragment.values.contiguous()
+            fields = {name: getattr(fragment, name) for name in FRAGMENT_FIELDS}
+            entries.append({"kind": kind, **fields})
     save_file(tensors, folder / f"{rank}.safetensors")
     # last, for a run is done when this file is there
-    (folder / f"{rank}.json").write_text(json.dumps(rank_report), encoding="utf-8")
+    text = json.dumps({**rank_report, "fragments": entries})
+    (folder / f"{rank}.json").write_text(text, encoding="utf-8")
 
 
 def _flatten_borders(borders: Sequence[BorderValues]) -> Tensor:
@@ -228,24 +243,28 @@ def _shake_weights(optimizer: ParallelAMPOptimizer, fraction: float, draw: int) 
     1 - `fraction` each."""
     for buffer in optimizer.all_buffers():
         generator = torch.Generator().manual_seed(draw)
-        bits = torch.randint(0, 2, (buffer.size,), generator=generator)
-        signs = bits.double() * 2 - 1
+        zeros_and_ones = torch.randint(0, 2, (buffer.size,), generator=generator)
+        signs = zeros_and_ones.double() * 2 - 1
         buffer.weights.mul_(1 + fraction * signs)
 
 
-def _state_fragments(
-    optimizer: ParallelAMPOptimizer, step: int
-) -> Iterator[tuple[Fragment, Tensor]]:
-    """Yield masters and averages after a step (from 0)."""
-    buffers = optimizer.all_buffers()
-    kinds: dict[str, list[Buffer]] = {}
-    for buffer in buffers:
-        for kind in buffer.saved_names:
-            kinds.setdefault(kind, []).append(buffer)
-    for kind, having in kinds.items():
-        yield from fragments(
-            having, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind]
-        )
+def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:
+    """Return "weight" and the names of the averages that the optimizer keeps."""
+    kinds: dict[str, None] = {}  # in order, each once
+    for buffer in optimizer.all_buffers():
+        kinds |= dict.fromkeys(buffer.saved_names)
+    return list(kinds)
+
+
+def _saved_fragments(optimizer: ParallelAMPOptimizer, kind: str) -> list[Fragment]:
+    """Return this rank's masters, of the kind "weight", or one of the averages."""
+    buffers = buffers_saving(optimizer, kind)
+    return list(take_fragments(buffers, lambda buffer: buffer.saved()[kind]))
+
+
+def buffers_saving(optimizer: ParallelAMPOptimizer, kind: str) -> list[Buffer]:
+    """Return the buffers that save a tensor of this kind: "weight" or an average."""
+    return [buffer for buffer in optimizer.all_buffers() if kind in buffer.saved_names]
 
 
 def _logical_names(stages: Sequence[Stage]) -> Iterator[str]:
@@ -254,22 +273,160 @@ def _logical_names(stages: Sequence[Stage]) -> Iterator[str]:
         yield from (part.name for part in layout_of(parameter).parts)
 
 
-def fragments(
-    buffers: Sequence[Buffer], kind: str, values: Callable[[Buffer], Tensor]
-) -> Iterator[tuple[Fragment, Tensor]]:
-    """Yield copies of the parts of logical tensors that this rank's shards hold."""
-    for buffer in buffers:
-        local_values = values(buffer)
-        for owned in buffer.owned_pieces():
-            part = owned.piece.part
-            offset = tuple(part.start if dim == part.dim else 0 for dim in range(len(part.shape)))
-            fragment = Fragment(
-                kind,
-                part.name,
-                part.shape,
-                offset,
-                part.local,
-                first=owned.in_part.start,
-                cut=part.shards > 1,
-            )
-            yield fragment, local_values[owned.in_shard].clone()
+@dataclass(frozen=True)
+class Record:
+    """The record of one layout. steps: a report per step. samples: ids of each step's batch,
+    replica after replica.
+
+    names: logical tensors in the model's order. tensors: by kind, then by name; an element that no
+        rank holds is NaN.
+    copy_conflicts: (kind, name) of tensors of which two ranks hold the same element with different
+        bits.
+    tp_sliced: tensors of which tp ranks hold different slices.
+    rank_conflicts: (step from 1, quantity) of numbers and samples on which ranks disagree.
+    borders: values of each rank at each border, by (kind, border).
+    aliases: by border, the earlier border at which the same tensor was seen.
+    """
+
+    steps: list[dict[str, Any]]
+    samples: list[list[int]]
+    names: list[str]
+    tensors: dict[str, Tensors]
+    copy_conflicts: list[tuple[str, str]] = field(default_factory=list)
+    tp_sliced: frozenset[str] = frozenset()
+    rank_conflicts: list[tuple[int, str]] = field(default_factory=list)
+    borders: BorderTable = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def applied(self) -> list[int]:
+        """Numbers of the steps, from 0, that changed the weights."""
+        return [i for i, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
+
+
+def gather(folder: Path) -> Record:
+    """Read the files that `record` has written to `folder`."""
+    paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
+    reports: list[RankReport] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    values = [load_file(path.with_suffix(".safetensors")) for path in paths]
+
+    # files are sorted by rank: where ranks disagree, the first one counts
+    by_kind: dict[str, list[Fragment]] = {}
+    names: dict[str, None] = {}  # in order, each once
+    aliases: dict[str, str] = {}
+    for report, rank_values in zip(reports, values, strict=True):
+        for kind, fragment in _read_fragments(report, rank_values):
+            by_kind.setdefault(kind, []).append(fragment)
+        names |= dict.fromkeys(report["names"])
+        aliases |= {border: first for border, first in report["passed"].items() if first}
+
+    tensors: dict[str, Tensors] = {}
+    copy_conflicts: list[tuple[str, str]] = []
+    tp_sliced: set[str] = set()
+    for kind, fragments in by_kind.items():
+        assembled = assemble(fragments)
+        tensors[kind] = assembled.tensors
+        copy_conflicts += [(kind, name) for name in assembled.conflicts]
+        tp_sliced |= {fragment.name for fragment in fragments if fragment.cut}
+    return Record(
+        steps=reports[0]["steps"],
+        samples=_order_batches(reports),
+        names=list(names),
+        tensors=tensors,
+        copy_conflicts=copy_conflicts,
+        tp_sliced=frozenset(tp_sliced),
+        rank_conflicts=_find_rank_conflicts(reports),
+        borders=_read_borders(reports, values),
+        aliases=aliases,
+    )
+
+
+def _read_fragments(report: RankReport, values: Tensors) -> Iterator[tuple[str, Fragment]]:
+    """Yield the fragments of a rank in float64, with their kinds."""
+    for number, entry in enumerate(report["fragments"]):
+        yield (
+            entry["kind"],
+            Fragment(
+                name=entry["name"],
+                shape=tuple(entry["shape"]),
+                offset=tuple(entry["offset"]),
+                local=tuple(entry["local"]),
+                first=entry["first"],
+                values=values[str(number)].double(),
+                cut=entry["cut"],
+            ),
+        )
+
+
+def _read_borders(reports: Sequence[RankReport], values: Sequence[Tensors]) -> BorderTable:
+    """Return the values of each rank in the order in which borders were passed, shared by all
+    borders of one tensor."""
+    table: BorderTable = {}
+    for rank, (report, tensors) in enumerate(zip(reports, values, strict=True)):
+        # a rank saves the values of all its borders end to end, in the order of its list
+        flat = tensors["borders"]
+        start = 0
+        recorded: dict[Border, BorderValues] = {}
+        steps = len(report["steps"])
+        for kind, border, samples, positions in report["borders"]:
+            shape = (steps, len(samples), len(positions))
+            stop = start + math.prod(shape)
+            numbers = flat[start:stop].view(shape)
+            recorded[kind, border] = BorderValues(rank, samples, positions, numbers)
+            start = stop
+        for key, border_values in _order_borders(recorded, report["passed"]):
+            table.setdefault(key, []).append(border_values)
+    return table
+
+
+def _order_borders(
+    recorded: Mapping[Border, BorderValues], passed: Mapping[str, str]
+) -> Iterator[tuple[Border, BorderValues]]:
+    """Yield forward values in the order of borders, then backward ones in the order of gradients.
+
+    Values are recorded once for each tensor, and yielded for each border that it passes.
+    """
+    for border, first in passed.items():
+        key = (FORWARD, first or border)
+        if key in recorded:
+            yield (FORWARD, border), recorded[key]
+    for (kind, border), values in recorded.items():
+        if kind != BACKWARD:
+            continue
+        # gradients arrive in the order of the backward pass, which is that of `recorded`
+        yield (BACKWARD, border), values
+        for alias, first in passed.items():
+            if first == border:
+                yield (BACKWARD, alias), values
+
+
+def _replica_of(report: RankReport) -> int:
+    """Return the dp rank: a report's "place" is (pp, dp, tp)."""
+    return report["place"][1]
+
+
+def _order_batches(reports: Sequence[RankReport]) -> list[list[int]]:
+    """Return the sample ids of each step in the order of the replicas."""
+    replicas = {_replica_of(report): report["samples"] for report in reports}
+    batches: list[list[int]] = [[] for _ in reports[0]["samples"]]
+    for _, steps in sorted(replicas.items()):
+        for batch, ids in zip(batches, steps, strict=False):
+            batch += ids
+    return batches
+
+
+def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]:
+    """Return (step, quantity) of numbers and samples on which ranks disagree, though all must
+    agree."""
+    conflicts: list[tuple[int, str]] = []
+    step_reports = zip(*(report["steps"] for report in reports), strict=True)
+    for number, steps in enumerate(step_reports, 1):
+        for key, value in steps[0].items():
+            # compared as text, in which NaN equals NaN
+            if any(str(step[key]) != str(value) for step in steps):
+                conflicts.append((number, key))
+    samples: dict[int, Any] = {}
+    for report in reports:
+        if samples.setdefault(_replica_of(report), report["samples"]) != report["samples"]:
+            return [(1, "samples of one replica"), *conflicts]
+    return conflicts

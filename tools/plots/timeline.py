@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import floor, log10
+from math import floor
 
 from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
 from parallel.pipeline.simulation import Mark, Span
+from tools.plots.charts import round_step
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
 LEFT = 76.0
@@ -165,21 +166,13 @@ def _draw_panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
 
 
 def _axis(panel: Panel, top: float, bottom: float, scale: float) -> Iterator[Shape]:
-    step = _round_step(panel.length / 10)
+    step = round_step(panel.length / 10)
     # the slack keeps a tick at the very end, which rounding may put beyond it
     for number in range(floor(panel.length / step + 1e-9) + 1):
         x = LEFT + number * step * scale
         yield Line(x, top - 4, x, bottom, "#e3e6ea")
         label = f"{number * step:g}"
         yield Text(x, bottom + 14, label, 11, FAINT, "middle")
-
-
-def _round_step(length: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
-    power = 10.0 ** floor(log10(length))
-    steps = [multiple * power for multiple in (1, 2, 5, 10)]
-    least = length * (1 - 1e-9)  # a length that is round but for rounding
-    return next(step for step in steps if step >= least)
 
 
 def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:

@@ -1,9 +1,9 @@
-"""The sections of a report, in the order of the page. Each is made of a run alone; None leaves it
-out."""
+"""The page of a report: its sections, in order. Each is made of a run alone; None leaves it out."""
 
 import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -16,20 +16,24 @@ from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
 from tools.journal.records import NO_TOKENS_EVENT
+from tools.journal.shadow_records import SHADOW
+from tools.journal.timeline_file import TIMELINE, read_trace
 from tools.parity.certificate import run_digest
 from tools.parity.page import conclusion, verdict
+from tools.plots.charts import Row, draw_rows
 from tools.plots.compare_plot import LAST, Curve
-from tools.plots.drawing import to_svg as to_svg_file
-from tools.plots.panels import Over, pictures
-from tools.plots.perfetto import TIMELINE, read_trace
-from tools.plots.shadow_plot import PICTURE, SHADOW
-from tools.plots.svg_panels import legend, to_svg
+from tools.plots.drawing import to_svg, to_themed_svg
+from tools.plots.shadow_plot import PICTURE
 from tools.plots.timeline import Panel as Timeline
 from tools.plots.timeline import draw
-from tools.report.html import Html, Text, facts, folded, html, paragraph, table
+from tools.plots.training_plot import Over, pictures
+from tools.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.report.run import Key, Run
 from tools.training.end_records import read_records
 
+# pixels of a curve, before the page makes it as wide as its column
+CURVE_WIDTH = 480.0
+CURVE_HEIGHT = 180.0
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
@@ -108,13 +112,15 @@ def curves(run: Run) -> Html:
         over = run.config.log.plot_over
     resumes = [event["step"] for event in run.of_kind("resume")]
     drawing = pictures(run.records, over, resumes)
-    figures = list[str]()
-    for number, panel in enumerate(drawing.panels):
-        panel_legend = legend(panel, drawing) if number == 0 else ""  # the same for all
-        caption = f"<b>{html(panel.title)}</b> {panel_legend}"
-        figures.append(
-            f"<figure><figcaption>{caption}</figcaption>{to_svg(panel, drawing)}</figure>"
-        )
+    figures: list[str] = []
+    for number, chart in enumerate(drawing.charts):
+        # its title is text of the page; the legend is the same for all
+        untitled = replace(chart, title="", tick_notes={}, has_legend=number == 0)
+        rows = [Row([untitled], 1, CURVE_HEIGHT)]
+        label = f"{chart.title} over {drawing.x_label}"
+        picture = to_themed_svg(draw_rows("", rows, CURVE_WIDTH), label)
+        caption = f"<figcaption><b>{html(chart.title)}</b></figcaption>"
+        figures.append(f"<figure>{caption}{picture}</figure>")
     remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
     below = paragraph(f"Horizontal axis: {drawing.x_label}. ", remarks)
     return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
@@ -275,7 +281,7 @@ def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
 
 def _draw_timeline(panel: Timeline) -> Html:
     """Return a timeline as an image, so that nothing in it can act on the page."""
-    picture = to_svg_file(draw(panel.title, [], [panel])).encode()
+    picture = to_svg(draw(panel.title, [], [panel])).encode()
     return _image(f"timeline, {panel.title}", "svg+xml", picture)
 
 
@@ -491,3 +497,19 @@ def _format_duration(duration: float) -> str:
     if hours:
         return f"{hours} h {seconds // 60} min"
     return f"{seconds // 60} min {seconds % 60} s"
+
+
+def page(run: Run) -> str:
+    """Return the page of a run."""
+    # numbered by what is there, so that the anchors have no gaps
+    links: list[str] = []
+    sections: list[Html] = []
+    for title, make_section in SECTIONS:
+        content = make_section(run)
+        if content is None:
+            continue
+        anchor = f"s{len(sections)}"
+        links.append(f'<a href="#{anchor}">{html(title)}</a>')
+        heading = f"<h2>{html(title)}</h2>"
+        sections.append(Html(f'<section id="{anchor}">{heading}\n{content.text}</section>'))
+    return document(run.name, Html(f"<nav>{''.join(links)}</nav>"), *sections)

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
-from tools.parity.gather import Record, Tensors
-from tools.parity.record import fragments
+from tools.parity.fragments import take_fragments
+from tools.parity.record import Record, Tensors, buffers_saving
 from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer
 
@@ -40,11 +39,12 @@ def updates(
         trainer.apply(ours.tensors.get(f"gradient/{step}"), report["grad_norm"])
         for kind in ours.tensors:
             if kind.startswith(f"after/{step}/"):
-                states[kind] = _state(trainer.engine.optimizer, kind)
+                saved_kind = kind.rpartition("/")[2]
+                states[kind] = _saved_tensors(trainer.engine.optimizer, saved_kind)
     return states
 
 
-class _Told(ParallelAMPOptimizer):
+class _FixedNormOptimizer(ParallelAMPOptimizer):
     """Optimizer that clips by a given norm: a norm summed in another order would move every
     element."""
 
@@ -59,13 +59,13 @@ class _RepeatingTrainer(Trainer):
 
     @staticmethod
     def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
-        return _Told
+        return _FixedNormOptimizer
 
     def apply(self, gradients: Tensors | None, norm: float) -> None:
         """Take one step with these gradients by name, of the given `norm`; skip it if there are
         none."""
         optimizer = self.engine.optimizer
-        assert isinstance(optimizer, _Told)
+        assert isinstance(optimizer, _FixedNormOptimizer)
         optimizer.fixed_norm = norm
         for buffer in optimizer.all_buffers():
             # a gradient that is infinite makes the optimizer skip the step
@@ -87,21 +87,18 @@ def _is_complete(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
             continue
         name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
         shapes: dict[str, tuple[int, ...]] = {}
-        for buffer in _buffers_with(optimizer, name):
+        for buffer in buffers_saving(optimizer, name):
             shapes |= {piece.part.name: piece.part.shape for piece in buffer.pieces}
         if shapes != {logical: tuple(tensor.shape) for logical, tensor in tensors.items()}:
             return False
     return True
 
 
-def _buffers_with(optimizer: ParallelAMPOptimizer, name: str) -> list[Buffer]:
-    """Return the buffers that save a tensor `name`: "weight" or an average."""
-    return [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
-
-
-def _state(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
-    """Return weights or averages by logical name. kind: "after/STEP/NAME"."""
-    name = kind.rpartition("/")[2]
-    buffers = _buffers_with(optimizer, name)
-    state = fragments(buffers, kind, lambda buffer: buffer.saved()[name])
-    return {fragment.name: values.double().view(fragment.shape) for fragment, values in state}
+def _saved_tensors(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
+    """Return masters, of the kind "weight", or averages by logical name; one process holds all of
+    each tensor."""
+    buffers = buffers_saving(optimizer, kind)
+    return {
+        fragment.name: fragment.values.double().view(fragment.shape)
+        for fragment in take_fragments(buffers, lambda buffer: buffer.saved()[kind])
+    }

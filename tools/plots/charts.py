@@ -1,0 +1,436 @@
+"""Charts: curves over steps or tokens with axes, ticks and a legend, as parts of a drawing.
+
+The pictures of a run, of several runs and of FP8 comparisons are rows of such charts, and so are
+the curves of a report.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tools.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
+
+WIDTH = 1100.0  # of a drawing
+# around the axes of a chart, for labels
+LEFT = 66.0
+RIGHT = 26.0
+TOP = 12.0
+BOTTOM = 24.0
+LABEL_HEIGHT = 16.0  # of the label below the ticks
+# A longer series is thinned to one stretch for so many pixels; of each stretch the lowest and the
+# highest value are drawn.
+STRETCH_WIDTH = 2.0
+X_TICK_SPACING = 62.0
+Y_TICK_SPACING = 30.0
+LARGE = 1e4  # numbers from here on are written with a unit
+LEGEND_SIZE = 10.5  # of its text
+LEGEND_ROW = 15.0  # height
+LEGEND_SIGN = 21.0  # width of the piece of a line before a name
+LEGEND_GAP = 12.0  # between two entries
+TITLE_SIZE = 13.0
+TITLE_LIFT = 8.0  # of the title's baseline above the axes
+CROSS = 3.2  # half of the width of a cross
+DASHED = (4.0, 2.5)
+DOTTED = (1.5, 2.0)
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one quantity. y: a value that is NaN leaves a gap.
+
+    label: in the legend; "" for none. joined: by a line.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str = "main"
+    width: float = 1.6
+    opacity: float = 1.0
+    dash: tuple[float, ...] = ()
+    marker: Literal["", "dot", "cross"] = ""
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Crosses:
+    """Crosses on the horizontal axis, `lift` pixels above it."""
+
+    x: Sequence[float]
+    label: str = "skipped step"
+    color: str = "red"
+    lift: float = 0.0
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line through the chart."""
+
+    y: float
+    color: str = "faint"
+    label: str = ""
+    dash: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    base: of a logarithmic axis of y, 0 for a linear one.
+    linear_below: a logarithmic axis is linear from 0 to this number.
+    from_zero: the axis of y begins at 0.
+    stepped: a value holds until the next one.
+    resumed: x at which the run was resumed.
+    band: the lowest and the highest y of a shaded band.
+    hints: further entries of the legend, without a line.
+    notes: texts beside points.
+    tick_notes: a second line for labels of the horizontal axis.
+    x_range, y_range: the lowest and the highest value shown; None for those of the values.
+    """
+
+    title: str
+    series: Sequence[Series]
+    crosses: Sequence[Crosses] = ()
+    x_label: str = ""
+    right_title: str = ""
+    base: int = 0
+    linear_below: float = 0.0
+    from_zero: bool = False
+    stepped: bool = False
+    resumed: Sequence[float] = ()
+    levels: Sequence[Level] = ()
+    band: tuple[float, float] | None = None
+    hints: Sequence[str] = ()
+    notes: Sequence[tuple[float, float, str]] = ()
+    tick_notes: Mapping[float, str] = field(default_factory=dict)
+    has_legend: bool = True
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+
+    def scaled(self, y: float) -> float:
+        """Return the place of a value on the axis of y, in units of the axis."""
+        if not self.base:
+            return y
+        if self.linear_below:
+            share = y / self.linear_below
+            return share if share < 1 else 1 + math.log(share, self.base)
+        return math.log(max(y, 1e-300), self.base)  # a logarithm of 0 is an error
+
+
+@dataclass(frozen=True)
+class Box:
+    """The area of a chart's axes in the drawing, in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+
+class Frame:
+    """The axes of a chart: from values to pixels.
+
+    x_range, y_range: the lowest and the highest value shown; of y in units of the axis.
+    """
+
+    def __init__(self, chart: Chart, box: Box) -> None:
+        self.chart = chart
+        self.box = box
+        self.x_range = chart.x_range or _finite_range(x for one in chart.series for x in one.x)
+        if chart.y_range:
+            self.y_range = chart.y_range
+            return
+        values = [y for one in chart.series for y in one.y]
+        low, high = _finite_range(chart.scaled(y) for y in values if not math.isnan(y))
+        if chart.from_zero:
+            low = 0.0
+        margin = 0.06 * (high - low) or 0.5
+        self.y_range = (low if chart.from_zero else low - margin, high + margin)
+
+    def x_pixel(self, x: float) -> float:
+        low, high = self.x_range
+        share = (x - low) / (high - low) if high > low else 0.5
+        return self.box.left + self.box.width * share
+
+    def y_pixel(self, y: float) -> float:
+        low, high = self.y_range
+        share = (self.chart.scaled(y) - low) / (high - low) if high > low else 0.5
+        return self.box.bottom - self.box.height * share
+
+
+def _finite_range(values: Iterable[float]) -> tuple[float, float]:
+    finite = [value for value in values if not math.isnan(value)]
+    return (min(finite), max(finite)) if finite else (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Charts beside each other. columns: how many would fit. height: of the axes, in pixels."""
+
+    charts: Sequence[Chart]
+    columns: int
+    height: float
+
+
+def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
+    """Return a drawing of rows of charts below each other. right: room at the right edge."""
+    drawing = Drawing(width, 0)
+    y = 8.0
+    if title:
+        drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
+        y = 34.0
+    for row in rows:
+        cell = (width - right) / row.columns
+        box_width = cell - LEFT - RIGHT
+        headers = [_header_height(chart, box_width) for chart in row.charts]
+        top = y + max(headers)
+        for column, chart in enumerate(row.charts):
+            box = Box(column * cell + LEFT, top, box_width, row.height)
+            drawing.shapes += draw_chart(chart, box)
+        y = top + row.height + max(_footer_height(chart) for chart in row.charts)
+    drawing.height = y
+    return drawing
+
+
+def _header_height(chart: Chart, width: float) -> float:
+    """Return the height of what stands above the axes: title and legend."""
+    rows = max(len(_legend_rows(chart, width)), bool(chart.title))
+    return TOP + LEGEND_ROW * rows
+
+
+def _footer_height(chart: Chart) -> float:
+    """Return the height of what stands below the axes: labels of ticks, and of the axis."""
+    lines = bool(chart.x_label) + bool(chart.tick_notes)
+    return BOTTOM + LABEL_HEIGHT * lines
+
+
+def draw_chart(chart: Chart, box: Box) -> Iterator[Shape]:
+    """Yield the shapes of a chart."""
+    frame = Frame(chart, box)
+    if chart.title:
+        yield Text(box.left, box.top - TITLE_LIFT, chart.title, TITLE_SIZE)
+    if chart.right_title:
+        yield Text(box.right, box.top - TITLE_LIFT, chart.right_title, 11, anchor="end")
+    yield from _legend(chart, box)
+    if chart.band:
+        yield from _band(frame, chart.band)
+    yield from _axes(frame)
+    for x in chart.resumed:
+        pixel = frame.x_pixel(x)
+        yield Trail([(pixel, box.top), (pixel, box.bottom)], "faint", 1.0, dash=DOTTED)
+    for level in chart.levels:
+        pixel = frame.y_pixel(level.y)
+        yield Trail([(box.left, pixel), (box.right, pixel)], level.color, 1.0, dash=level.dash)
+    for series in chart.series:
+        yield from _curve(frame, series)
+    for crosses in chart.crosses:
+        # of very many, evenly chosen ones: more would not be seen
+        every = 1 + len(crosses.x) // int(box.width / STRETCH_WIDTH)
+        y = box.bottom - crosses.lift
+        points = [(frame.x_pixel(x), y) for x in crosses.x[::every]]
+        yield _draw_crosses(points, crosses.color)
+    for x, y, text in chart.notes:
+        yield Text(frame.x_pixel(x) + 8, frame.y_pixel(y) + 12, text, 11)
+
+
+def _band(frame: Frame, band: tuple[float, float]) -> Iterator[Shape]:
+    """Yield the shaded part of the axes between two values of y, as far as it is shown."""
+    low, high = (min(max(frame.y_pixel(y), frame.box.top), frame.box.bottom) for y in band)
+    box = frame.box
+    yield Rect(box.left, high, box.width, low - high, "other1", opacity=0.08)
+
+
+def _axes(frame: Frame) -> Iterator[Shape]:
+    """Yield a grid line and a label for each tick, and the axes."""
+    box = frame.box
+    for y, label in _y_ticks(frame):
+        pixel = frame.y_pixel(y)
+        yield Line(box.left, pixel, box.right, pixel, "line", 0.8)
+        yield Text(box.left - 7, pixel + 4, label, 12, "ink", "end")
+    footer = box.bottom + 16
+    for x in round_numbers(*frame.x_range, max(2, int(box.width / X_TICK_SPACING))):
+        pixel = frame.x_pixel(x)
+        yield Line(pixel, box.top, pixel, box.bottom, "line", 0.8)
+        yield Text(pixel, footer, short(x) if x >= 1e5 else f"{x:,g}", 12, "ink", "middle")
+        if x in frame.chart.tick_notes:
+            note = frame.chart.tick_notes[x]
+            yield Text(pixel, footer + LABEL_HEIGHT, note, 12, "faint", "middle")
+    yield Line(box.left, box.top, box.left, box.bottom, "ink", 0.9)
+    yield Line(box.left, box.bottom, box.right, box.bottom, "ink", 0.9)
+    if frame.chart.x_label:
+        baseline = box.bottom + _footer_height(frame.chart) - 8
+        yield Text((box.left + box.right) / 2, baseline, frame.chart.x_label, 12, anchor="middle")
+
+
+def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
+    """Yield the values of ticks and their labels: powers of the base on a logarithmic axis."""
+    chart = frame.chart
+    low, high = frame.y_range
+    count = max(2, int(frame.box.height / Y_TICK_SPACING))
+    if not chart.base:
+        for y in round_numbers(low, high, count):
+            yield y, short(y) if abs(y) >= LARGE else f"{y:.4g}"
+        return
+    if chart.linear_below:
+        yield 0.0, "0"
+        for exponent in range(math.floor(high)):
+            y = chart.linear_below * chart.base**exponent
+            yield y, f"{y:g}"
+        return
+    spacing = max(1, math.ceil((high - low) / count))
+    for exponent in range(math.ceil(low), math.floor(high) + 1):
+        if exponent % spacing == 0:
+            label = f"{chart.base}{str(exponent).translate(SUPERSCRIPTS)}"
+            yield float(chart.base) ** exponent, label
+
+
+def round_numbers(low: float, high: float, count: int) -> list[float]:
+    """Return at most about `count` round numbers between two."""
+    if high <= low:
+        return [low]
+    step = round_step((high - low) / count)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def round_step(length: float) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
+    power = 10.0 ** math.floor(math.log10(length))
+    least = length * (1 - 1e-9)  # a length that is round but for rounding
+    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= least)
+
+
+def short(number: float) -> str:
+    """Return a number with three digits and a unit: 1.23 M."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.3g}"
+
+
+def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
+    """Yield the line of a series, and its markers."""
+    points: list[Point | None] = []
+    for x, y in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
+        if math.isnan(x) or math.isnan(y):
+            points.append(None)
+            continue
+        x_pixel = frame.x_pixel(x)
+        if frame.chart.stepped and points and points[-1]:
+            points.append((x_pixel, points[-1][1]))
+        points.append((x_pixel, frame.y_pixel(y)))
+    if frame.chart.stepped and points and points[-1]:
+        points.append((frame.box.right, points[-1][1]))
+    if series.joined:
+        yield Trail(points, series.color, series.width, series.opacity, series.dash)
+    marked = [point for point in points if point]
+    if series.marker == "cross":
+        yield _draw_crosses(marked, series.color)
+    elif series.marker == "dot" or (series.joined and len(marked) == 1):
+        # a single point has no line
+        for x, y in marked:
+            yield _draw_dot(x, y, series.color)
+
+
+def _draw_dot(x: float, y: float, color: str) -> Rect:
+    radius = 3.0
+    return Rect(x - radius, y - radius, 2 * radius, 2 * radius, color, radius)
+
+
+def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
+    points: list[Point | None] = []
+    for x, y in centers:
+        points += [(x - CROSS, y - CROSS), (x + CROSS, y + CROSS), None]
+        points += [(x - CROSS, y + CROSS), (x + CROSS, y - CROSS), None]
+    return Trail(points, color, 1.5)
+
+
+def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float, float]]:
+    """Yield the points of a series; of a long one the lowest and the highest of each stretch, in
+    order."""
+    count = len(series.x)
+    if count <= 2 * max_stretches:
+        yield from zip(series.x, series.y, strict=True)
+        return
+    for stretch in range(max_stretches):
+        start = stretch * count // max_stretches
+        stop = (stretch + 1) * count // max_stretches
+        numbers = [i for i in range(start, stop) if not math.isnan(series.y[i])]
+        if not numbers:
+            yield series.x[start], math.nan
+            continue
+        lowest = min(numbers, key=series.y.__getitem__)
+        highest = max(numbers, key=series.y.__getitem__)
+        for number in sorted({lowest, highest}):
+            yield series.x[number], series.y[number]
+
+
+def _legend_entries(chart: Chart) -> list[Series]:
+    """Return what the legend names, each as a series without values that looks like it."""
+    entries = [series for series in chart.series if series.label]
+    entries += [
+        Series(level.label, (), (), level.color, 1.2, dash=level.dash)
+        for level in chart.levels
+        if level.label
+    ]
+    if chart.resumed:
+        entries.append(Series("resumed", (), (), "faint", 1.2, dash=DOTTED))
+    entries += [
+        Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
+        for crosses in chart.crosses
+        if crosses.x and crosses.label
+    ]
+    entries += [Series(hint, (), (), joined=False) for hint in chart.hints]
+    return entries
+
+
+def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
+    """Return the entries of the legend, in rows that fit beside the title; none for one curve
+    alone."""
+    entries = _legend_entries(chart) if chart.has_legend else []
+    if len(entries) < 2 and not chart.levels and not chart.hints:
+        return []
+    available = width - text_width(chart.title, TITLE_SIZE) - LEGEND_GAP
+    rows: list[list[Series]] = [[]]
+    for entry in entries:
+        if rows[-1] and sum(map(_entry_width, [*rows[-1], entry])) > available:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def _entry_width(entry: Series) -> float:
+    """Return the width of an entry of the legend, with the gap before it."""
+    return LEGEND_GAP + LEGEND_SIGN + text_width(entry.label, LEGEND_SIZE)
+
+
+def _legend(chart: Chart, box: Box) -> Iterator[Shape]:
+    """Yield the legend above the axes on the right, where it never lies over a curve."""
+    rows = _legend_rows(chart, box.width)
+    for number, row in enumerate(rows):
+        rows_below = len(rows) - 1 - number
+        baseline = box.top - TITLE_LIFT - LEGEND_ROW * rows_below
+        middle = baseline - 4  # of the height of letters
+        end = box.right
+        for entry in reversed(row):
+            end -= _entry_width(entry)
+            start = end + LEGEND_GAP
+            text_start = start + LEGEND_SIGN
+            sign_end = text_start - 5
+            if entry.joined:
+                line = [(start, middle), (sign_end, middle)]
+                yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
+            elif entry.marker:
+                yield _draw_crosses([((start + sign_end) / 2, middle)], entry.color)
+            yield Text(text_start, baseline, entry.label, LEGEND_SIZE)

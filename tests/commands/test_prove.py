@@ -17,8 +17,8 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.commands import prove
 from tools.config.settings import Parallel
-from tools.prove.damage import turn_one_sign
-from tools.prove.parting import by_step, first_parting
+from tools.prove.first_difference import by_step, first_parting
+from tools.prove.proof import turn_one_sign
 from tools.prove.runs import Failure, Room, _ready
 from tools.training.batches import Batches
 from tools.training.corpus import open_corpus

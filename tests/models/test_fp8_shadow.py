@@ -29,7 +29,8 @@ from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
-from tools.plots.shadow_plot import PICTURE, SHADOW, alarms, plot_shadow, shadow_event
+from tools.journal.shadow_records import SHADOW, alarms, shadow_event
+from tools.plots.shadow_plot import PICTURE, plot_shadow
 
 DROPOUT = {**run().model, "dropout": 0.2}
 

@@ -32,10 +32,9 @@ from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.console.tables import add_json, print_result
-from tools.doctor.finding import CODES, Finding, not_tried, verdict, wrong
-from tools.doctor.place import RankContext
+from tools.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
+from tools.doctor.questions import RankContext
 from tools.doctor.ranks import DoctorRequest, take_part
-from tools.doctor.verdict import document, show
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
 from tools.training.notes import tell_notes

@@ -25,7 +25,6 @@ from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
-from tools.parity.again import updates
 from tools.parity.certificate import (
     NOT_TRIED,
     PROVEN,
@@ -39,7 +38,6 @@ from tools.parity.certificate import (
     write,
 )
 from tools.parity.compare import compare
-from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, every, fitted, largest, requested_layouts
 from tools.parity.noise import DRAWS, Noise
 from tools.parity.page import page, show
@@ -53,10 +51,13 @@ from tools.parity.ranks import (
     run_alone,
     with_vocabulary,
 )
-from tools.parity.record import Plan
+from tools.parity.record import Plan, Record, gather
+from tools.parity.repeated_updates import updates
 from tools.parity.runs import (
     EPSILON,
+    LayoutLimits,
     alone,
+    changes,
     clipped,
     epsilon,
     in_float64,
@@ -66,7 +67,6 @@ from tools.parity.runs import (
     tokens_per_expert,
     with_random_tokens,
 )
-from tools.parity.shrink import LayoutLimits, changes
 from tools.training.corpus import open_corpus
 from tools.training.notes import add_strict, tell_notes
 

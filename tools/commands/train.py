@@ -44,8 +44,8 @@ from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.records import DIGESTS, EVENTS, METRICS
 from tools.journal.trackers import require_trackers
 from tools.planning.report import summary_line
-from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
+from tools.plots.training_plot import plot_run
 from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome, print_skipped
 from tools.training.corpus import (

@@ -21,8 +21,7 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.diagnose.position import Phase, Position
-from megaprec.diagnose.step_position import StepPosition
+from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
@@ -42,8 +41,8 @@ from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_watch
 from tools.journal.journal import Journal
-from tools.plots.perfetto import TIMELINE, write_trace
-from tools.plots.shadow_plot import shadow_event, shadow_fields
+from tools.journal.shadow_records import shadow_event, shadow_fields
+from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves

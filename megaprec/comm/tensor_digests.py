@@ -90,6 +90,8 @@ def _sum_flat(
     to_lanes: returns the lanes of some of the values.
     """
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
+    if not len(values):
+        return total  # the matrix may have no columns
     width = columns.shape[1]
     for start, stop in _split_at_rows(first, first + len(values), width):
         row, column = divmod(start, width)

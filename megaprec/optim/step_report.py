@@ -5,7 +5,6 @@ Because all three have one source they cannot disagree: a step whose gradient no
 never "applied", whatever its precision.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -145,23 +144,6 @@ def _describe_offender(offender: Offender) -> str:
     if offender.origin:
         line += f"; {offender.origin}"
     return line
-
-
-def to_json(record: dict[str, object]) -> str:
-    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
-    "-inf" and "nan"."""
-    return json.dumps(_spell_nonfinite(record), allow_nan=False)
-
-
-def _spell_nonfinite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _spell_nonfinite(nested) for key, nested in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spell_nonfinite(nested) for nested in value]
-    # Python would write NaN and Infinity, which other readers of JSON refuse
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def report_fields(report: StepReport) -> dict[str, object]:

@@ -19,8 +19,8 @@ from tools.config.run_file import load_run
 from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
 from tools.parity.layouts import every
-from tools.parity.page import conclusion, show
 from tools.parity.runs import LayoutLimits, like, shrunk
+from tools.parity.summary import conclusion, show
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [

@@ -20,16 +20,12 @@ from tools.parity.certificate import PROVEN, WRONG, Compared, entry
 from tools.parity.compare import Difference, compare
 from tools.parity.layouts import Layout
 from tools.parity.noise import Noise
-from tools.parity.ranks import Run, corpus_of, run_alone, run_together
-from tools.parity.record import BorderTable, Plan, Record, gather
+from tools.parity.ranks import Run, corpus_of, run_and_gather
+from tools.parity.record import BorderTable, Plan, Record
 from tools.parity.repeated_updates import updates
 from tools.parity.runs import EPSILON, alone, in_float64
 
 Take = Callable[[Run], Record]
-
-
-class NotTaken(Exception):
-    """A replay that did not finish; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +43,7 @@ class Replay:
         return Run(config, plan or self.plan, self.folder / name / "run")
 
 
-def take_run(run: Run) -> Record:
-    """Take a run in processes of its own and return its record. Raises NotTaken."""
-    if run.config.world_size == 1:
-        return run_alone(run)
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    (failure,) = run_together([run], run.folder.parent)
-    if failure is not None:
-        raise NotTaken("; ".join([failure.why, *failure.where]))
-    return gather(run.folder)
-
-
-def located_bits(replay: Replay, take: Take = take_run) -> dict[str, Any]:
+def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     """Return the entry of the first bit that differs between both runs, in their own precision."""
     # a step of one process tells in which order borders are passed
     one_step = replace(replay.plan, steps=1)
@@ -73,7 +58,7 @@ def located_bits(replay: Replay, take: Take = take_run) -> dict[str, Any]:
     return _entry(replay.b, differences, ours, theirs, compared)
 
 
-def located_in_float64(replay: Replay, take: Take = take_run) -> dict[str, Any]:
+def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     """Return the entry of the first run that differs from one process in float64, of B if neither
     does."""
     exact = alone(in_float64(replay.a))

@@ -19,14 +19,14 @@ from rich.table import Table
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
-from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig, load_run
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import add_json, print_result, print_table, to_json
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, fitted, requested_layouts
+from tools.parity.ranks import RunFailed
 from tools.prove.proof import (
     STRAIGHT,
     Row,
@@ -37,7 +37,7 @@ from tools.prove.proof import (
     overall,
     proof,
 )
-from tools.prove.runs import Failure, Room
+from tools.prove.runs import ProofRuns
 from tools.training.notes import add_strict, tell_notes
 
 FORMAT = "megaprec prove 1"
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     layout = _other_layout(config, args.layout)
     # checkpoints of the proof are not those of the run
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
-        certificate = certify(args, config, Room(config, Path(folder), start), layout)
+        certificate = certify(args, config, ProofRuns(config, Path(folder), start), layout)
     # a run directory may have been moved or copied since train.folder was recorded
     run_path = Path(args.run_)
     run_folder = run_path if run_path.is_dir() else Path(config.train.folder)
@@ -125,14 +125,14 @@ def _other_layout(config: RunConfig, text: str) -> Layout | None:
 
 
 def certify(
-    args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None
+    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: Layout | None
 ) -> dict[str, Any]:
     """Run the proof and return its certificate."""
-    span = Span.of(room.step, args.steps)
+    span = Span.of(runs.step, args.steps)
     rows: list[Row]
     try:
-        rows = list(proof(room, span, layout))
-    except Failure as failure:
+        rows = list(proof(runs, span, layout))
+    except RunFailed as failure:
         # without the straight run there is nothing to compare with
         untried = {
             "row": STRAIGHT,

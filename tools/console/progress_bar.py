@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
@@ -17,7 +17,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from megaprec.data.text import Source, left_out_words
 from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
@@ -25,10 +24,11 @@ BAR_WIDTH = 20  # columns of a bar at least
 WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
 
 
-def tell_left_out(source: Source) -> None:
-    """Name on stderr, in one line, the files of a folder that are not read."""
-    if source.left_out:
-        say(f"{source.name}: left out {', '.join(left_out_words(source.left_out))}", sys.stderr)
+def tell_left_out(name: str, left_out: Sequence[str]) -> None:
+    """Name on stderr, in one line, the files of a folder that are not read. left_out: their kinds,
+    in words."""
+    if left_out:
+        say(f"{name}: left out {', '.join(left_out)}", sys.stderr)
 
 
 @contextmanager
@@ -42,22 +42,27 @@ def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
 
 
 @contextmanager
-def build_progress(source: Source) -> Iterator[Callable[[int, int, int], None]]:
-    """Show, on stderr, the progress of tokenizing a text; yields the callback of
-    `megaprec.data.build`."""
+def build_progress(
+    name: str, total_chars: int | None, left_out: Sequence[str]
+) -> Iterator[Callable[[int, int, int], None]]:
+    """Show, on stderr, the progress of tokenizing a text.
+
+    Yields the callback of `megaprec.data.build`, for documents, characters and tokens so far.
+
+    total_chars: None if that is not known. left_out: see `tell_left_out`.
+    """
     console = Console(stderr=True)
-    description = TextColumn("{task.description}", markup=False)
     columns = (
-        description,
+        TextColumn("{task.description}", markup=False),
         BarColumn(BAR_WIDTH),
         TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
     )
     if not console.is_terminal:
-        _print_plain(console, f"building the data set of {source.name}")
-    tell_left_out(source)
+        _print_plain(console, f"building the data set of {name}")
+    tell_left_out(name, left_out)
     with _show_bar(console, *columns) as bar:
-        task = bar.add_task(f"reading {source.name}", total=source.total_chars())
+        task = bar.add_task(f"reading {name}", total=total_chars)
         start_time = time.monotonic()
         last_line = start_time  # when a plain line was printed
         first_tokens: int | None = None  # an interrupted build resumes: they were there before

@@ -13,8 +13,8 @@ from typing import Any
 from megaprec.data.files import write_whole
 from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
-from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
+from tools.console.tables import to_json
 from tools.console.units import flops
 from tools.journal.records import (
     DIGEST,

@@ -1,5 +1,6 @@
-"""Running layouts: one launch of local ranks for all layouts with the same number of ranks, one
-after the other.
+"""Running a configuration on a group of local ranks, or alone on this process, to record it.
+
+All runs of the same number of ranks share one launch, one after the other.
 
 The parent writes a folder for each run, with its run file and its plan; the ranks read them and add
 their files.
@@ -106,6 +107,22 @@ def run_together(
         # the user's signal ends the later runs too
         failures += [failure] * (len(pending) - num_done if failure.stopped else 1)
     return failures
+
+
+class RunFailed(Exception):
+    """A run that did not finish; the text says why."""
+
+
+def run_and_gather(run: Run) -> Record:
+    """Carry out one run, on as many ranks as it has, and return its record. Raises RunFailed."""
+    if run.config.world_size == 1:
+        return run_alone(run)
+    group_folder = run.folder.parent
+    group_folder.mkdir(parents=True, exist_ok=True)
+    (failure,) = run_together([run], group_folder)
+    if failure is not None:
+        raise RunFailed("; ".join([failure.why, *failure.where]))
+    return gather(run.folder)
 
 
 @dataclass(frozen=True)

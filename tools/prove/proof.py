@@ -24,8 +24,9 @@ from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG
 from tools.parity.layouts import Layout, every, fitted
+from tools.parity.ranks import RunFailed
 from tools.prove.first_difference import Parting, by_step, first_parting
-from tools.prove.runs import Failure, Room
+from tools.prove.runs import ProofRuns
 
 STRAIGHT = "straight"
 AGAIN = "again"
@@ -75,24 +76,24 @@ def other_layout(config: RunConfig) -> Layout | None:
     return None
 
 
-def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
+def proof(runs: ProofRuns, span: Span, layout: Layout | None) -> Iterator[Row]:
     """Run everything and yield the rows. layout: another one, None if none fits.
 
-    Raises Failure if the straight run fails.
+    Raises RunFailed if the straight run fails.
     """
-    room.begin(STRAIGHT)
-    room.take(STRAIGHT, span.last)
-    yield _try_row(AGAIN, span.before, lambda: _repeat(room, span))
-    if not room.digests(AGAIN):
+    runs.begin(STRAIGHT)
+    runs.take(STRAIGHT, span.last)
+    yield _try_row(AGAIN, span.before, lambda: _repeat(runs, span))
+    if not runs.digests(AGAIN):
         return
     # the other rows go on from the checkpoint of the repeated run
-    room.copy(AGAIN, RESUMED)
+    runs.copy(AGAIN, RESUMED)
     at_stop = range(span.stop, span.stop + 1)
     all_steps = range(span.first + 1, span.last + 1)
-    yield _try_row(RESUMED, span.after, lambda: _resume(room, span, RESUMED))
-    yield _try_row(LOADED, at_stop, lambda: _load_elsewhere(room, span, layout), layout)
-    yield _try_row(OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(room, span, layout), layout)
-    yield _try_row(CONTROL, range(span.stop, span.stop + 2), lambda: _try_damage(room, span))
+    yield _try_row(RESUMED, span.after, lambda: _resume(runs, span, RESUMED))
+    yield _try_row(LOADED, at_stop, lambda: _load_elsewhere(runs, span, layout), layout)
+    yield _try_row(OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(runs, span, layout), layout)
+    yield _try_row(CONTROL, range(span.stop, span.stop + 2), lambda: _try_damage(runs, span))
 
 
 def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
@@ -122,7 +123,7 @@ def _try_row(name: str, steps: range, run: Callable[[], Row], layout: Layout | N
         head["layout"] = layout.name
     try:
         return head | run()
-    except Failure as failure:
+    except RunFailed as failure:
         return head | _not_tried(str(failure))
 
 
@@ -136,41 +137,41 @@ def _verdict(parting: Parting | None) -> Row:
     return {"verdict": WRONG, "why": parting.describe(), "first": parting.fields()}
 
 
-def _repeat(room: Room, span: Span) -> Row:
-    room.begin(AGAIN)
-    room.take(AGAIN, span.stop)
-    return _compare_steps(room, AGAIN, span.before)
+def _repeat(runs: ProofRuns, span: Span) -> Row:
+    runs.begin(AGAIN)
+    runs.take(AGAIN, span.stop)
+    return _compare_steps(runs, AGAIN, span.before)
 
 
-def _resume(room: Room, span: Span, name: str, parallel: Parallel | None = None) -> Row:
+def _resume(runs: ProofRuns, span: Span, name: str, parallel: Parallel | None = None) -> Row:
     """Resume a copy of the stopped run and compare the loaded state, then each step."""
-    if not _any_applied(room, span.before) or not _any_applied(room, span.after):
+    if not _any_applied(runs, span.before) or not _any_applied(runs, span.after):
         return _not_tried(
             "no step was applied before the stop, or none after it: take more --steps, or lower "
             "the scale"
         )
-    room.take(name, span.last, parallel)
-    loaded = _compare_loaded(room, name, span.stop)
+    runs.take(name, span.last, parallel)
+    loaded = _compare_loaded(runs, name, span.stop)
     if loaded["verdict"] != PROVEN:
         return loaded
-    return _compare_steps(room, name, span.after)
+    return _compare_steps(runs, name, span.after)
 
 
-def _load_elsewhere(room: Room, span: Span, layout: Layout | None) -> Row:
+def _load_elsewhere(runs: ProofRuns, span: Span, layout: Layout | None) -> Row:
     """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
-    config = room.config
+    config = runs.config
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
     if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
         return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
-    room.copy(AGAIN, LOADED)
-    room.take(LOADED, span.stop, layout.parallel)
-    return _compare_loaded(room, LOADED, span.stop)
+    runs.copy(AGAIN, LOADED)
+    runs.take(LOADED, span.stop, layout.parallel)
+    return _compare_loaded(runs, LOADED, span.stop)
 
 
-def _train_elsewhere(room: Room, span: Span, layout: Layout | None) -> Row:
+def _train_elsewhere(runs: ProofRuns, span: Span, layout: Layout | None) -> Row:
     """Train straight in another layout, and resume in it, if the numerics are canonical."""
-    if not is_canonical(room.config):
+    if not is_canonical(runs.config):
         return _not_tried(
             'train.numerics = "fast": another layout adds in another order, so its last bits '
             "differ; "
@@ -178,29 +179,29 @@ def _train_elsewhere(room: Room, span: Span, layout: Layout | None) -> Row:
         )
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
-    room.begin(OTHER_LAYOUT)
-    room.take(OTHER_LAYOUT, span.last, layout.parallel)
-    straight = _compare_steps(room, OTHER_LAYOUT, (*span.before, *span.after))
+    runs.begin(OTHER_LAYOUT)
+    runs.take(OTHER_LAYOUT, span.last, layout.parallel)
+    straight = _compare_steps(runs, OTHER_LAYOUT, (*span.before, *span.after))
     if straight["verdict"] != PROVEN:
         return straight
     name = f"{RESUMED} in {layout.name}"
-    room.copy(AGAIN, name)
-    return _resume(room, span, name, layout.parallel)
+    runs.copy(AGAIN, name)
+    return _resume(runs, span, name, layout.parallel)
 
 
-def _try_damage(room: Room, span: Span) -> Row:
+def _try_damage(runs: ProofRuns, span: Span) -> Row:
     """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
     and a step later."""
     step_after = range(span.stop + 1, span.stop + 2)
     # without updates there are no moments to damage, or the damage changes no weight
-    if not _any_applied(room, span.before) or not _any_applied(room, step_after):
+    if not _any_applied(runs, span.before) or not _any_applied(runs, step_after):
         return _not_tried(
             "the step after the stop, or all steps before it, were not applied: take other --steps"
         )
-    damaged = turn_one_sign(room.copy(AGAIN, CONTROL))
-    room.take(CONTROL, span.stop + 1)
-    loaded = _compare_loaded(room, CONTROL, span.stop)
-    later = _compare_steps(room, CONTROL, (span.stop + 1,))
+    damaged = turn_one_sign(runs.copy(AGAIN, CONTROL))
+    runs.take(CONTROL, span.stop + 1)
+    loaded = _compare_loaded(runs, CONTROL, span.stop)
+    later = _compare_steps(runs, CONTROL, (span.stop + 1,))
     seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
     if len(seen) < 2:
         why = (
@@ -216,28 +217,28 @@ def _try_damage(room: Room, span: Span) -> Row:
     return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
 
 
-def _compare_steps(room: Room, name: str, steps: Collection[int]) -> Row:
+def _compare_steps(runs: ProofRuns, name: str, steps: Collection[int]) -> Row:
     """Compare the states after these steps with those of the straight run."""
-    ours = by_step(room.digests(name))
-    theirs = by_step(room.digests(STRAIGHT))
+    ours = by_step(runs.digests(name))
+    theirs = by_step(runs.digests(STRAIGHT))
     missing = [step for step in steps if step not in ours or step not in theirs]
     if missing:
         return _not_tried(f"there is no digest of step {missing[0]}: the run ended before it")
     return _verdict(first_parting({step: ours[step] for step in steps}, theirs))
 
 
-def _compare_loaded(room: Room, name: str, stop: int) -> Row:
+def _compare_loaded(runs: ProofRuns, name: str, stop: int) -> Row:
     """Compare the state that a run has loaded with that of the straight run after step `stop`."""
-    ours = by_step(room.digests(name), loaded=True)
-    theirs = by_step(room.digests(STRAIGHT))
+    ours = by_step(runs.digests(name), loaded=True)
+    theirs = by_step(runs.digests(STRAIGHT))
     if stop not in ours or stop not in theirs:
         return _not_tried(f"there is no digest of the state loaded after step {stop}")
     return _verdict(first_parting({stop: ours[stop]}, theirs, state_only=True))
 
 
-def _any_applied(room: Room, steps: range) -> bool:
+def _any_applied(runs: ProofRuns, steps: range) -> bool:
     """Return True if the straight run applied one of these steps."""
-    return bool(set(steps) & set(room.applied(STRAIGHT)))
+    return bool(set(steps) & set(runs.applied(STRAIGHT)))
 
 
 def turn_one_sign(checkpoint: Path) -> str:

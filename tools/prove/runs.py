@@ -23,6 +23,7 @@ from tools.config.settings import Parallel
 from tools.console.units import counted
 from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics
+from tools.parity.ranks import RunFailed
 from tools.training.corpus import data_folder
 from tools.training.launch import own_program
 
@@ -31,12 +32,8 @@ from tools.training.launch import own_program
 HELD_BACK = 3
 
 
-class Failure(Exception):
-    """A run that did not finish; the text is its exit code and last line."""
-
-
 @dataclass(frozen=True)
-class Room:
+class ProofRuns:
     """The place of a proof. config: the user's run. folder: an empty one. start: checkpoint that
     all runs begin with.
 
@@ -77,7 +74,7 @@ class Room:
         return newest
 
     def take(self, name: str, last: int, parallel: Parallel | None = None) -> None:
-        """Train the run `name` up to step `last`, from where it is. Raises Failure.
+        """Train the run `name` up to step `last`, from where it is. Raises RunFailed.
 
         parallel: another layout.
         """
@@ -91,7 +88,7 @@ class Room:
             command = own_program(["train", str(file)])
             code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
         if code not in (0, HELD_BACK):
-            raise Failure(f"{name}: exit code {code}: {self._message(name)}")
+            raise RunFailed(f"{name}: exit code {code}: {self._message(name)}")
         _tell(f"{name}: {time.monotonic() - began:.0f} s")
 
     def digests(self, name: str) -> list[dict[str, Any]]:

@@ -56,8 +56,13 @@ figure { margin: 0 }
 figcaption { font-size: 13px }
 svg { width: 100%; height: auto; display: block }
 img.wide { min-width: 700px; width: 100%; background: #ffffff; border-radius: 4px }
+.verdict { font-size: 1.2rem; font-weight: 600 }
 .proven { color: var(--other1) } .wrong { color: var(--red) } .untried { color: var(--other0) }
-td.number, th.number { text-align: right }
+ol.way { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 3px }
+ol.way li {
+  font-size: 12px; padding: 1px 6px; border-radius: 4px; border: 1px solid currentColor
+}
+ol.way li.first { outline: 2px solid var(--red); font-weight: 600 }
 details { margin: .8rem 0 }
 summary { cursor: pointer; color: var(--main) }
 @media (max-width: 640px) {

@@ -19,7 +19,7 @@ from tools.journal.records import NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace
 from tools.parity.certificate import run_digest
-from tools.parity.page import conclusion, verdict
+from tools.parity.summary import conclusion, verdict
 from tools.plots.charts import Row, draw_rows
 from tools.plots.compare_plot import LAST, Curve
 from tools.plots.drawing import to_svg, to_themed_svg

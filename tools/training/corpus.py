@@ -25,7 +25,7 @@ from megaprec.data.files import exclusive_lock, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import Contents, check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
-from megaprec.data.text import Source, has_digest
+from megaprec.data.text import Source, has_digest, left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
 from megaprec.durable import read_whole
@@ -609,7 +609,12 @@ def _build_alone(
             )
     # `prepare` leaves a data set as it is if it is the one that would be built.
     for part, source in sources.items():
-        with _naming(config, part), build_progress(source) as report:
+        with (
+            _naming(config, part),
+            build_progress(
+                source.name, source.total_chars(), left_out_words(source.left_out)
+            ) as report,
+        ):
             prepare(
                 source,
                 part.prefix,

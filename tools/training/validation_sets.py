@@ -19,7 +19,7 @@ from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples
-from megaprec.data.text import Source, open_source
+from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 from megaprec.resources import cores
@@ -152,7 +152,9 @@ def _build(
     # The lock is that of the training data: both are built in this folder.
     with (
         exclusive_lock(cache / ".lock", partial(say_busy, cache)),
-        build_progress(source) as report,
+        build_progress(
+            source.name, source.total_chars(), left_out_words(source.left_out)
+        ) as report,
     ):
         prepare(
             source,

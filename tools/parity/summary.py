@@ -1,0 +1,186 @@
+"""A certificate of parity in words and tables, for a terminal."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.table import Table
+
+from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
+
+EQUAL_BITS = "equal bits"
+COLOR = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}  # in a terminal
+
+# shown as errors; all other quantities must be exact, and share a column
+NUMBERS = {
+    "loss": "loss",
+    "gradient": "gradients",
+    "gradient norm": "norm",
+    "weights": "weights",
+    "moments": "moments",
+}
+
+
+def show(certificate: Certificate, console: Console) -> None:
+    """Print the layouts as a table, and the details of those that differ."""
+    if certificate["changes"]:
+        console.print(_changes_table(certificate))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
+        table.add_column(column, no_wrap=column != "exact")
+    for entry in certificate["layouts"]:
+        color = COLOR[entry["verdict"]]
+        cells = [
+            f"[red]{cell.text}[/]" if cell.is_bad else cell.text for cell in number_cells(entry)
+        ]
+        result = f"[{color}]{verdict(entry)}[/]"
+        table.add_row(plain(entry["layout"]), entry["precision"], *cells, result)
+    console.print(table)
+    for entry in certificate["layouts"]:
+        if entry["verdict"] != PROVEN:
+            console.print(f"[bold]{plain(entry['layout'])}, {entry['precision']}[/]")
+            for label, text in details_of(entry):
+                console.print(f"  {label:13}{plain(text)}", highlight=False, soft_wrap=True)
+    for part, reason in untried_parts(certificate):
+        line = f"not tried: {plain(part)} ({plain(reason)})"
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(conclusion(certificate), highlight=False, soft_wrap=True)
+
+
+def verdict(entry: Mapping[str, Any]) -> str:
+    """Return the verdict on a layout, EQUAL_BITS if it is proven without any tolerance."""
+    return EQUAL_BITS if entry.get("equal_bits") else str(entry["verdict"])
+
+
+def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
+    """Yield (part, reason) that was not tried: of the run, of one layout, or a quantity in every
+    layout."""
+    yield from ((part, reason) for part, reason in certificate["not_tried"])
+    by_precision: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in certificate["layouts"]:
+        precision = entry["precision"]
+        if entry["left_out"]:
+            yield (
+                ", ".join(f"parallel.{key}" for key in entry["left_out"]),
+                f"{entry['layout']} in {precision}: the sizes that were compared do not allow it",
+            )
+        if entry["quantities"]:
+            by_precision.setdefault(precision, []).append(entry["quantities"])
+    for precision, layouts in by_precision.items():
+        for quantity, first in layouts[0].items():
+            verdicts = {quantities.get(quantity, {}).get("verdict") for quantities in layouts}
+            if verdicts == {NOT_TRIED}:
+                yield f"{quantity} in {precision}", first["why"]
+
+
+def conclusion(certificate: Certificate) -> str:
+    """Return the result in a sentence."""
+    layouts = certificate["layouts"]
+    count = Counter(entry["verdict"] for entry in layouts)
+    tried = count[PROVEN] + count[WRONG]
+    rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
+    equal = sum(bool(entry.get("equal_bits")) for entry in layouts)
+    bits = f", {equal} of them in every bit" if equal else ""
+    extent = (
+        f"{certificate['tensors']} tensors, {certificate['steps']} steps, of which "
+        f"{certificate['applied']} applied"
+    )
+    if not tried:
+        return (
+            f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be "
+            f"tried ({extent})"
+        )
+    if count[PROVEN] == tried:
+        return (
+            f"all {tried} comparisons agree with one process{bits}: {extent} and "
+            f"{certificate['clipped']} clipped{rest}"
+        )
+    return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({extent}){rest}"
+
+
+def _changes_table(certificate: Certificate) -> Table:
+    table = Table("made small", "from", "to", box=box.SIMPLE_HEAD)
+    for key, (old, new) in certificate["changes"].items():
+        table.add_row(plain(key), plain(_shorten(old)), plain(_shorten(new)))
+    return table
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class _Cell(NamedTuple):
+    """A cell of the table of layouts."""
+
+    text: str
+    is_bad: bool = False
+
+
+def number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
+    """Return the cells of each column between precision and verdict."""
+    quantities = entry["quantities"]
+    cells: list[_Cell] = []
+    for name in NUMBERS:
+        quantity = quantities.get(name)
+        if quantity is None:
+            cells.append(_Cell(""))
+        elif quantity["verdict"] == NOT_TRIED:
+            cells.append(_Cell("not tried"))
+        else:
+            cells.append(_Cell(format_error(quantity["error"]), quantity["failed"] > 0))
+    exact = [name for name in quantities if name not in NUMBERS]
+    wrong = [name for name in exact if quantities[name]["verdict"] == WRONG]
+    if wrong:
+        cells.append(_Cell(", ".join(wrong), is_bad=True))
+    else:
+        cells.append(_Cell("yes" if exact else ""))
+    return cells
+
+
+def format_error(error: float | str) -> str:
+    """Return an error in one digit; one that is infinite is a word already."""
+    if isinstance(error, str):
+        return error
+    if error == 0:
+        return "0"
+    return f"{error:.0e}"
+
+
+def details_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of a layout that is not proven."""
+    if entry["verdict"] == NOT_TRIED:
+        yield "not tried", entry["why"]
+        return
+    first = entry["first"]
+    # the places of ranks that hang have lines of their own
+    place = "" if "ranks_at" in entry else first["place"]
+    yield "arises in", f"{first['phase']}: {place}".rstrip()
+    if "note" in first and "quantity" not in first:
+        yield "", first["note"]
+    for position in entry.get("ranks_at", ()):
+        yield "", position
+    for label in ("first", "worst"):
+        if "quantity" in entry.get(label, ()):
+            yield label, describe_difference(entry[label])
+    yield "likely cause", entry["likely_cause"]
+
+
+def describe_difference(difference: Mapping[str, Any]) -> str:
+    """Return a difference in words."""
+    text = difference["quantity"]
+    if difference["name"]:
+        text += f" {difference['name']}"
+    text += f", step {difference['step']}" if difference["step"] else ", before the first step"
+    if difference["error"] != "inf":  # values that must be equal have no size of an error
+        error = format_error(difference["error"])
+        text += f": error {error}, bound {format_error(difference['bound'])}"
+    if difference.get("ratio_looks_like"):
+        text += f", ratio {difference['ratio_looks_like']}"
+    if difference.get("ranks"):
+        text += f", on rank {', '.join(map(str, difference['ranks']))}"
+    if difference.get("note"):
+        text += f"; {_shorten(difference['note'])}"
+    return text

@@ -40,7 +40,6 @@ from tools.parity.certificate import (
 from tools.parity.compare import compare
 from tools.parity.layouts import Layout, every, fitted, largest, requested_layouts
 from tools.parity.noise import DRAWS, Noise
-from tools.parity.page import page, show
 from tools.parity.ranks import (
     FLAG,
     Failure,
@@ -67,6 +66,8 @@ from tools.parity.runs import (
     tokens_per_expert,
     with_random_tokens,
 )
+from tools.parity.summary import show
+from tools.report.parity_page import page
 from tools.training.corpus import open_corpus
 from tools.training.notes import add_strict, tell_notes
 

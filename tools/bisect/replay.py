@@ -39,8 +39,8 @@ class Replay:
     names: tuple[str, str]
     folder: Path
 
-    def run(self, name: str, config: RunConfig, plan: Plan | None = None) -> Run:
-        return Run(config, plan or self.plan, self.folder / name / "run")
+    def run(self, name: str, run_config: RunConfig, plan: Plan | None = None) -> Run:
+        return Run(run_config, plan or self.plan, self.folder / name / "run")
 
 
 def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
@@ -48,14 +48,16 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     # a step of one process tells in which order borders are passed
     one_step = replace(replay.plan, steps=1)
     order = take(replay.run("order", alone(replay.a), one_step))
-    theirs = merge_ranks(take(replay.run("a", replay.a)), order)
-    ours = take(replay.run("b", replay.b))
+    first_record = merge_ranks(take(replay.run("a", replay.a)), order)
+    second_record = take(replay.run("b", replay.b))
     states = {
-        kind: tensors for kind, tensors in theirs.tensors.items() if kind.startswith("after/")
+        kind: tensors for kind, tensors in first_record.tensors.items() if kind.startswith("after/")
     }
-    differences = compare(ours, theirs, Noise(exact=True), replay.b.optimizer.norm, states)
+    differences = compare(
+        second_record, first_record, Noise(exact=True), replay.b.optimizer.norm, states
+    )
     compared = f"{replay.names[1]} against {replay.names[0]}"
-    return _entry(replay.b, differences, ours, theirs, compared)
+    return _entry(replay.b, differences, second_record, first_record, compared)
 
 
 def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
@@ -67,64 +69,68 @@ def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str,
     noise = Noise(take(replay.run("shaken", exact, shaken_plan)))
     start = Path(replay.plan.start) if replay.plan.start else None
     entries: list[dict[str, Any]] = []
-    for name, config in zip(replay.names, (replay.a, replay.b), strict=True):
-        run = replay.run(f"float64 {len(entries)}", in_float64(config))
-        ours = take(run)
-        repeated = updates(exact, corpus_of(exact), ours, start)
-        differences = compare(ours, truth, noise, config.optimizer.norm, repeated)
+    for name, run_config in zip(replay.names, (replay.a, replay.b), strict=True):
+        run = replay.run(f"float64 {len(entries)}", in_float64(run_config))
+        second_record = take(run)
+        repeated = updates(exact, corpus_of(exact), second_record, start)
+        differences = compare(second_record, truth, noise, run_config.optimizer.norm, repeated)
         compared = f"{name} against one process"
-        entries.append(_entry(run.config, differences, ours, truth, compared))
+        entries.append(_entry(run.config, differences, second_record, truth, compared))
     return min(entries, key=_entry_rank)
 
 
 def _entry_rank(entry: Mapping[str, Any]) -> tuple[bool, int]:
     """Order entries: those with a difference first, by its step."""
-    first = entry.get("first", {})
-    return entry["verdict"] != WRONG, first.get("step", 0)
+    first_difference = entry.get("first", {})
+    return entry["verdict"] != WRONG, first_difference.get("step", 0)
 
 
 def _entry(
-    config: RunConfig,
+    run_config: RunConfig,
     differences: Sequence[Difference],
-    ours: Record,
-    theirs: Record,
+    second_record: Record,
+    first_record: Record,
     compared: str,
 ) -> dict[str, Any]:
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
-    layout = Layout(compared, config.parallel)
-    precision = str(config.precision.compute)
-    fields = entry(Compared(layout, precision, config, differences, ours, theirs))
-    first = next((difference for difference in differences if difference.fails), None)
-    if first is not None:
-        fields["first"] |= _locate_sample(first, config, ours, theirs)
+    layout = Layout(compared, run_config.parallel)
+    precision = str(run_config.precision.compute)
+    fields = entry(
+        Compared(layout, precision, run_config, differences, second_record, first_record)
+    )
+    first_difference = next((difference for difference in differences if difference.fails), None)
+    if first_difference is not None:
+        fields["first"] |= _locate_sample(first_difference, run_config, second_record, first_record)
     return fields | {"compared": compared, "equal": fields["verdict"] == PROVEN}
 
 
 def _locate_sample(
-    first: Difference, config: RunConfig, ours: Record, theirs: Record
+    first_difference: Difference, run_config: RunConfig, second_record: Record, first_record: Record
 ) -> dict[str, Any]:
     """Return sample, replica and micro-batch of a difference between activations or their
     gradients."""
-    if first.quantity not in (FORWARD, BACKWARD):
+    if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
-    (reference,) = theirs.borders[first.quantity, first.name]
-    step = first.step - 1
-    samples_per_replica = config.train.global_batch // config.parallel.data
-    for values in ours.borders[first.quantity, first.name]:
-        if values.rank not in first.ranks:
+    (reference,) = first_record.borders[first_difference.quantity, first_difference.name]
+    step = first_difference.step - 1
+    samples_per_replica = run_config.train.global_batch // run_config.parallel.data
+    for values in second_record.borders[first_difference.quantity, first_difference.name]:
+        if values.rank not in first_difference.ranks:
             continue
-        for row, sample in enumerate(values.samples):
-            if sample not in reference.samples:
+        for row, sample_id in enumerate(values.samples):
+            if sample_id not in reference.samples:
                 continue
             columns = [reference.positions.index(position) for position in values.positions]
             actual = values.values[step, row]
-            expected = reference.values[step, reference.samples.index(sample)][columns]
-            if not (actual - expected).norm() <= first.bound * expected.norm():  # NaN differs
+            expected = reference.values[step, reference.samples.index(sample_id)][columns]
+            if (
+                not (actual - expected).norm() <= first_difference.bound * expected.norm()
+            ):  # NaN differs
                 return {
-                    "sample": sample,
-                    "replica": sample // samples_per_replica,
-                    "microbatch": sample % samples_per_replica // config.train.micro_batch,
+                    "sample": sample_id,
+                    "replica": sample_id // samples_per_replica,
+                    "microbatch": sample_id % samples_per_replica // run_config.train.micro_batch,
                 }
     return {}
 
@@ -146,24 +152,26 @@ def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
     counts."""
     all_samples: set[int] = set()
     all_positions: set[int] = set()
-    for rank in ranks:
-        all_samples.update(rank.samples)
-        all_positions.update(rank.positions)
+    for border_values in ranks:
+        all_samples.update(border_values.samples)
+        all_positions.update(border_values.positions)
     samples = sorted(all_samples)
     positions = sorted(all_positions)
     shape = (len(ranks[0].values), len(samples), len(positions))
     merged = torch.full(shape, torch.nan, dtype=torch.float64)
     # backwards, so that the first rank's values are written last
-    for rank in reversed(ranks):
-        rows = torch.tensor([samples.index(sample) for sample in rank.samples])
-        columns = torch.tensor([positions.index(position) for position in rank.positions])
-        merged[:, rows[:, None], columns] = rank.values
+    for border_values in reversed(ranks):
+        rows = torch.tensor([samples.index(sample_id) for sample_id in border_values.samples])
+        columns = torch.tensor([positions.index(position) for position in border_values.positions])
+        merged[:, rows[:, None], columns] = border_values.values
     return BorderValues(ranks[0].rank, samples, positions, merged)
 
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:
     """Raise UserError if the runs cannot be compared step by step."""
-    ours = (a.train.global_batch, a.train.seq_length)
-    theirs = (b.train.global_batch, b.train.seq_length)
-    if ours != theirs:
-        raise UserError.of("bisect.batches_differ", ours=ours, theirs=theirs)
+    second_record = (a.train.global_batch, a.train.seq_length)
+    first_record = (b.train.global_batch, b.train.seq_length)
+    if second_record != first_record:
+        raise UserError.of(
+            "bisect.batches_differ", second_record=second_record, first_record=first_record
+        )

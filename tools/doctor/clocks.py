@@ -1,4 +1,4 @@
-"""Clocks: each host's against rank 0's, against its own files, and against time that passes.
+"""Clocks: each host's against rank 0's, and against its own files.
 
 Rank 0 is asked for the time, and half of the way there and back is the error of the answer. Of
 several answers the one with the shortest way counts. Wrong clocks do no harm to numbers, but logs,
@@ -17,7 +17,6 @@ from tools.doctor.questions import Answer, RankContext
 
 TOLERANCE = 1.0  # seconds that clocks may differ
 READINGS = 8  # number of times that each host asks
-INTERVAL = 0.2  # seconds between two looks at both clocks of this process
 REMEDY = "run an NTP client there (chronyc tracking, timedatectl)"
 
 
@@ -27,40 +26,16 @@ def wall() -> float:
 
 
 def readings(context: RankContext) -> Answer:
-    """Return how far this host's clock is from rank 0's, from its files' and from steady time.
+    """Return how far this host's clock is from rank 0's and from the times of its files.
 
-    In seconds: "offset" with its "error", "behind_files" of the time of installed files, "jumped"
-    while this function waited.
+    In seconds: "offset" with its "error", and "behind_files" of the time of installed files.
     """
     return {
         "rank": context.rank,
         "host": context.host,
         "behind_files": max(0.0, Path(torch.__file__).stat().st_mtime - wall()),
-        "jumped": _measure_jump(),
         **_compare_with_first(context),
     }
-
-
-def _measure_jump() -> float:
-    """Return by how many seconds the clock was set while this function waited."""
-    before = _lead_over_steady_time()
-    time.sleep(INTERVAL)
-    return _lead_over_steady_time() - before
-
-
-def _lead_over_steady_time() -> float:
-    """Return how far the wall clock is ahead of steady time.
-
-    Of several looks at both clocks the quickest one counts.
-    """
-    looks = list[tuple[float, float]]()
-    for _ in range(READINGS):
-        start = time.monotonic()
-        wall_time = wall()
-        end = time.monotonic()
-        looks.append((end - start, wall_time - (start + end) / 2))
-    _, lead = min(looks)
-    return lead
 
 
 def _compare_with_first(context: RankContext) -> dict[str, float]:
@@ -107,7 +82,6 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
         *_judge_offsets(answers),
         *_judge_file_times(answers),
-        *_judge_jumps(answers),
     ]
     yield from problems or [_summarize(answers)]
 
@@ -136,19 +110,11 @@ def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
         yield wrong("clocks", message, REMEDY)
 
 
-def _judge_jumps(answers: Sequence[Answer]) -> Iterator[Finding]:
-    jumps = {
-        answer["host"]: answer["jumped"] for answer in answers if abs(answer["jumped"]) > TOLERANCE
-    }
-    for host, seconds in jumps.items():
-        yield wrong("clocks", f"the clock of {host} was set by {seconds:+.1f} s meanwhile", REMEDY)
-
-
 def _summarize(answers: Sequence[Answer]) -> Finding:
     """Return the finding of clocks without problems, with the largest offset."""
     compared = [answer for answer in answers if "offset" in answer]
     if not compared:
-        return ok("clocks", "one host only: its clock runs steadily and is not behind its files")
+        return ok("clocks", "one host only: its clock is not behind its files")
     worst = max(compared, key=lambda answer: abs(answer["offset"]))
     milliseconds = max(abs(worst["offset"]), worst["error"]) * 1e3
     message = f"{len(compared) + 1} hosts agree within {milliseconds:.1f} ms"

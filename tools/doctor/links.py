@@ -1,5 +1,4 @@
-"""Links between ranks along each axis of the mesh: order of messages, latency, bandwidth, and sums
-that are right.
+"""Links between ranks along each axis of the mesh: latency, bandwidth, and sums that are right.
 
 Neighbours on an axis are measured in pairs, and no rank is in two pairs at once: a slow link is
 then slow by itself, and not because of another. Afterwards all ranks of the axis sum and gather,
@@ -24,7 +23,6 @@ from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.questions import RankContext
 
-NUMBERED_MESSAGES = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back
 TRIES = 4  # measurements of the bandwidth of a link that seems broken
 # floats of a message for bandwidth: 1 MiB first, then 16 MiB if that takes no second
@@ -117,7 +115,7 @@ def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Recor
         return
     global_peer = dist.get_global_rank(axis.group, peer) if axis.group else peer
     pair = Pair(axis, peer, first, context.device)
-    measured = _run_guarded(lambda: {"order": order(pair), **speeds(pair)})
+    measured = _run_guarded(lambda: speeds(pair))
     if first:
         yield {
             "axis": axis.name,
@@ -134,26 +132,6 @@ def _run_guarded(part: Callable[[], Record]) -> Record:
         return part()
     except (RuntimeError, ValueError) as error:
         return {"error": str(error).splitlines()[0]}
-
-
-def order(pair: Pair) -> str:
-    """Send numbered messages one way, then back; return what is wrong with their order.
-
-    "" if nothing is.
-    """
-    first_problem = ""
-    for sends in (pair.first, not pair.first):
-        for number in range(NUMBERED_MESSAGES):
-            message = torch.full((2,), float(number), device=pair.device)
-            if sends:
-                pair.send(message)
-                continue
-            pair.receive(message.fill_(-1.0))
-            received = message.tolist()
-            # Goes on after a problem: the other rank sends all messages.
-            if received != [number, number] and not first_problem:
-                first_problem = f"message {number} was number {received[0]:g}"
-    return first_problem
 
 
 def speeds(pair: Pair) -> dict[str, float]:
@@ -254,8 +232,6 @@ def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
         problem: str | None
         if "error" in link:
             problem = link["error"]
-        elif link["order"]:
-            problem = f"messages out of order: {link['order']}"
         else:
             problem = slow(link, similar) or None
         if problem is not None:
@@ -325,7 +301,7 @@ def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
     worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
     sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"
-    message = f"{backend}, {counted(len(links), 'link')}: {worst}, messages in order; {sum_time}"
+    message = f"{backend}, {counted(len(links), 'link')}: {worst}; {sum_time}"
     return ok(
         f"links {axis}",
         message,

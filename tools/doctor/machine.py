@@ -67,7 +67,6 @@ def _gpu_facts(local_rank: int) -> Answer:
         "memory": total,
         "used_by_others": max(0, total - free - reserved),
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
-        "uuid": str(getattr(properties, "uuid", "")),
     }
 
 
@@ -143,7 +142,6 @@ def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
 def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
         *_unused_gpus(answers),
-        *_shared_gpus(answers),
         *_busy_gpus(answers),
         *_different_gpus(answers),
     ]
@@ -176,17 +174,6 @@ def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     message = f"nvidia-smi is there, but torch {reason}: {format_ranks(blind)}"
     remedy = "install a build of torch with CUDA, or look at CUDA_VISIBLE_DEVICES and the driver"
     yield wrong("devices", message, remedy)
-
-
-def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
-    ranks_by_gpu: dict[str, dict[int, str]] = {}
-    for answer in answers:
-        if answer.get("uuid"):
-            ranks_by_gpu.setdefault(answer["uuid"], {})[answer["rank"]] = answer["host"]
-    for uuid, ranks in ranks_by_gpu.items():
-        if len(ranks) > 1:
-            message = f"{format_ranks(ranks)} share GPU {uuid}"
-            yield wrong("devices", message, "give each local rank a GPU of its own")
 
 
 def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
 
 def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
     """Return the record of a comparison for events.jsonl."""
-    name, cosine = shadow.worst
+    weight_name, cosine = shadow.worst
     return {
         "event": SHADOW,
         "step": step,
@@ -28,7 +28,7 @@ def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
         "wide_loss": shadow.wide_loss,
         "loss_gap": shadow.gap,
         "worst_cosine": cosine,
-        "worst_weight": name,
+        "worst_weight": weight_name,
         "alarms": alarms(shadow, fp8),
         "cosines": dict(shadow.cosines),
         "saturated": dict(shadow.saturated),
@@ -45,12 +45,16 @@ def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
         messages.append(
             f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
         )
-    low = {name: cosine for name, cosine in shadow.cosines.items() if cosine < fp8.shadow_cosine}
-    if low:
-        name, cosine = shadow.worst
-        others = f" and {len(low) - 1} more" if len(low) > 1 else ""
+    low_cosines = {
+        weight_name: cosine
+        for weight_name, cosine in shadow.cosines.items()
+        if cosine < fp8.shadow_cosine
+    }
+    if low_cosines:
+        weight_name, cosine = shadow.worst
+        others = f" and {len(low_cosines) - 1} more" if len(low_cosines) > 1 else ""
         messages.append(
-            f"cosine {cosine:.3f} of {name}{others} is below fp8.shadow_cosine = "
+            f"cosine {cosine:.3f} of {weight_name}{others} is below fp8.shadow_cosine = "
             f"{fp8.shadow_cosine:g}"
         )
     return messages

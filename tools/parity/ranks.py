@@ -39,7 +39,7 @@ FLAG = "--as-rank"
 
 @dataclass(frozen=True)
 class Run:
-    """A run in one layout. folder: its own."""
+    """A run in one layout. run_folder: its own."""
 
     config: RunConfig
     plan: Plan
@@ -51,16 +51,16 @@ class Run:
         (self.folder / "plan").write_text(json.dumps(asdict(self.plan)), encoding="utf-8")
 
     @staticmethod
-    def read(folder: Path) -> "Run":
-        """Read the files that `write` wrote to `folder`."""
-        plan = Plan(**json.loads((folder / "plan").read_text()))
-        return Run(load_run(folder / "run.toml"), plan, folder)
+    def read(run_folder: Path) -> "Run":
+        """Read the files that `write` wrote to `run_folder`."""
+        plan = Plan(**json.loads((run_folder / "plan").read_text()))
+        return Run(load_run(run_folder / "run.toml"), plan, run_folder)
 
 
-def corpus_of(config: RunConfig) -> Corpus:
+def corpus_of(run_config: RunConfig) -> Corpus:
     """Open the data of a run whose sources are existing data sets and whose vocabulary is known."""
-    sources = config.data.sources
-    return open_built(config, [Path(source) for source in sources], None)
+    sources = run_config.data.sources
+    return open_built(run_config, [Path(source) for source in sources], None)
 
 
 def run_alone(run: Run) -> Record:
@@ -83,9 +83,9 @@ class Failure:
 
 
 def run_together(
-    runs: Sequence[Run], folder: Path, patience: float = PATIENCE
+    runs: Sequence[Run], run_folder: Path, patience: float = PATIENCE
 ) -> list[Failure | None]:
-    """Carry out runs of equally many ranks, each in a folder within `folder`; return why each
+    """Carry out runs of equally many ranks, each in a folder within `run_folder`; return why each
     failed, None if it did not.
 
     After a failed run the others are launched anew. patience: seconds after which ranks that all
@@ -97,7 +97,7 @@ def run_together(
     failures: list[Failure | None] = []
     while len(failures) < len(runs):
         pending = runs[len(failures) :]
-        failure = _launch(pending, folder, patience)
+        failure = _launch(pending, run_folder, patience)
         num_done = 0
         while num_done < len(pending) and done(pending[num_done]):
             num_done += 1
@@ -133,87 +133,92 @@ class Launcher:
     together: Callable[[Sequence[Run], Path], list[Failure | None]] = run_together
 
 
-def _launch(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
+def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
-    (folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
+    (run_folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
     ranks = runs[0].config.world_size
-    with Watch(folder, ranks, patience) as watch:
-        code = launch_local(["parity", str(folder), FLAG], ranks, threads=1)
+    with Watch(run_folder, ranks, patience) as watch:
+        exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
     if watch.stuck:
         return _hang(watch.stuck, patience)
-    if code - 128 in STOPS:
-        return Failure(f"stopped by signal {code - 128}", stopped=True)
-    if code > 128:
-        ended = f"a rank was ended by signal {code - 128}"
+    if exit_code - 128 in STOPS:
+        return Failure(f"stopped by signal {exit_code - 128}", stopped=True)
+    if exit_code > 128:
+        how_it_ended = f"a rank was ended by signal {exit_code - 128}"
     else:
-        ended = f"its ranks ended with code {code}"
+        how_it_ended = f"its ranks ended with code {exit_code}"
     # the rank that failed first is the cause; the others fail for want of it
-    notes = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
+    failure_notes = sorted(run_folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
     folders = {run.folder for run in runs}
-    notes = [path for path in notes if path.parent in folders]
-    if notes:
-        return Failure(f"{ended}: {notes[0].read_text(encoding='utf-8')}")
-    return Failure(ended)
+    failure_notes = [path for path in failure_notes if path.parent in folders]
+    if failure_notes:
+        return Failure(f"{how_it_ended}: {failure_notes[0].read_text(encoding='utf-8')}")
+    return Failure(how_it_ended)
 
 
 def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
     """Return the failure of ranks that all waited. stuck: the last position of each."""
-    positions = tuple(describe_position(rank, stuck[rank]) for rank in sorted(stuck))
-    odd = ", ".join(map(str, odd_ranks(stuck)))
-    if odd:
-        hint = f"; rank {odd} waits for something else than the others, or for nothing"
+    positions = tuple(
+        describe_position(rank_number, stuck[rank_number]) for rank_number in sorted(stuck)
+    )
+    odd_ranks_text = ", ".join(map(str, odd_ranks(stuck)))
+    if odd_ranks_text:
+        hint = f"; rank {odd_ranks_text} waits for something else than the others, or for nothing"
     else:
         hint = ""
     why = f"its ranks hang: for {patience:g} s none moved or computed, until they were ended{hint}"
     return Failure(why, positions)
 
 
-def as_rank(folder: Path) -> int:
+def as_rank(run_folder: Path) -> int:
     """Act as a rank of `run_together`."""
     torch.set_num_threads(1)
     with (
-        recorded_position(folder / f"{os.environ['RANK']}.at") as trail,
+        recorded_position(run_folder / f"{os.environ['RANK']}.at") as trail,
         world(failed=note_failure),
     ):
-        carry_out(folder, trail)
+        carry_out(run_folder, trail)
     return 0
 
 
-def carry_out(folder: Path, trail: Trail | None = None) -> None:
-    """Take part in each pending run within `folder`, in a world that has been joined. trail: told
-    where the rank is."""
-    for name in (folder / PENDING).read_text(encoding="utf-8").splitlines():
-        run = Run.read(folder / name)
+def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
+    """Take part in each pending run within `run_folder`, in a world that has been joined. trail:
+    told where the rank is."""
+    for name in (run_folder / PENDING).read_text(encoding="utf-8").splitlines():
+        run = Run.read(run_folder / name)
         parallel = run.config.parallel
         try:
             mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, cp=parallel.context)
             record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
         except Exception as error:
-            rank = dist.get_rank()
-            message = f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
-            (run.folder / f"{rank}.failed").write_text(message, encoding="utf-8")
+            rank_number = dist.get_rank()
+            message = f"rank {rank_number}: {type(error).__name__}: {error}".splitlines()[0]
+            (run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
             raise
         dist.barrier()
 
 
 def done(run: Run) -> bool:
     """Return True if every rank has written its files."""
-    return all((run.folder / f"{rank}.json").is_file() for rank in range(run.config.world_size))
+    return all(
+        (run.folder / f"{rank_number}.json").is_file()
+        for rank_number in range(run.config.world_size)
+    )
 
 
-def with_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
+def with_vocabulary(run_config: RunConfig, corpus: Corpus) -> RunConfig:
     """Return the run on the open data set, with its vocabulary size."""
     prefixes = [str(dataset.prefix) for dataset in corpus.datasets]
     update: dict[str, Any] = {
         "tokenizer": "",
         "begin": "none" if corpus.begin is None else corpus.begin,
     }
-    if config.data.blend:
+    if run_config.data.blend:
         update["blend"] = tuple(
             part.model_copy(update={"source": prefix})
-            for part, prefix in zip(config.data.blend, prefixes, strict=True)
+            for part, prefix in zip(run_config.data.blend, prefixes, strict=True)
         )
     else:
         update["source"] = prefixes[0]
-    data = config.data.model_copy(update=update)
-    return config.model_copy(update={"model": corpus.model, "data": data})
+    data = run_config.data.model_copy(update=update)
+    return run_config.model_copy(update={"model": corpus.model, "data": data})

@@ -74,8 +74,8 @@ class GradientRecorder(StepObserver):
     num_steps: steps that the optimizer has taken. gradients: of each applied step, from 0.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, record_plan: Plan) -> None:
+        self.plan = record_plan
         self.num_steps = 0
         self.gradients: dict[int, list[Fragment]] = {}
 
@@ -99,11 +99,11 @@ class GradientRecorder(StepObserver):
 
 def _plant_infinity(buffer: Buffer, name: str) -> None:
     """Make the last element of a logical tensor infinite, if it lies in this rank's slice."""
-    for piece in buffer.pieces:
-        last = piece.stop - 1
-        has_last_element = piece.part.shard == piece.part.shards - 1
+    for buffer_piece in buffer.pieces:
+        last = buffer_piece.stop - 1
+        has_last_element = buffer_piece.part.shard == buffer_piece.part.shards - 1
         is_local = buffer.first <= last < buffer.last
-        if piece.part.name == name and has_last_element and is_local:
+        if buffer_piece.part.name == name and has_last_element and is_local:
             buffer.grads[last] = torch.inf
 
 
@@ -119,38 +119,47 @@ class RecordedSamples(Samples):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def batch(self, position: int, count: int) -> Batch:
-        batch = self.samples.batch(position, count)
-        self.ids.append(batch.ids.tolist())
+    def sample_batch(self, position: int, count: int) -> Batch:
+        sample_batch = self.samples.batch(position, count)
+        self.ids.append(sample_batch.ids.tolist())
         if not self.masked:
-            return batch
+            return sample_batch
         # The mask depends on the sample's id and the target's position alone, so it is the same in
         # every layout. A multiplicative hash (Knuth) spreads the numbers.
-        numbers = batch.ids[:, None] * 5 + torch.arange(batch.tokens.shape[1])
+        numbers = sample_batch.ids[:, None] * 5 + torch.arange(sample_batch.tokens.shape[1])
         hashes = numbers * 2654435761 % 4294967296
         # one target in 3 to 7 is left out, more in some samples than in others
-        mask = (hashes % (3 + batch.ids[:, None] % 5) > 0).float()
-        return replace(batch, mask=mask if batch.mask is None else mask * batch.mask)
+        mask = (hashes % (3 + sample_batch.ids[:, None] % 5) > 0).float()
+        return replace(
+            sample_batch, mask=mask if sample_batch.mask is None else mask * sample_batch.mask
+        )
 
 
 class RecordedTrainer(Trainer):
     """The trainer, with its samples and gradients recorded."""
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, plan: Plan, position: Position
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        mesh: DeviceMesh,
+        record_plan: Plan,
+        position: Position,
     ) -> None:
-        self.samples = RecordedSamples(corpus.train, plan.small)
-        self.recorder = GradientRecorder(plan)
-        start = Path(plan.start) if plan.start else None
+        self.samples = RecordedSamples(corpus.train, record_plan.small)
+        self.recorder = GradientRecorder(record_plan)
+        span_start = Path(record_plan.start) if record_plan.start else None
         corpus = replace(corpus, train=self.samples)
-        super().__init__(config, corpus, mesh, start, observers=[self.recorder], position=position)
+        super().__init__(
+            config, corpus, mesh, span_start, observers=[self.recorder], position=position
+        )
 
 
 def record(
     config: RunConfig,
     corpus: Corpus,
     mesh: DeviceMesh,
-    plan: Plan,
+    record_plan: Plan,
     folder: Path,
     trail: Trail | None = None,
 ) -> None:
@@ -159,18 +168,18 @@ def record(
     trail: told where the rank is.
     """
     trail = trail or Trail()
-    trainer = RecordedTrainer(config, corpus, mesh, plan, trail.position)
+    trainer = RecordedTrainer(config, corpus, mesh, record_plan, trail.position)
     optimizer = trainer.engine.optimizer
     stages = list(trainer.engine.stages.values())
     # before the weights are shaken: initial weights are compared bit by bit
     recorded = {"before/weight": _saved_fragments(optimizer, "weight")}
-    if plan.shaken:
-        _shake_weights(optimizer, plan.shaken, plan.draw)
+    if record_plan.shaken:
+        _shake_weights(optimizer, record_plan.shaken, record_plan.draw)
     size = RunSize(
         length=config.train.seq_length,
         batch=config.train.global_batch,
         hidden=corpus.model.hidden,
-        steps=plan.steps,
+        steps=record_plan.steps,
         first=trainer.progress.step,
     )
     borders = BorderRecorder(
@@ -182,18 +191,20 @@ def record(
         active_modules=trail.modules,
     )
     steps: list[dict[str, Any]] = []
-    for number in range(plan.steps):
-        ((report, _),) = trainer.step()
-        fields: dict[str, Any] = dict(report_fields(report))
-        fields["offenders"] = sorted({offender.name for offender in report.offenders})
+    for step_number in range(record_plan.steps):
+        ((rank_report, _),) = trainer.step()
+        fields: dict[str, Any] = dict(report_fields(rank_report))
+        fields["offenders"] = sorted({offender.name for offender in rank_report.offenders})
         fields["scaler"] = optimizer.numbers()["scaler"]
         steps.append(fields)
-        is_end = number in (0, plan.steps - 1)
-        if is_end or plan.states or (plan.small and report.changed):
-            for kind in _saved_kinds(optimizer):
-                recorded[f"after/{number}/{kind}"] = _saved_fragments(optimizer, kind)
-    for number, gradients in trainer.recorder.gradients.items():
-        recorded[f"gradient/{number}"] = gradients
+        is_end = step_number in (0, record_plan.steps - 1)
+        if is_end or record_plan.states or (record_plan.small and rank_report.changed):
+            for state_kind in _saved_kinds(optimizer):
+                recorded[f"after/{step_number}/{state_kind}"] = _saved_fragments(
+                    optimizer, state_kind
+                )
+    for step_number, gradients in trainer.recorder.gradients.items():
+        recorded[f"gradient/{step_number}"] = gradients
 
     border_values = list(borders.border_values())
     rank_report = {
@@ -201,10 +212,13 @@ def record(
         "steps": steps,
         "samples": trainer.samples.ids,
         "names": list(_logical_names(stages)),
-        "borders": [[*key, values.samples, values.positions] for key, values in border_values],
+        "borders": [
+            [*border_key, rank_values.samples, rank_values.positions]
+            for border_key, rank_values in border_values
+        ],
         "passed": borders.passed,
     }
-    flat_borders = _flatten_borders([values for _, values in border_values])
+    flat_borders = _flatten_borders([rank_values for _, rank_values in border_values])
     _write_files(folder, optimizer.world.rank, rank_report, recorded, flat_borders)
 
 
@@ -218,12 +232,12 @@ def _write_files(
     """Write the tensors of a rank to RANK.safetensors, and everything else to RANK.json."""
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {"borders": flat_borders}
-    for kind, fragments in recorded.items():
+    for state_kind, fragments in recorded.items():
         for fragment in fragments:
-            number = str(len(entries))
-            tensors[number] = fragment.values.contiguous()
+            step_number = str(len(entries))
+            tensors[step_number] = fragment.values.contiguous()
             fields = {name: getattr(fragment, name) for name in FRAGMENT_FIELDS}
-            entries.append({"kind": kind, **fields})
+            entries.append({"kind": state_kind, **fields})
     save_file(tensors, folder / f"{rank}.safetensors")
     # last, for a run is done when this file is there
     text = json.dumps({**rank_report, "fragments": entries})
@@ -256,15 +270,15 @@ def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:
     return list(kinds)
 
 
-def _saved_fragments(optimizer: ParallelAMPOptimizer, kind: str) -> list[Fragment]:
+def _saved_fragments(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Fragment]:
     """Return this rank's masters, of the kind "weight", or one of the averages."""
-    buffers = buffers_saving(optimizer, kind)
-    return list(take_fragments(buffers, lambda buffer: buffer.saved()[kind]))
+    buffers = buffers_saving(optimizer, state_kind)
+    return list(take_fragments(buffers, lambda buffer: buffer.saved()[state_kind]))
 
 
-def buffers_saving(optimizer: ParallelAMPOptimizer, kind: str) -> list[Buffer]:
-    """Return the buffers that save a tensor of this kind: "weight" or an average."""
-    return [buffer for buffer in optimizer.all_buffers() if kind in buffer.saved_names]
+def buffers_saving(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Buffer]:
+    """Return the buffers that save a tensor of this state_kind: "weight" or an average."""
+    return [buffer for buffer in optimizer.all_buffers() if state_kind in buffer.saved_names]
 
 
 def _logical_names(stages: Sequence[Stage]) -> Iterator[str]:
@@ -308,25 +322,25 @@ def gather(folder: Path) -> Record:
     """Read the files that `record` has written to `folder`."""
     paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     reports: list[RankReport] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    values = [load_file(path.with_suffix(".safetensors")) for path in paths]
+    all_values = [load_file(path.with_suffix(".safetensors")) for path in paths]
 
     # files are sorted by rank: where ranks disagree, the first one counts
     by_kind: dict[str, list[Fragment]] = {}
     names: dict[str, None] = {}  # in order, each once
     aliases: dict[str, str] = {}
-    for report, rank_values in zip(reports, values, strict=True):
-        for kind, fragment in _read_fragments(report, rank_values):
-            by_kind.setdefault(kind, []).append(fragment)
-        names |= dict.fromkeys(report["names"])
-        aliases |= {border: first for border, first in report["passed"].items() if first}
+    for rank_report, rank_values in zip(reports, all_values, strict=True):
+        for state_kind, fragment in _read_fragments(rank_report, rank_values):
+            by_kind.setdefault(state_kind, []).append(fragment)
+        names |= dict.fromkeys(rank_report["names"])
+        aliases |= {border: first for border, first in rank_report["passed"].items() if first}
 
     tensors: dict[str, Tensors] = {}
     copy_conflicts: list[tuple[str, str]] = []
     tp_sliced: set[str] = set()
-    for kind, fragments in by_kind.items():
+    for state_kind, fragments in by_kind.items():
         assembled = assemble(fragments)
-        tensors[kind] = assembled.tensors
-        copy_conflicts += [(kind, name) for name in assembled.conflicts]
+        tensors[state_kind] = assembled.tensors
+        copy_conflicts += [(state_kind, name) for name in assembled.conflicts]
         tp_sliced |= {fragment.name for fragment in fragments if fragment.cut}
     return Record(
         steps=reports[0]["steps"],
@@ -336,46 +350,48 @@ def gather(folder: Path) -> Record:
         copy_conflicts=copy_conflicts,
         tp_sliced=frozenset(tp_sliced),
         rank_conflicts=_find_rank_conflicts(reports),
-        borders=_read_borders(reports, values),
+        borders=_read_borders(reports, all_values),
         aliases=aliases,
     )
 
 
-def _read_fragments(report: RankReport, values: Tensors) -> Iterator[tuple[str, Fragment]]:
+def _read_fragments(
+    rank_report: RankReport, rank_values: Tensors
+) -> Iterator[tuple[str, Fragment]]:
     """Yield the fragments of a rank in float64, with their kinds."""
-    for number, entry in enumerate(report["fragments"]):
+    for step_number, fragment_entry in enumerate(rank_report["fragments"]):
         yield (
-            entry["kind"],
+            fragment_entry["kind"],
             Fragment(
-                name=entry["name"],
-                shape=tuple(entry["shape"]),
-                offset=tuple(entry["offset"]),
-                local=tuple(entry["local"]),
-                first=entry["first"],
-                values=values[str(number)].double(),
-                cut=entry["cut"],
+                name=fragment_entry["name"],
+                shape=tuple(fragment_entry["shape"]),
+                offset=tuple(fragment_entry["offset"]),
+                local=tuple(fragment_entry["local"]),
+                first=fragment_entry["first"],
+                values=rank_values[str(step_number)].double(),
+                cut=fragment_entry["cut"],
             ),
         )
 
 
-def _read_borders(reports: Sequence[RankReport], values: Sequence[Tensors]) -> BorderTable:
+def _read_borders(reports: Sequence[RankReport], rank_values: Sequence[Tensors]) -> BorderTable:
     """Return the values of each rank in the order in which borders were passed, shared by all
     borders of one tensor."""
     table: BorderTable = {}
-    for rank, (report, tensors) in enumerate(zip(reports, values, strict=True)):
+    for rank, (rank_report, tensors) in enumerate(zip(reports, rank_values, strict=True)):
         # a rank saves the values of all its borders end to end, in the order of its list
         flat = tensors["borders"]
-        start = 0
+        span_start = 0
         recorded: dict[Border, BorderValues] = {}
-        steps = len(report["steps"])
-        for kind, border, samples, positions in report["borders"]:
+        steps = len(rank_report["steps"])
+        for state_kind, border, samples, positions in rank_report["borders"]:
             shape = (steps, len(samples), len(positions))
-            stop = start + math.prod(shape)
-            numbers = flat[start:stop].view(shape)
-            recorded[kind, border] = BorderValues(rank, samples, positions, numbers)
-            start = stop
-        for key, border_values in _order_borders(recorded, report["passed"]):
-            table.setdefault(key, []).append(border_values)
+            stop = span_start + math.prod(shape)
+            numbers = flat[span_start:stop].view(shape)
+            recorded[state_kind, border] = BorderValues(rank, samples, positions, numbers)
+            span_start = stop
+        for border_key, border_values in _order_borders(recorded, rank_report["passed"]):
+            table.setdefault(border_key, []).append(border_values)
     return table
 
 
@@ -387,31 +403,31 @@ def _order_borders(
     Values are recorded once for each tensor, and yielded for each border that it passes.
     """
     for border, first in passed.items():
-        key = (FORWARD, first or border)
-        if key in recorded:
-            yield (FORWARD, border), recorded[key]
-    for (kind, border), values in recorded.items():
-        if kind != BACKWARD:
+        border_key = (FORWARD, first or border)
+        if border_key in recorded:
+            yield (FORWARD, border), recorded[border_key]
+    for (state_kind, border), rank_values in recorded.items():
+        if state_kind != BACKWARD:
             continue
         # gradients arrive in the order of the backward pass, which is that of `recorded`
-        yield (BACKWARD, border), values
+        yield (BACKWARD, border), rank_values
         for alias, first in passed.items():
             if first == border:
-                yield (BACKWARD, alias), values
+                yield (BACKWARD, alias), rank_values
 
 
-def _replica_of(report: RankReport) -> int:
+def _replica_of(rank_report: RankReport) -> int:
     """Return the dp rank: a report's "place" is (pp, dp, tp)."""
-    return report["place"][1]
+    return rank_report["place"][1]
 
 
 def _order_batches(reports: Sequence[RankReport]) -> list[list[int]]:
     """Return the sample ids of each step in the order of the replicas."""
-    replicas = {_replica_of(report): report["samples"] for report in reports}
+    replicas = {_replica_of(rank_report): rank_report["samples"] for rank_report in reports}
     batches: list[list[int]] = [[] for _ in reports[0]["samples"]]
     for _, steps in sorted(replicas.items()):
-        for batch, ids in zip(batches, steps, strict=False):
-            batch += ids
+        for sample_batch, ids in zip(batches, steps, strict=False):
+            sample_batch += ids
     return batches
 
 
@@ -419,14 +435,17 @@ def _find_rank_conflicts(reports: Sequence[RankReport]) -> list[tuple[int, str]]
     """Return (step, quantity) of numbers and samples on which ranks disagree, though all must
     agree."""
     conflicts: list[tuple[int, str]] = []
-    step_reports = zip(*(report["steps"] for report in reports), strict=True)
-    for number, steps in enumerate(step_reports, 1):
-        for key, value in steps[0].items():
+    step_reports = zip(*(rank_report["steps"] for rank_report in reports), strict=True)
+    for step_number, steps in enumerate(step_reports, 1):
+        for field_name, value in steps[0].items():
             # compared as text, in which NaN equals NaN
-            if any(str(step[key]) != str(value) for step in steps):
-                conflicts.append((number, key))
+            if any(str(step[field_name]) != str(value) for step in steps):
+                conflicts.append((step_number, field_name))
     samples: dict[int, Any] = {}
-    for report in reports:
-        if samples.setdefault(_replica_of(report), report["samples"]) != report["samples"]:
+    for rank_report in reports:
+        if (
+            samples.setdefault(_replica_of(rank_report), rank_report["samples"])
+            != rank_report["samples"]
+        ):
             return [(1, "samples of one replica"), *conflicts]
     return conflicts

@@ -21,27 +21,28 @@ from tools.training.trainer import Trainer
 
 
 def updates(
-    config: RunConfig, corpus: Corpus, ours: Record, start: Path | None = None
+    config: RunConfig, corpus: Corpus, layout_record: Record, start: Path | None = None
 ) -> dict[str, Tensors]:
-    """Return the state after each step that `ours` has recorded, by kind ("after/STEP/weight").
+    """Return the state after each step that `layout_record` has recorded, by kind
+    ("after/STEP/weight").
 
-    config: the run on one process. ours: the record of any layout. The gradient of a skipped step
-    is not recorded and is assumed to be infinite. start: the checkpoint that they began with. Empty
-    if a gradient lacks a tensor or elements of the model.
+    config: the run on one process. layout_record: the record of any layout. The gradient of a
+    skipped step is not recorded and is assumed to be infinite. start: the checkpoint that they
+    began with. Empty if a gradient lacks a tensor or elements of the model.
     """
     # One process sums no gradients, so the mode that makes sums the same in all layouts has no use.
     train = config.train.model_copy(update={"numerics": "fast"})
     trainer = _RepeatingTrainer(config.model_copy(update={"train": train}), corpus, None, start)
-    if not _is_complete(trainer.engine.optimizer, ours):
+    if not _is_complete(trainer.engine.optimizer, layout_record):
         return {}
-    states: dict[str, Tensors] = {}
-    for step, report in enumerate(ours.steps):
-        trainer.apply(ours.tensors.get(f"gradient/{step}"), report["grad_norm"])
-        for kind in ours.tensors:
-            if kind.startswith(f"after/{step}/"):
-                saved_kind = kind.rpartition("/")[2]
-                states[kind] = _saved_tensors(trainer.engine.optimizer, saved_kind)
-    return states
+    repeated_states: dict[str, Tensors] = {}
+    for step, report in enumerate(layout_record.steps):
+        trainer.apply(layout_record.tensors.get(f"gradient/{step}"), report["grad_norm"])
+        for state_kind in layout_record.tensors:
+            if state_kind.startswith(f"after/{step}/"):
+                saved_kind = state_kind.rpartition("/")[2]
+                repeated_states[state_kind] = _saved_tensors(trainer.engine.optimizer, saved_kind)
+    return repeated_states
 
 
 class _FixedNormOptimizer(ParallelAMPOptimizer):
@@ -73,32 +74,34 @@ class _RepeatingTrainer(Trainer):
                 cleared_main_grad(parameter).fill_(torch.inf if gradients is None else 0)
             if not gradients:
                 continue
-            for piece in buffer.pieces:
+            for buffer_piece in buffer.pieces:
                 # the optimizer divides by the loss scale
-                scaled = gradients[piece.part.name].flatten() * optimizer.scale.double()
-                buffer.grads[piece.start : piece.stop] = scaled.to(buffer.grads.dtype)
+                scaled = gradients[buffer_piece.part.name].flatten() * optimizer.scale.double()
+                buffer.grads[buffer_piece.start : buffer_piece.stop] = scaled.to(buffer.grads.dtype)
         self._advance(optimizer.step(self._lr()))
 
 
-def _is_complete(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
+def _is_complete(optimizer: ParallelAMPOptimizer, layout_record: Record) -> bool:
     """Return True if each gradient and each state has all elements of the model."""
-    for kind, tensors in ours.tensors.items():
-        if not kind.startswith(("gradient/", "after/")):
+    for state_kind, tensors in layout_record.tensors.items():
+        if not state_kind.startswith(("gradient/", "after/")):
             continue
-        name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
-        shapes: dict[str, tuple[int, ...]] = {}
+        name = "weight" if state_kind.startswith("gradient/") else state_kind.rpartition("/")[2]
+        shapes_by_name: dict[str, tuple[int, ...]] = {}
         for buffer in buffers_saving(optimizer, name):
-            shapes |= {piece.part.name: piece.part.shape for piece in buffer.pieces}
-        if shapes != {logical: tuple(tensor.shape) for logical, tensor in tensors.items()}:
+            shapes_by_name |= {
+                buffer_piece.part.name: buffer_piece.part.shape for buffer_piece in buffer.pieces
+            }
+        if shapes_by_name != {logical: tuple(tensor.shape) for logical, tensor in tensors.items()}:
             return False
     return True
 
 
-def _saved_tensors(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
+def _saved_tensors(optimizer: ParallelAMPOptimizer, state_kind: str) -> Tensors:
     """Return masters, of the kind "weight", or averages by logical name; one process holds all of
     each tensor."""
-    buffers = buffers_saving(optimizer, kind)
+    buffers = buffers_saving(optimizer, state_kind)
     return {
         fragment.name: fragment.values.double().view(fragment.shape)
-        for fragment in take_fragments(buffers, lambda buffer: buffer.saved()[kind])
+        for fragment in take_fragments(buffers, lambda buffer: buffer.saved()[state_kind])
     }

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape as plain
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
@@ -37,15 +37,17 @@ def show(certificate: Certificate, console: Console) -> None:
             f"[red]{cell.text}[/]" if cell.is_bad else cell.text for cell in number_cells(entry)
         ]
         result = f"[{color}]{verdict(entry)}[/]"
-        table.add_row(plain(entry["layout"]), entry["precision"], *cells, result)
+        table.add_row(escape_markup(entry["layout"]), entry["precision"], *cells, result)
     console.print(table)
     for entry in certificate["layouts"]:
         if entry["verdict"] != PROVEN:
-            console.print(f"[bold]{plain(entry['layout'])}, {entry['precision']}[/]")
-            for label, text in details_of(entry):
-                console.print(f"  {label:13}{plain(text)}", highlight=False, soft_wrap=True)
+            console.print(f"[bold]{escape_markup(entry['layout'])}, {entry['precision']}[/]")
+            for detail_label, sentence in details_of(entry):
+                console.print(
+                    f"  {detail_label:13}{escape_markup(sentence)}", highlight=False, soft_wrap=True
+                )
     for part, reason in untried_parts(certificate):
-        line = f"not tried: {plain(part)} ({plain(reason)})"
+        line = f"not tried: {escape_markup(part)} ({escape_markup(reason)})"
         console.print(line, highlight=False, soft_wrap=True)
     console.print(conclusion(certificate), highlight=False, soft_wrap=True)
 
@@ -79,11 +81,11 @@ def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
 def conclusion(certificate: Certificate) -> str:
     """Return the result in a sentence."""
     layouts = certificate["layouts"]
-    count = Counter(entry["verdict"] for entry in layouts)
-    tried = count[PROVEN] + count[WRONG]
-    rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
-    equal = sum(bool(entry.get("equal_bits")) for entry in layouts)
-    bits = f", {equal} of them in every bit" if equal else ""
+    verdict_counts = Counter(entry["verdict"] for entry in layouts)
+    tried = verdict_counts[PROVEN] + verdict_counts[WRONG]
+    untried_text = f"; {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
+    num_equal_bits = sum(bool(entry.get("equal_bits")) for entry in layouts)
+    bits = f", {num_equal_bits} of them in every bit" if num_equal_bits else ""
     extent = (
         f"{certificate['tensors']} tensors, {certificate['steps']} steps, of which "
         f"{certificate['applied']} applied"
@@ -93,23 +95,26 @@ def conclusion(certificate: Certificate) -> str:
             f"NOTHING is proven: none of {len(layouts)} comparisons with one process could be "
             f"tried ({extent})"
         )
-    if count[PROVEN] == tried:
+    if verdict_counts[PROVEN] == tried:
         return (
             f"all {tried} comparisons agree with one process{bits}: {extent} and "
-            f"{certificate['clipped']} clipped{rest}"
+            f"{certificate['clipped']} clipped{untried_text}"
         )
-    return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({extent}){rest}"
+    wrong = verdict_counts[WRONG]
+    return f"{wrong} of {tried} comparisons do NOT agree with one process ({extent}){untried_text}"
 
 
 def _changes_table(certificate: Certificate) -> Table:
     table = Table("made small", "from", "to", box=box.SIMPLE_HEAD)
     for key, (old, new) in certificate["changes"].items():
-        table.add_row(plain(key), plain(_shorten(old)), plain(_shorten(new)))
+        table.add_row(
+            escape_markup(key), escape_markup(_shorten(old)), escape_markup(_shorten(new))
+        )
     return table
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _shorten(sentence: str) -> str:
+    return sentence if len(sentence) <= 60 else f"{sentence[:57]}..."
 
 
 class _Cell(NamedTuple):
@@ -123,20 +128,26 @@ def number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
     """Return the cells of each column between precision and verdict."""
     quantities = entry["quantities"]
     cells: list[_Cell] = []
-    for name in NUMBERS:
-        quantity = quantities.get(name)
+    for quantity_name in NUMBERS:
+        quantity = quantities.get(quantity_name)
         if quantity is None:
             cells.append(_Cell(""))
         elif quantity["verdict"] == NOT_TRIED:
             cells.append(_Cell("not tried"))
         else:
             cells.append(_Cell(format_error(quantity["error"]), quantity["failed"] > 0))
-    exact = [name for name in quantities if name not in NUMBERS]
-    wrong = [name for name in exact if quantities[name]["verdict"] == WRONG]
-    if wrong:
-        cells.append(_Cell(", ".join(wrong), is_bad=True))
+    exact_quantities = [
+        quantity_name for quantity_name in quantities if quantity_name not in NUMBERS
+    ]
+    wrong_quantities = [
+        quantity_name
+        for quantity_name in exact_quantities
+        if quantities[quantity_name]["verdict"] == WRONG
+    ]
+    if wrong_quantities:
+        cells.append(_Cell(", ".join(wrong_quantities), is_bad=True))
     else:
-        cells.append(_Cell("yes" if exact else ""))
+        cells.append(_Cell("yes" if exact_quantities else ""))
     return cells
 
 
@@ -162,25 +173,25 @@ def details_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", first["note"]
     for position in entry.get("ranks_at", ()):
         yield "", position
-    for label in ("first", "worst"):
-        if "quantity" in entry.get(label, ()):
-            yield label, describe_difference(entry[label])
+    for detail_label in ("first", "worst"):
+        if "quantity" in entry.get(detail_label, ()):
+            yield detail_label, describe_difference(entry[detail_label])
     yield "likely cause", entry["likely_cause"]
 
 
 def describe_difference(difference: Mapping[str, Any]) -> str:
     """Return a difference in words."""
-    text = difference["quantity"]
+    sentence = difference["quantity"]
     if difference["name"]:
-        text += f" {difference['name']}"
-    text += f", step {difference['step']}" if difference["step"] else ", before the first step"
+        sentence += f" {difference['name']}"
+    sentence += f", step {difference['step']}" if difference["step"] else ", before the first step"
     if difference["error"] != "inf":  # values that must be equal have no size of an error
         error = format_error(difference["error"])
-        text += f": error {error}, bound {format_error(difference['bound'])}"
+        sentence += f": error {error}, bound {format_error(difference['bound'])}"
     if difference.get("ratio_looks_like"):
-        text += f", ratio {difference['ratio_looks_like']}"
+        sentence += f", ratio {difference['ratio_looks_like']}"
     if difference.get("ranks"):
-        text += f", on rank {', '.join(map(str, difference['ranks']))}"
+        sentence += f", on rank {', '.join(map(str, difference['ranks']))}"
     if difference.get("note"):
-        text += f"; {_shorten(difference['note'])}"
-    return text
+        sentence += f"; {_shorten(difference['note'])}"
+    return sentence

@@ -109,14 +109,14 @@ class Chart:
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
 
-    def scaled(self, y: float) -> float:
+    def scaled(self, y_value: float) -> float:
         """Return the place of a value on the axis of y, in units of the axis."""
         if not self.base:
-            return y
+            return y_value
         if self.linear_below:
-            share = y / self.linear_below
+            share = y_value / self.linear_below
             return share if share < 1 else 1 + math.log(share, self.base)
-        return math.log(max(y, 1e-300), self.base)  # a logarithm of 0 is an error
+        return math.log(max(y_value, 1e-300), self.base)  # a logarithm of 0 is an error
 
 
 @dataclass(frozen=True)
@@ -143,28 +143,34 @@ class Frame:
     x_range, y_range: the lowest and the highest value shown; of y in units of the axis.
     """
 
-    def __init__(self, chart: Chart, box: Box) -> None:
+    def __init__(self, chart: Chart, plot_area: Box) -> None:
         self.chart = chart
-        self.box = box
-        self.x_range = chart.x_range or _finite_range(x for one in chart.series for x in one.x)
+        self.box = plot_area
+        self.x_range = chart.x_range or _finite_range(
+            x_value for one in chart.series for x_value in one.x
+        )
         if chart.y_range:
             self.y_range = chart.y_range
             return
-        values = [y for one in chart.series for y in one.y]
-        low, high = _finite_range(chart.scaled(y) for y in values if not math.isnan(y))
+        values = [y_value for one in chart.series for y_value in one.y]
+        lowest, highest = _finite_range(
+            chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
+        )
         if chart.from_zero:
-            low = 0.0
-        margin = 0.06 * (high - low) or 0.5
-        self.y_range = (low if chart.from_zero else low - margin, high + margin)
+            lowest = 0.0
+        margin = 0.06 * (highest - lowest) or 0.5
+        self.y_range = (lowest if chart.from_zero else lowest - margin, highest + margin)
 
-    def x_pixel(self, x: float) -> float:
-        low, high = self.x_range
-        share = (x - low) / (high - low) if high > low else 0.5
+    def x_pixel(self, x_value: float) -> float:
+        lowest, highest = self.x_range
+        share = (x_value - lowest) / (highest - lowest) if highest > lowest else 0.5
         return self.box.left + self.box.width * share
 
-    def y_pixel(self, y: float) -> float:
-        low, high = self.y_range
-        share = (self.chart.scaled(y) - low) / (high - low) if high > low else 0.5
+    def y_pixel(self, y_value: float) -> float:
+        lowest, highest = self.y_range
+        share = (
+            (self.chart.scaled(y_value) - lowest) / (highest - lowest) if highest > lowest else 0.5
+        )
         return self.box.bottom - self.box.height * share
 
 
@@ -185,20 +191,20 @@ class Row:
 def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
     drawing = Drawing(width, 0)
-    y = 8.0
+    y_value = 8.0
     if title:
         drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
-        y = 34.0
+        y_value = 34.0
     for row in rows:
         cell = (width - right) / row.columns
         box_width = cell - LEFT - RIGHT
         headers = [_header_height(chart, box_width) for chart in row.charts]
-        top = y + max(headers)
+        axes_top = y_value + max(headers)
         for column, chart in enumerate(row.charts):
-            box = Box(column * cell + LEFT, top, box_width, row.height)
-            drawing.shapes += draw_chart(chart, box)
-        y = top + row.height + max(_footer_height(chart) for chart in row.charts)
-    drawing.height = y
+            plot_area = Box(column * cell + LEFT, axes_top, box_width, row.height)
+            drawing.shapes += draw_chart(chart, plot_area)
+        y_value = axes_top + row.height + max(_footer_height(chart) for chart in row.charts)
+    drawing.height = y_value
     return drawing
 
 
@@ -214,94 +220,119 @@ def _footer_height(chart: Chart) -> float:
     return BOTTOM + LABEL_HEIGHT * lines
 
 
-def draw_chart(chart: Chart, box: Box) -> Iterator[Shape]:
+def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     """Yield the shapes of a chart."""
-    frame = Frame(chart, box)
+    frame = Frame(chart, plot_area)
     if chart.title:
-        yield Text(box.left, box.top - TITLE_LIFT, chart.title, TITLE_SIZE)
+        yield Text(plot_area.left, plot_area.top - TITLE_LIFT, chart.title, TITLE_SIZE)
     if chart.right_title:
-        yield Text(box.right, box.top - TITLE_LIFT, chart.right_title, 11, anchor="end")
-    yield from _legend(chart, box)
+        yield Text(plot_area.right, plot_area.top - TITLE_LIFT, chart.right_title, 11, anchor="end")
+    yield from _legend(chart, plot_area)
     if chart.band:
         yield from _band(frame, chart.band)
     yield from _axes(frame)
-    for x in chart.resumed:
-        pixel = frame.x_pixel(x)
-        yield Trail([(pixel, box.top), (pixel, box.bottom)], "faint", 1.0, dash=DOTTED)
+    for x_value in chart.resumed:
+        pixel_position = frame.x_pixel(x_value)
+        yield Trail(
+            [(pixel_position, plot_area.top), (pixel_position, plot_area.bottom)],
+            "faint",
+            1.0,
+            dash=DOTTED,
+        )
     for level in chart.levels:
-        pixel = frame.y_pixel(level.y)
-        yield Trail([(box.left, pixel), (box.right, pixel)], level.color, 1.0, dash=level.dash)
+        pixel_position = frame.y_pixel(level.y)
+        yield Trail(
+            [(plot_area.left, pixel_position), (plot_area.right, pixel_position)],
+            level.color,
+            1.0,
+            dash=level.dash,
+        )
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
         # of very many, evenly chosen ones: more would not be seen
-        every = 1 + len(crosses.x) // int(box.width / STRETCH_WIDTH)
-        y = box.bottom - crosses.lift
-        points = [(frame.x_pixel(x), y) for x in crosses.x[::every]]
+        every = 1 + len(crosses.x) // int(plot_area.width / STRETCH_WIDTH)
+        y_value = plot_area.bottom - crosses.lift
+        points = [(frame.x_pixel(x_value), y_value) for x_value in crosses.x[::every]]
         yield _draw_crosses(points, crosses.color)
-    for x, y, text in chart.notes:
-        yield Text(frame.x_pixel(x) + 8, frame.y_pixel(y) + 12, text, 11)
+    for x_value, y_value, text in chart.notes:
+        yield Text(frame.x_pixel(x_value) + 8, frame.y_pixel(y_value) + 12, text, 11)
 
 
 def _band(frame: Frame, band: tuple[float, float]) -> Iterator[Shape]:
     """Yield the shaded part of the axes between two values of y, as far as it is shown."""
-    low, high = (min(max(frame.y_pixel(y), frame.box.top), frame.box.bottom) for y in band)
-    box = frame.box
-    yield Rect(box.left, high, box.width, low - high, "other1", opacity=0.08)
+    lowest, highest = (
+        min(max(frame.y_pixel(y_value), frame.box.top), frame.box.bottom) for y_value in band
+    )
+    plot_area = frame.box
+    yield Rect(plot_area.left, highest, plot_area.width, lowest - highest, "other1", opacity=0.08)
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
     """Yield a grid line and a label for each tick, and the axes."""
-    box = frame.box
-    for y, label in _y_ticks(frame):
-        pixel = frame.y_pixel(y)
-        yield Line(box.left, pixel, box.right, pixel, "line", 0.8)
-        yield Text(box.left - 7, pixel + 4, label, 12, "ink", "end")
-    footer = box.bottom + 16
-    for x in round_numbers(*frame.x_range, max(2, int(box.width / X_TICK_SPACING))):
-        pixel = frame.x_pixel(x)
-        yield Line(pixel, box.top, pixel, box.bottom, "line", 0.8)
-        yield Text(pixel, footer, short(x) if x >= 1e5 else f"{x:,g}", 12, "ink", "middle")
-        if x in frame.chart.tick_notes:
-            note = frame.chart.tick_notes[x]
-            yield Text(pixel, footer + LABEL_HEIGHT, note, 12, "faint", "middle")
-    yield Line(box.left, box.top, box.left, box.bottom, "ink", 0.9)
-    yield Line(box.left, box.bottom, box.right, box.bottom, "ink", 0.9)
+    plot_area = frame.box
+    for y_value, label in _y_ticks(frame):
+        pixel_position = frame.y_pixel(y_value)
+        yield Line(plot_area.left, pixel_position, plot_area.right, pixel_position, "line", 0.8)
+        yield Text(plot_area.left - 7, pixel_position + 4, label, 12, "ink", "end")
+    footer = plot_area.bottom + 16
+    for x_value in round_numbers(*frame.x_range, max(2, int(plot_area.width / X_TICK_SPACING))):
+        pixel_position = frame.x_pixel(x_value)
+        yield Line(pixel_position, plot_area.top, pixel_position, plot_area.bottom, "line", 0.8)
+        yield Text(
+            pixel_position,
+            footer,
+            short(x_value) if x_value >= 1e5 else f"{x_value:,g}",
+            12,
+            "ink",
+            "middle",
+        )
+        if x_value in frame.chart.tick_notes:
+            note = frame.chart.tick_notes[x_value]
+            yield Text(pixel_position, footer + LABEL_HEIGHT, note, 12, "faint", "middle")
+    yield Line(plot_area.left, plot_area.top, plot_area.left, plot_area.bottom, "ink", 0.9)
+    yield Line(plot_area.left, plot_area.bottom, plot_area.right, plot_area.bottom, "ink", 0.9)
     if frame.chart.x_label:
-        baseline = box.bottom + _footer_height(frame.chart) - 8
-        yield Text((box.left + box.right) / 2, baseline, frame.chart.x_label, 12, anchor="middle")
+        baseline = plot_area.bottom + _footer_height(frame.chart) - 8
+        yield Text(
+            (plot_area.left + plot_area.right) / 2,
+            baseline,
+            frame.chart.x_label,
+            12,
+            anchor="middle",
+        )
 
 
 def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
     """Yield the values of ticks and their labels: powers of the base on a logarithmic axis."""
     chart = frame.chart
-    low, high = frame.y_range
+    lowest, highest = frame.y_range
     count = max(2, int(frame.box.height / Y_TICK_SPACING))
     if not chart.base:
-        for y in round_numbers(low, high, count):
-            yield y, short(y) if abs(y) >= LARGE else f"{y:.4g}"
+        for y_value in round_numbers(lowest, highest, count):
+            yield y_value, short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
         return
     if chart.linear_below:
         yield 0.0, "0"
-        for exponent in range(math.floor(high)):
-            y = chart.linear_below * chart.base**exponent
-            yield y, f"{y:g}"
+        for exponent in range(math.floor(highest)):
+            y_value = chart.linear_below * chart.base**exponent
+            yield y_value, f"{y_value:g}"
         return
-    spacing = max(1, math.ceil((high - low) / count))
-    for exponent in range(math.ceil(low), math.floor(high) + 1):
+    spacing = max(1, math.ceil((highest - lowest) / count))
+    for exponent in range(math.ceil(lowest), math.floor(highest) + 1):
         if exponent % spacing == 0:
             label = f"{chart.base}{str(exponent).translate(SUPERSCRIPTS)}"
             yield float(chart.base) ** exponent, label
 
 
-def round_numbers(low: float, high: float, count: int) -> list[float]:
+def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
     """Return at most about `count` round numbers between two."""
-    if high <= low:
-        return [low]
-    step = round_step((high - low) / count)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    if highest <= lowest:
+        return [lowest]
+    tick_step = round_step((highest - lowest) / count)
+    first = math.ceil(lowest / tick_step - 1e-9)
+    last = math.floor(highest / tick_step + 1e-9)
+    return [row_number * tick_step for row_number in range(first, last + 1)]
 
 
 def round_step(length: float) -> float:
@@ -311,25 +342,25 @@ def round_step(length: float) -> float:
     return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= least)
 
 
-def short(number: float) -> str:
+def short(row_number: float) -> str:
     """Return a number with three digits and a unit: 1.23 M."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.3g}"
+        if row_number >= unit:
+            return f"{row_number / unit:.3g} {name}"
+    return f"{row_number:.3g}"
 
 
 def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
     """Yield the line of a series, and its markers."""
     points: list[Point | None] = []
-    for x, y in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
-        if math.isnan(x) or math.isnan(y):
+    for x_value, y_value in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
+        if math.isnan(x_value) or math.isnan(y_value):
             points.append(None)
             continue
-        x_pixel = frame.x_pixel(x)
+        x_pixel = frame.x_pixel(x_value)
         if frame.chart.stepped and points and points[-1]:
             points.append((x_pixel, points[-1][1]))
-        points.append((x_pixel, frame.y_pixel(y)))
+        points.append((x_pixel, frame.y_pixel(y_value)))
     if frame.chart.stepped and points and points[-1]:
         points.append((frame.box.right, points[-1][1]))
     if series.joined:
@@ -339,20 +370,20 @@ def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
         yield _draw_crosses(marked, series.color)
     elif series.marker == "dot" or (series.joined and len(marked) == 1):
         # a single point has no line
-        for x, y in marked:
-            yield _draw_dot(x, y, series.color)
+        for x_value, y_value in marked:
+            yield _draw_dot(x_value, y_value, series.color)
 
 
-def _draw_dot(x: float, y: float, color: str) -> Rect:
+def _draw_dot(x_value: float, y_value: float, color: str) -> Rect:
     radius = 3.0
-    return Rect(x - radius, y - radius, 2 * radius, 2 * radius, color, radius)
+    return Rect(x_value - radius, y_value - radius, 2 * radius, 2 * radius, color, radius)
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
     points: list[Point | None] = []
-    for x, y in centers:
-        points += [(x - CROSS, y - CROSS), (x + CROSS, y + CROSS), None]
-        points += [(x - CROSS, y + CROSS), (x + CROSS, y - CROSS), None]
+    for x_value, y_value in centers:
+        points += [(x_value - CROSS, y_value - CROSS), (x_value + CROSS, y_value + CROSS), None]
+        points += [(x_value - CROSS, y_value + CROSS), (x_value + CROSS, y_value - CROSS), None]
     return Trail(points, color, 1.5)
 
 
@@ -372,8 +403,8 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
             continue
         lowest = min(numbers, key=series.y.__getitem__)
         highest = max(numbers, key=series.y.__getitem__)
-        for number in sorted({lowest, highest}):
-            yield series.x[number], series.y[number]
+        for row_number in sorted({lowest, highest}):
+            yield series.x[row_number], series.y[row_number]
 
 
 def _legend_entries(chart: Chart) -> list[Series]:
@@ -415,17 +446,17 @@ def _entry_width(entry: Series) -> float:
     return LEGEND_GAP + LEGEND_SIGN + text_width(entry.label, LEGEND_SIZE)
 
 
-def _legend(chart: Chart, box: Box) -> Iterator[Shape]:
+def _legend(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     """Yield the legend above the axes on the right, where it never lies over a curve."""
-    rows = _legend_rows(chart, box.width)
-    for number, row in enumerate(rows):
-        rows_below = len(rows) - 1 - number
-        baseline = box.top - TITLE_LIFT - LEGEND_ROW * rows_below
+    rows = _legend_rows(chart, plot_area.width)
+    for row_number, row in enumerate(rows):
+        rows_below = len(rows) - 1 - row_number
+        baseline = plot_area.top - TITLE_LIFT - LEGEND_ROW * rows_below
         middle = baseline - 4  # of the height of letters
-        end = box.right
+        entry_end = plot_area.right
         for entry in reversed(row):
-            end -= _entry_width(entry)
-            start = end + LEGEND_GAP
+            entry_end -= _entry_width(entry)
+            start = entry_end + LEGEND_GAP
             text_start = start + LEGEND_SIGN
             sign_end = text_start - 5
             if entry.joined:

@@ -89,29 +89,29 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
 
 
-def draw(curves: Sequence[Curve], path: Path, over: Over, against: Curve | None) -> None:
+def draw(curves: Sequence[Curve], path: Path, horizontal: Over, against: Curve | None) -> None:
     """Write the picture. Raises UserError without matplotlib."""
     if against is None and len(curves) <= MAX_TOGETHER:
-        _draw_together(curves, over).save(path)
+        _draw_together(curves, horizontal).save(path)
     else:
-        _draw_separately(by_loss(curves), over, against).save(path)
+        _draw_separately(by_loss(curves), horizontal, against).save(path)
 
 
-def _draw_together(curves: Sequence[Curve], over: Over) -> Drawing:
+def _draw_together(curves: Sequence[Curve], horizontal: Over) -> Drawing:
     series: list[Series] = []
     crosses: list[Crosses] = []
-    colors = [COLORS[number % len(COLORS)] for number in range(len(curves))]
-    for number, (curve, color) in enumerate(zip(curves, colors, strict=True)):
+    colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
+    for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
         losses = values(curve.records, "loss")
-        series += _smoothed_series(positions(curve.records, over), losses, color)
+        series += _smoothed_series(positions(curve.records, horizontal), losses, line_color)
         # each run's crosses a little above those of the run before
-        skipped = skipped_positions(curve.records, over)
-        crosses.append(Crosses(skipped, "", color, lift=8.0 * number))
+        skipped = skipped_positions(curve.records, horizontal)
+        crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
     chart = Chart(
         "loss, nats a token; crosses: skipped steps",
         series,
         crosses,
-        x_label=axis_label(over),
+        x_label=axis_label(horizontal),
         right_title=f"mean of last {LAST} steps",
     )
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
@@ -128,39 +128,48 @@ def _label_ends(
     """Yield the name and the final loss of each run beside the end of its line, far enough from the
     other names."""
     ends: list[tuple[float, Curve, str]] = []
-    for curve, color in zip(curves, colors, strict=True):
+    for curve, line_color in zip(curves, colors, strict=True):
         losses = values(curve.records, "loss")
         finite = [loss for loss in smoothed(losses, mean_width(len(losses))) if loss == loss]
-        ends.append((frame.y_pixel(finite[-1]) if finite else frame.box.bottom, curve, color))
+        ends.append((frame.y_pixel(finite[-1]) if finite else frame.box.bottom, curve, line_color))
     ends.sort(key=lambda end: end[0])
     baselines: list[float] = []
-    for pixel, _, _ in ends:
-        baselines.append(max(pixel, baselines[-1] + LABEL_SPACING) if baselines else pixel)
+    for end_height, _, _ in ends:
+        baselines.append(
+            max(end_height, baselines[-1] + LABEL_SPACING) if baselines else end_height
+        )
     # so that the lowest label stays beside the axes
     lift = max(0.0, baselines[-1] - frame.box.bottom)
-    for (pixel, curve, color), baseline in zip(ends, baselines, strict=True):
+    for (end_height, curve, line_color), baseline in zip(ends, baselines, strict=True):
         middle = baseline - lift
         final = "no loss" if math.isnan(curve.final) else f"{curve.final:.4f}"
-        yield Line(frame.box.right + 2, pixel, frame.box.right + 22, middle, color, 0.9)
-        yield Text(frame.box.right + 26, middle + 4, curve.name, LABEL_SIZE, color)
-        yield Text(right, middle + 4, final, LABEL_SIZE, color, "end")
+        yield Line(frame.box.right + 2, end_height, frame.box.right + 22, middle, line_color, 0.9)
+        yield Text(frame.box.right + 26, middle + 4, curve.name, LABEL_SIZE, line_color)
+        yield Text(right, middle + 4, final, LABEL_SIZE, line_color, "end")
 
 
-def _draw_separately(curves: Sequence[Curve], over: Over, against: Curve | None) -> Drawing:
+def _draw_separately(curves: Sequence[Curve], horizontal: Over, against: Curve | None) -> Drawing:
     """Return a drawing with a chart for each run, all on the same axes."""
-    charts = [_single_chart(curve, over, against or curves[0], bool(against)) for curve in curves]
+    charts = [
+        _single_chart(curve, horizontal, against or curves[0], bool(against)) for curve in curves
+    ]
     losses = [loss for chart in charts for loss in chart.series[-1].y if not math.isnan(loss)]
-    x = [position for chart in charts for position in chart.series[-1].x]
+    x_values = [position for chart in charts for position in chart.series[-1].x]
     if losses and max(losses) > min(losses):
         margin = 0.1 * (max(losses) - min(losses))
         y_range = (min(losses) - margin, max(losses) + margin)
-        charts = [replace(chart, y_range=y_range, x_range=(min(x), max(x))) for chart in charts]
+        charts = [
+            replace(chart, y_range=y_range, x_range=(min(x_values), max(x_values)))
+            for chart in charts
+        ]
     rows: list[Row] = []
     for start in range(0, len(charts), COLUMNS):
         # the lowest chart of each column names the axis
         in_row = [
-            chart if number + COLUMNS < len(charts) else replace(chart, x_label=axis_label(over))
-            for number, chart in enumerate(charts[start : start + COLUMNS], start)
+            chart
+            if curve_number + COLUMNS < len(charts)
+            else replace(chart, x_label=axis_label(horizontal))
+            for curve_number, chart in enumerate(charts[start : start + COLUMNS], start)
         ]
         rows.append(Row(in_row, COLUMNS, 150))
     if against:
@@ -171,9 +180,9 @@ def _draw_separately(curves: Sequence[Curve], over: Over, against: Curve | None)
     return draw_rows(title, rows, 1200)
 
 
-def _single_chart(curve: Curve, over: Over, reference: Curve, subtract: bool) -> Chart:
+def _single_chart(curve: Curve, horizontal: Over, reference: Curve, subtract: bool) -> Chart:
     """Return the chart of one run, beside a reference or, if `subtract`, minus it."""
-    x = positions(curve.records, over)
+    x_values = positions(curve.records, horizontal)
     losses = values(curve.records, "loss")
     series: list[Series] = []
     levels: list[Level] = []
@@ -188,19 +197,21 @@ def _single_chart(curve: Curve, over: Over, reference: Curve, subtract: bool) ->
         levels.append(Level(0.0))
     else:
         mean = smoothed(reference_losses, mean_width(len(reference_losses)))
-        series.append(Series("", positions(reference.records, over), mean, "faint", 1.0))
-    series += _smoothed_series(x, losses, "main")
+        series.append(Series("", positions(reference.records, horizontal), mean, "faint", 1.0))
+    series += _smoothed_series(x_values, losses, "main")
     return Chart(
         f"{curve.name}  {curve.final:.4f}",
         series,
-        [Crosses(skipped_positions(curve.records, over), "")],
+        [Crosses(skipped_positions(curve.records, horizontal), "")],
         levels=levels,
     )
 
 
-def _smoothed_series(x: Sequence[float], y: Sequence[float], color: str) -> Iterator[Series]:
+def _smoothed_series(
+    x_values: Sequence[float], y: Sequence[float], line_color: str
+) -> Iterator[Series]:
     """Yield the values of each step, if there are many, and the mean over neighbouring ones."""
     width = mean_width(len(y))
     if width > 1:
-        yield Series("", x, y, color, 0.8, opacity=0.22)
-    yield Series("", x, smoothed(y, width), color)
+        yield Series("", x_values, y, line_color, 0.8, opacity=0.22)
+    yield Series("", x_values, smoothed(y, width), line_color)

@@ -51,8 +51,8 @@ def _steps(events: Sequence[Event]) -> list[int]:
     return [event["step"] for event in events]
 
 
-def _gap_chart(events: Sequence[Event], limit: float) -> Chart:
-    percent_limit = 100 * limit
+def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    percent_limit = 100 * alarm_limit
     gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in events]
     series = [Series("", _steps(events), gaps, marker="dot")]
     alarmed = [event for event in events if event["alarms"]]
@@ -78,41 +78,41 @@ def _with_limits(
 
     limits: of the band; infinite where there is none. text: the limits in words.
     """
-    values = [y for one in series for y in one.y if not math.isnan(y)]
+    values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
     values += [level.y for level in levels]
-    finite_limits = [limit for limit in limits if math.isfinite(limit)]
-    low = min(values, default=0.0)
-    high = max(values, default=0.0)
-    extent = max(high - low, 1e-12)
-    with_limits = max(high, *finite_limits) - min(low, *finite_limits)
+    finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
+    lowest_value = min(values, default=0.0)
+    highest_value = max(values, default=0.0)
+    extent = max(highest_value - lowest_value, 1e-12)
+    with_limits = max(highest_value, *finite_limits) - min(lowest_value, *finite_limits)
     if with_limits > LONGEST_STRETCH * extent:
         hint = f"alarms begin at {text}, outside of this picture"
         return Chart(title, series, levels=levels, hints=[hint])
     # the axis must reach the limits, which are no values of a series
-    bottom = min(low, *finite_limits)
-    top = max(high, *finite_limits)
-    margin = 0.06 * (top - bottom)
+    lowest_shown = min(lowest_value, *finite_limits)
+    highest_shown = max(highest_value, *finite_limits)
+    margin = 0.06 * (highest_shown - lowest_shown)
     drawn_limits = [
         # named once in the legend
-        Level(limit, "red", "" if number else f"limit of alarms: {text}", DASHED)
-        for number, limit in enumerate(finite_limits)
+        Level(alarm_limit, "red", "" if number else f"limit of alarms: {text}", DASHED)
+        for number, alarm_limit in enumerate(finite_limits)
     ]
     return Chart(
         title,
         series,
         levels=[*levels, *drawn_limits],
-        band=(max(limits[0], bottom), min(limits[1], top)),
-        y_range=(bottom - margin, top + margin),
+        band=(max(limits[0], lowest_shown), min(limits[1], highest_shown)),
+        y_range=(lowest_shown - margin, highest_shown + margin),
     )
 
 
-def _cosine_chart(events: Sequence[Event], limit: float) -> Chart:
+def _cosine_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
     """Return a chart with a curve per layer, the lowest cosine of its weights, in which the lowest
     layer of all is named."""
-    worst = [_worst_of_layers(event) for event in events]
+    worst_cosines = [_worst_of_layers(event) for event in events]
     numbers: set[int] = set()
     lowest: list[tuple[float, int, int]] = []  # (cosine, step, layer)
-    for event, by_layer in zip(events, worst, strict=True):
+    for event, by_layer in zip(events, worst_cosines, strict=True):
         numbers.update(by_layer)
         for layer, cosine in by_layer.items():
             if not math.isnan(cosine):
@@ -123,11 +123,11 @@ def _cosine_chart(events: Sequence[Event], limit: float) -> Chart:
     series: list[Series] = []
     for layer in layers:
         is_named = layer % spacing == 0 or layer == layers[-1]
-        cosines = [by_layer.get(layer, math.nan) for by_layer in worst]
+        cosines = [by_layer.get(layer, math.nan) for by_layer in worst_cosines]
         color = _layer_color(layer / max(1, *layers))
         series.append(Series(f"layer {layer}" if is_named else "", _steps(events), cosines, color))
     chart = _with_limits(
-        "lowest cosine of a layer's gradients", series, (limit, math.inf), f"{limit:g}"
+        "lowest cosine of a layer's gradients", series, (alarm_limit, math.inf), f"{alarm_limit:g}"
     )
     if not lowest:
         return chart
@@ -143,14 +143,14 @@ def _layer_color(share: float) -> str:
 
 def _worst_of_layers(event: Event) -> dict[int, float]:
     """Return the lowest cosine of each layer's weights; layers without weights are left out."""
-    worst: dict[int, float] = {}
+    worst_cosines: dict[int, float] = {}
     for name, cosine in event["cosines"].items():
         match = re.match(r"layers\.(\d+)\.", name)
         if match:
             layer = int(match[1])
             # in this order: min(x, NaN) is x
-            worst[layer] = min(_finite_or_nan(cosine), worst.get(layer, math.nan))
-    return worst
+            worst_cosines[layer] = min(_finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
+    return worst_cosines
 
 
 def _lost_chart(events: Sequence[Event]) -> Chart:
@@ -169,9 +169,11 @@ def _lost_series(events: Sequence[Event]) -> Iterator[Series]:
     are any."""
     for kind, dash in (("saturated", ()), ("underflowed", DOTTED)):
         for role, color in ROLE_COLORS.items():
-            worst = [100 * _largest(event[kind], f".{role}") for event in events]
-            if any(worst):
-                yield Series(f"{role}s {kind}", _steps(events), worst, color, 1.3, dash=dash)
+            worst_cosines = [100 * _largest(event[kind], f".{role}") for event in events]
+            if any(worst_cosines):
+                yield Series(
+                    f"{role}s {kind}", _steps(events), worst_cosines, color, 1.3, dash=dash
+                )
 
 
 def _largest(ratios: dict[str, float | str], ending: str) -> float:

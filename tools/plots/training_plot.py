@@ -62,17 +62,19 @@ OTHERS = (
 MARKED = ("loss", "loss_scale")
 
 
-def plot_run(folder: Path, over: Over = "steps") -> Path | None:
+def plot_run(folder: Path, horizontal: Over = "steps") -> Path | None:
     """Plot folder/metrics.jsonl to folder/training.png and return its path; None without
     matplotlib."""
     if not has_matplotlib():
         return None
     records = read_metrics(folder)
-    shown = pictures(records, over, [event["step"] for event in read_events(folder, "resume")])
+    shown = pictures(
+        records, horizontal, [event["step"] for event in read_events(folder, "resume")]
+    )
     skipped = sum(record["outcome"] != "applied" for record in records)
     steps = counted(len(records), "step")
     title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
-    drawing = draw_rows("; ".join([title, *shown.remarks]), _rows(shown))
+    drawing = draw_rows("; ".join([title, *shown.remarks]), list(_rows(shown)))
     drawing.save(folder / PLOT)
     return folder / PLOT
 
@@ -94,27 +96,31 @@ def _rows(shown: Pictures) -> Iterator[Row]:
 
 
 def pictures(
-    records: Sequence[Record], over: Over = "steps", resumes: Sequence[int] = ()
+    records: Sequence[Record], horizontal: Over = "steps", resumes: Sequence[int] = ()
 ) -> Pictures:
     """Return the charts of the records of a run's steps.
 
     resumes: numbers of the steps after which the run was resumed.
     """
-    x = positions(records, over)
-    x_of_step = {record["step"]: position for record, position in zip(records, x, strict=True)}
+    x_values = positions(records, horizontal)
+    x_of_step = {
+        record["step"]: position for record, position in zip(records, x_values, strict=True)
+    }
     resumed = [x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step]
-    skipped = Crosses(skipped_positions(records, over))
-    tokens = _tokens_by_step(records) if over == "steps" else {}
-    x_range = (min(x), max(x)) if x and not any(map(math.isnan, x)) else None
+    skipped = Crosses(skipped_positions(records, horizontal))
+    tokens = _tokens_by_step(records) if horizontal == "steps" else {}
+    x_range = (
+        (min(x_values), max(x_values)) if x_values and not any(map(math.isnan, x_values)) else None
+    )
     charts: list[Chart] = []
     remarks: list[str] = []
     has_mfu = any("mfu" in record for record in records)
     for quantity in (LOSS, *OTHERS):
         if quantity.key == "tflops" and has_mfu:
             continue  # it is the same curve in another unit
-        series, remark = _series(quantity, records, x)
+        series, remark = _series(quantity, records, x_values)
         if quantity is LOSS:
-            series += _held_out_series(records, x)
+            series += _held_out_series(records, x_values)
         if series:
             chart = Chart(
                 quantity.title,
@@ -130,7 +136,7 @@ def pictures(
             charts.append(chart)
         elif remark:
             remarks.append(remark)
-    return Pictures(charts, axis_label(over), remarks)
+    return Pictures(charts, axis_label(horizontal), remarks)
 
 
 def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
@@ -143,36 +149,36 @@ def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
     return labels
 
 
-def skipped_positions(records: Sequence[Record], over: Over) -> list[float]:
+def skipped_positions(records: Sequence[Record], horizontal: Over) -> list[float]:
     """Return the x of steps that were not applied."""
     skipped = [record for record in records if record["outcome"] != "applied"]
-    return positions(skipped, over)
+    return positions(skipped, horizontal)
 
 
-def positions(records: Sequence[Record], over: Over) -> list[float]:
+def positions(records: Sequence[Record], horizontal: Over) -> list[float]:
     """Return the x of each record: its step, or the tokens seen so far."""
-    if over == "steps":
+    if horizontal == "steps":
         return [float(record["step"]) for record in records]
     return [float(record.get("tokens", math.nan)) for record in records]
 
 
-def axis_label(over: Over) -> str:
+def axis_label(horizontal: Over) -> str:
     """Return the label of the horizontal axis."""
-    return "step" if over == "steps" else "tokens seen"
+    return "step" if horizontal == "steps" else "tokens seen"
 
 
-def values(records: Sequence[Record], key: str) -> list[float]:
+def values(records: Sequence[Record], field_name: str) -> list[float]:
     """Return a field of each record; NaN where it is missing or not finite."""
-    return [_finite_or_nan(record.get(key)) for record in records]
+    return [_finite_or_nan(record.get(field_name)) for record in records]
 
 
-def _finite_or_nan(value: object) -> float:
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
+def _finite_or_nan(field_value: object) -> float:
+    if isinstance(field_value, int | float) and math.isfinite(field_value):
+        return float(field_value)
     return math.nan
 
 
-def smoothed(y: Sequence[float], width: int) -> list[float]:
+def smoothed(y_values: Sequence[float], width: int) -> list[float]:
     """Return the mean of the `width` values around each one, of fewer near the ends. NaN stays and
     is not counted.
 
@@ -181,18 +187,27 @@ def smoothed(y: Sequence[float], width: int) -> list[float]:
     """
     # The sum of a window is the difference of two running sums. NaN would spoil all later ones, so
     # it is left out of sums and counts.
-    sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in y)]
-    counts = [0, *accumulate(0 if math.isnan(value) else 1 for value in y)]
-    half = width // 2
-    means: list[float] = []
-    for i, value in enumerate(y):
-        if math.isnan(value):
-            means.append(math.nan)
+    running_sums = [
+        0.0,
+        *accumulate(0.0 if math.isnan(field_value) else field_value for field_value in y_values),
+    ]
+    running_counts = [
+        0,
+        *accumulate(0 if math.isnan(field_value) else 1 for field_value in y_values),
+    ]
+    half_width = width // 2
+    mean_values: list[float] = []
+    for center, field_value in enumerate(y_values):
+        if math.isnan(field_value):
+            mean_values.append(math.nan)
             continue
-        start = max(0, i - half)
-        stop = min(i + min(half, i) + 1, len(y))
-        means.append((sums[stop] - sums[start]) / max(1, counts[stop] - counts[start]))
-    return means
+        start = max(0, center - half_width)
+        stop = min(center + min(half_width, center) + 1, len(y_values))
+        mean_values.append(
+            (running_sums[stop] - running_sums[start])
+            / max(1, running_counts[stop] - running_counts[start])
+        )
+    return mean_values
 
 
 def mean_width(count: int) -> int:
@@ -203,35 +218,37 @@ def mean_width(count: int) -> int:
 
 
 def _series(
-    quantity: _Quantity, records: Sequence[Record], x: Sequence[float]
+    quantity: _Quantity, records: Sequence[Record], x_values: Sequence[float]
 ) -> tuple[list[Series], str]:
     """Return the curves of a quantity, or a remark on the reason why there is none."""
-    y = [value * quantity.factor for value in values(records, quantity.key)]
-    finite = [value for value in y if not math.isnan(value)]
+    y_values = [field_value * quantity.factor for field_value in values(records, quantity.key)]
+    finite = [field_value for field_value in y_values if not math.isnan(field_value)]
     name = quantity.title.partition(",")[0]
     if not finite:
         is_recorded = any(quantity.key in record for record in records)
         return [], f"no finite {name}" if is_recorded else ""
     if min(finite) == max(finite) and quantity is not LOSS:
         return [], f"{name} {finite[0]:g} throughout"
-    width = mean_width(len(y)) if quantity.smooth else 1
+    width = mean_width(len(y_values)) if quantity.smooth else 1
     if width == 1:
-        return [Series("each step", x, y)], ""
-    mean = Series(f"mean of {width} steps", x, smoothed(y, width))
-    return [Series("each step", x, y, width=0.9, opacity=0.3), mean], ""
+        return [Series("each step", x_values, y_values)], ""
+    mean = Series(f"mean of {width} steps", x_values, smoothed(y_values, width))
+    return [Series("each step", x_values, y_values, width=0.9, opacity=0.3), mean], ""
 
 
-def _held_out_series(records: Sequence[Record], x: Sequence[float]) -> Iterator[Series]:
+def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
     """Yield a curve for the held-out text, and for each set of data.validation."""
     curves: dict[str, tuple[list[float], list[Record]]] = {}
-    for position, record in zip(x, records, strict=True):
-        for key in record:
-            if key == "eval_loss" or key.startswith(VALIDATION_PREFIX):
-                evaluated_x, evaluated = curves.setdefault(key, ([], []))
+    for position, record in zip(x_values, records, strict=True):
+        for field_name in record:
+            if field_name == "eval_loss" or field_name.startswith(VALIDATION_PREFIX):
+                evaluated_x, evaluated = curves.setdefault(field_name, ([], []))
                 evaluated_x.append(position)
                 evaluated.append(record)
-    for number, (key, (evaluated_x, evaluated)) in enumerate(curves.items()):
-        label = "held-out" if key == "eval_loss" else key.removeprefix(VALIDATION_PREFIX)
+    for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
+        label = (
+            "held-out" if field_name == "eval_loss" else field_name.removeprefix(VALIDATION_PREFIX)
+        )
         color = HELD_OUT_COLORS[number % len(HELD_OUT_COLORS)]
-        losses = values(evaluated, key)
+        losses = values(evaluated, field_name)
         yield Series(label, evaluated_x, losses, color, marker="dot")

@@ -76,24 +76,30 @@ def other_layout(config: RunConfig) -> Layout | None:
     return None
 
 
-def proof(runs: ProofRuns, span: Span, layout: Layout | None) -> Iterator[Row]:
+def proof(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Iterator[Row]:
     """Run everything and yield the rows. layout: another one, None if none fits.
 
     Raises RunFailed if the straight run fails.
     """
-    runs.begin(STRAIGHT)
-    runs.take(STRAIGHT, span.last)
-    yield _try_row(AGAIN, span.before, lambda: _repeat(runs, span))
-    if not runs.digests(AGAIN):
+    proof_runs.begin(STRAIGHT)
+    proof_runs.take(STRAIGHT, step_span.last)
+    yield _try_row(AGAIN, step_span.before, lambda: _repeat(proof_runs, step_span))
+    if not proof_runs.digests(AGAIN):
         return
     # the other rows go on from the checkpoint of the repeated run
-    runs.copy(AGAIN, RESUMED)
-    at_stop = range(span.stop, span.stop + 1)
-    all_steps = range(span.first + 1, span.last + 1)
-    yield _try_row(RESUMED, span.after, lambda: _resume(runs, span, RESUMED))
-    yield _try_row(LOADED, at_stop, lambda: _load_elsewhere(runs, span, layout), layout)
-    yield _try_row(OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(runs, span, layout), layout)
-    yield _try_row(CONTROL, range(span.stop, span.stop + 2), lambda: _try_damage(runs, span))
+    proof_runs.copy(AGAIN, RESUMED)
+    at_stop = range(step_span.stop, step_span.stop + 1)
+    all_steps = range(step_span.first + 1, step_span.last + 1)
+    yield _try_row(RESUMED, step_span.after, lambda: _resume(proof_runs, step_span, RESUMED))
+    yield _try_row(LOADED, at_stop, lambda: _load_elsewhere(proof_runs, step_span, layout), layout)
+    yield _try_row(
+        OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(proof_runs, step_span, layout), layout
+    )
+    yield _try_row(
+        CONTROL,
+        range(step_span.stop, step_span.stop + 2),
+        lambda: _try_damage(proof_runs, step_span),
+    )
 
 
 def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
@@ -101,7 +107,7 @@ def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
     verdicts = {row["row"]: row["verdict"] for row in rows}
     if WRONG in verdicts.values():
         return WRONG
-    if all(verdicts.get(name) == PROVEN for name in needed):
+    if all(verdicts.get(run_name) == PROVEN for run_name in needed):
         return PROVEN
     return NOT_TRIED
 
@@ -116,9 +122,11 @@ def needed_rows(config: RunConfig, named: bool) -> tuple[str, ...]:
     return (*NEEDED, LOADED)
 
 
-def _try_row(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:
+def _try_row(
+    run_name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None
+) -> Row:
     """Return a row with its name and steps; a run that failed is one that was not tried."""
-    head: Row = {"row": name, "steps": [steps.start, steps.stop - 1]}
+    head: Row = {"row": run_name, "steps": [steps.start, steps.stop - 1]}
     if layout is not None:
         head["layout"] = layout.name
     try:
@@ -137,41 +145,45 @@ def _verdict(parting: Parting | None) -> Row:
     return {"verdict": WRONG, "why": parting.describe(), "first": parting.fields()}
 
 
-def _repeat(runs: ProofRuns, span: Span) -> Row:
-    runs.begin(AGAIN)
-    runs.take(AGAIN, span.stop)
-    return _compare_steps(runs, AGAIN, span.before)
+def _repeat(proof_runs: ProofRuns, step_span: Span) -> Row:
+    proof_runs.begin(AGAIN)
+    proof_runs.take(AGAIN, step_span.stop)
+    return _compare_steps(proof_runs, AGAIN, step_span.before)
 
 
-def _resume(runs: ProofRuns, span: Span, name: str, parallel: Parallel | None = None) -> Row:
+def _resume(
+    proof_runs: ProofRuns, step_span: Span, run_name: str, parallel: Parallel | None = None
+) -> Row:
     """Resume a copy of the stopped run and compare the loaded state, then each step."""
-    if not _any_applied(runs, span.before) or not _any_applied(runs, span.after):
+    if not _any_applied(proof_runs, step_span.before) or not _any_applied(
+        proof_runs, step_span.after
+    ):
         return _not_tried(
             "no step was applied before the stop, or none after it: take more --steps, or lower "
             "the scale"
         )
-    runs.take(name, span.last, parallel)
-    loaded = _compare_loaded(runs, name, span.stop)
+    proof_runs.take(run_name, step_span.last, parallel)
+    loaded = _compare_loaded(proof_runs, run_name, step_span.stop)
     if loaded["verdict"] != PROVEN:
         return loaded
-    return _compare_steps(runs, name, span.after)
+    return _compare_steps(proof_runs, run_name, step_span.after)
 
 
-def _load_elsewhere(runs: ProofRuns, span: Span, layout: Layout | None) -> Row:
+def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Row:
     """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
-    config = runs.config
+    config = proof_runs.config
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
     if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
         return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
-    runs.copy(AGAIN, LOADED)
-    runs.take(LOADED, span.stop, layout.parallel)
-    return _compare_loaded(runs, LOADED, span.stop)
+    proof_runs.copy(AGAIN, LOADED)
+    proof_runs.take(LOADED, step_span.stop, layout.parallel)
+    return _compare_loaded(proof_runs, LOADED, step_span.stop)
 
 
-def _train_elsewhere(runs: ProofRuns, span: Span, layout: Layout | None) -> Row:
+def _train_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Row:
     """Train straight in another layout, and resume in it, if the numerics are canonical."""
-    if not is_canonical(runs.config):
+    if not is_canonical(proof_runs.config):
         return _not_tried(
             'train.numerics = "fast": another layout adds in another order, so its last bits '
             "differ; "
@@ -179,29 +191,29 @@ def _train_elsewhere(runs: ProofRuns, span: Span, layout: Layout | None) -> Row:
         )
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
-    runs.begin(OTHER_LAYOUT)
-    runs.take(OTHER_LAYOUT, span.last, layout.parallel)
-    straight = _compare_steps(runs, OTHER_LAYOUT, (*span.before, *span.after))
+    proof_runs.begin(OTHER_LAYOUT)
+    proof_runs.take(OTHER_LAYOUT, step_span.last, layout.parallel)
+    straight = _compare_steps(proof_runs, OTHER_LAYOUT, (*step_span.before, *step_span.after))
     if straight["verdict"] != PROVEN:
         return straight
-    name = f"{RESUMED} in {layout.name}"
-    runs.copy(AGAIN, name)
-    return _resume(runs, span, name, layout.parallel)
+    run_name = f"{RESUMED} in {layout.name}"
+    proof_runs.copy(AGAIN, run_name)
+    return _resume(proof_runs, step_span, run_name, layout.parallel)
 
 
-def _try_damage(runs: ProofRuns, span: Span) -> Row:
+def _try_damage(proof_runs: ProofRuns, step_span: Span) -> Row:
     """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded
     and a step later."""
-    step_after = range(span.stop + 1, span.stop + 2)
+    step_after = range(step_span.stop + 1, step_span.stop + 2)
     # without updates there are no moments to damage, or the damage changes no weight
-    if not _any_applied(runs, span.before) or not _any_applied(runs, step_after):
+    if not _any_applied(proof_runs, step_span.before) or not _any_applied(proof_runs, step_after):
         return _not_tried(
             "the step after the stop, or all steps before it, were not applied: take other --steps"
         )
-    damaged = turn_one_sign(runs.copy(AGAIN, CONTROL))
-    runs.take(CONTROL, span.stop + 1)
-    loaded = _compare_loaded(runs, CONTROL, span.stop)
-    later = _compare_steps(runs, CONTROL, (span.stop + 1,))
+    damaged = turn_one_sign(proof_runs.copy(AGAIN, CONTROL))
+    proof_runs.take(CONTROL, step_span.stop + 1)
+    loaded = _compare_loaded(proof_runs, CONTROL, step_span.stop)
+    later = _compare_steps(proof_runs, CONTROL, (step_span.stop + 1,))
     seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
     if len(seen) < 2:
         why = (
@@ -217,28 +229,28 @@ def _try_damage(runs: ProofRuns, span: Span) -> Row:
     return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
 
 
-def _compare_steps(runs: ProofRuns, name: str, steps: Collection[int]) -> Row:
+def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int]) -> Row:
     """Compare the states after these steps with those of the straight run."""
-    ours = by_step(runs.digests(name))
-    theirs = by_step(runs.digests(STRAIGHT))
-    missing = [step for step in steps if step not in ours or step not in theirs]
+    own_digests = by_step(proof_runs.digests(run_name))
+    straight_digests = by_step(proof_runs.digests(STRAIGHT))
+    missing = [step for step in steps if step not in own_digests or step not in straight_digests]
     if missing:
         return _not_tried(f"there is no digest of step {missing[0]}: the run ended before it")
-    return _verdict(first_parting({step: ours[step] for step in steps}, theirs))
+    return _verdict(first_parting({step: own_digests[step] for step in steps}, straight_digests))
 
 
-def _compare_loaded(runs: ProofRuns, name: str, stop: int) -> Row:
+def _compare_loaded(proof_runs: ProofRuns, run_name: str, stop: int) -> Row:
     """Compare the state that a run has loaded with that of the straight run after step `stop`."""
-    ours = by_step(runs.digests(name), loaded=True)
-    theirs = by_step(runs.digests(STRAIGHT))
-    if stop not in ours or stop not in theirs:
+    own_digests = by_step(proof_runs.digests(run_name), loaded=True)
+    straight_digests = by_step(proof_runs.digests(STRAIGHT))
+    if stop not in own_digests or stop not in straight_digests:
         return _not_tried(f"there is no digest of the state loaded after step {stop}")
-    return _verdict(first_parting({stop: ours[stop]}, theirs, state_only=True))
+    return _verdict(first_parting({stop: own_digests[stop]}, straight_digests, state_only=True))
 
 
-def _any_applied(runs: ProofRuns, steps: range) -> bool:
+def _any_applied(proof_runs: ProofRuns, steps: range) -> bool:
     """Return True if the straight run applied one of these steps."""
-    return bool(set(steps) & set(runs.applied(STRAIGHT)))
+    return bool(set(steps) & set(proof_runs.applied(STRAIGHT)))
 
 
 def turn_one_sign(checkpoint: Path) -> str:
@@ -247,38 +259,47 @@ def turn_one_sign(checkpoint: Path) -> str:
 
     The files must not be shared with another checkpoint.
     """
-    store = Store(checkpoint)
-    tensors = store.index["tensors"]
+    checkpoint_store = Store(checkpoint)
+    tensors = checkpoint_store.index["tensors"]
     # moments first; codes of FP8 are bytes of another format
-    keys = [key for key in tensors if not key.startswith("fp8/")]
-    for key in sorted(keys, key=lambda key: (key.startswith("weight/"), key)):
-        name = tensors[key]["chunks"][0]["file"]
-        stored_key = key.removeprefix("weight/")
-        with safe_open(store.file(name), "pt") as opened:
-            values = opened.get_tensor(stored_key).flatten()
-        index = int(values.abs().argmax())
-        if values[index] != 0:
-            _turn_sign(store.file(name), stored_key, index, values)
-            _update_digest(store, name)
-            return key
+    keys = [stored_name for stored_name in tensors if not stored_name.startswith("fp8/")]
+    for stored_name in sorted(
+        keys, key=lambda stored_name: (stored_name.startswith("weight/"), stored_name)
+    ):
+        run_name = tensors[stored_name]["chunks"][0]["file"]
+        stored_key = stored_name.removeprefix("weight/")
+        with safe_open(checkpoint_store.file(run_name), "pt") as opened_file:
+            stored_values = opened_file.get_tensor(stored_key).flatten()
+        element_index = int(stored_values.abs().argmax())
+        if stored_values[element_index] != 0:
+            _turn_sign(checkpoint_store.file(run_name), stored_key, element_index, stored_values)
+            _update_digest(checkpoint_store, run_name)
+            return stored_name
     raise UserError.of("prove.nothing_to_damage", checkpoint=checkpoint)
 
 
-def _turn_sign(file: Path, key: str, index: int, values: Tensor) -> None:
-    """Turn the sign of element `index` of a stored tensor, whose `values` are given, in the
-    file."""
-    turned = (-values[index : index + 1]).view(torch.uint8).numpy().tobytes()
-    with file.open("r+b") as opened:
+def _turn_sign(file: Path, stored_name: str, element_index: int, stored_values: Tensor) -> None:
+    """Turn the sign of element `element_index` of a stored tensor, whose `stored_values` are given,
+    in the file."""
+    turned = (-stored_values[element_index : element_index + 1]).view(torch.uint8).numpy().tobytes()
+    with file.open("r+b") as opened_file:
         # a safetensors file: the length of the header in 8 bytes, the header, the tensors
-        header_length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(header_length))
-        tensor_start = 8 + header_length + header[key]["data_offsets"][0]
-        opened.seek(tensor_start + index * values.itemsize)
-        opened.write(turned)
+        header_length = int.from_bytes(opened_file.read(8), "little")
+        header = json.loads(opened_file.read(header_length))
+        tensor_start = 8 + header_length + header[stored_name]["data_offsets"][0]
+        opened_file.seek(tensor_start + element_index * stored_values.itemsize)
+        opened_file.write(turned)
 
 
-def _update_digest(store: Store, name: str) -> None:
+def _update_digest(checkpoint_store: Store, run_name: str) -> None:
     """Write the digest of a changed file into checkpoint.json."""
-    index = {key: value for key, value in store.index.items() if key != OWN_DIGEST}
-    index[FILE_DIGESTS] = {**store.digests, name: file_digest(store.file(name))}
-    (store.path / INDEX).write_bytes(seal_index(index))
+    element_index = {
+        stored_name: value
+        for stored_name, value in checkpoint_store.index.items()
+        if stored_name != OWN_DIGEST
+    }
+    element_index[FILE_DIGESTS] = {
+        **checkpoint_store.digests,
+        run_name: file_digest(checkpoint_store.file(run_name)),
+    }
+    (checkpoint_store.path / INDEX).write_bytes(seal_index(element_index))

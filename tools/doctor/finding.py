@@ -77,18 +77,18 @@ def document(findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
 
 
 def _json_entry(finding: Finding) -> dict[str, Any]:
-    entry: dict[str, Any] = {
+    json_entry: dict[str, Any] = {
         "check": finding.check,
         "verdict": finding.verdict,
         "said": finding.message,
     }
     # Only where it means something: a reader need not know which fields are void.
     if finding.verdict == WRONG:
-        entry["remedy"] = finding.remedy
+        json_entry["remedy"] = finding.remedy
     if finding.verdict == NOT_TRIED:
-        entry["needed"] = finding.needed
-    entry["facts"] = finding.facts
-    return entry
+        json_entry["needed"] = finding.needed
+    json_entry["facts"] = finding.facts
+    return json_entry
 
 
 def show(findings: Sequence[Finding], seconds: float) -> None:
@@ -110,10 +110,10 @@ def show(findings: Sequence[Finding], seconds: float) -> None:
 
 def in_words(findings: Sequence[Finding]) -> str:
     """Return the verdict in a line."""
-    count = Counter(finding.verdict for finding in findings)
-    if count[WRONG]:
-        verb = "is" if count[WRONG] == 1 else "are"
-        return f"{counted(count[WRONG], 'thing')} {verb} wrong"
+    verdict_counts = Counter(finding.verdict for finding in findings)
+    if verdict_counts[WRONG]:
+        verb = "is" if verdict_counts[WRONG] == 1 else "are"
+        return f"{counted(verdict_counts[WRONG], 'thing')} {verb} wrong"
 
     if verdict(findings) == NOT_TRIED:
         # dict.fromkeys: each check once, in the order of the table
@@ -122,8 +122,8 @@ def in_words(findings: Sequence[Finding]) -> str:
         )
         return f"nothing is wrong, but {', '.join(missing)} could not be tried"
 
-    not_tried = f", {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
-    return f"all is well: {counted(count[OK], 'check')} ok{not_tried}"
+    not_tried = f", {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
+    return f"all is well: {counted(verdict_counts[OK], 'check')} ok{not_tried}"
 
 
 def _escape_markup(text: str) -> str:

@@ -49,18 +49,19 @@ class RankContext:
     folder: Path
     bytes_needed: int
 
-    def tell(self, key: str, value: Any) -> None:
+    def tell(self, store_name: str, value: Any) -> None:
         """Put a JSON value into the store."""
-        self.store.set(f"doctor/{key}", json.dumps(value))
+        self.store.set(f"doctor/{store_name}", json.dumps(value))
 
-    def told(self, key: str, seconds: float) -> Any:
-        """Wait for the JSON value of `key` and return it. Raises TimeoutError after `seconds`."""
+    def told(self, store_name: str, seconds: float) -> Any:
+        """Wait for the JSON value of `store_name` and return it. Raises TimeoutError after
+        `seconds`."""
         deadline = time.monotonic() + seconds
-        store_key = f"doctor/{key}"
+        store_key = f"doctor/{store_name}"
         # Polls: a blocking `get` would wait for the store's own, long timeout.
         while not self.store.check([store_key]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{key} was not told within {seconds:g} s")
+                raise TimeoutError(f"{store_name} was not told within {seconds:g} s")
             time.sleep(POLL_SECONDS)
         return json.loads(self.store.get(store_key))
 
@@ -70,11 +71,11 @@ class RankContext:
         All ranks must have answered before.
         """
         hosts: list[str] = self.told("hosts", HOSTS_SECONDS)
-        return [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return [hosts.index(host_name) for host_name in dict.fromkeys(hosts)]
 
-    def host_of(self, rank: int) -> str:
+    def host_of(self, rank_number: int) -> str:
         """Return the host of a rank. All ranks must have answered before."""
-        return self.told("hosts", HOSTS_SECONDS)[rank]
+        return self.told("hosts", HOSTS_SECONDS)[rank_number]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Check:
 
 
 class _Judgement(NamedTuple):
-    """Findings of a check. lost: why later checks must not wait for a rank, "" if they may."""
+    """Findings of a check. lost: why later checks must not wait for a rank, "" if they
+    may."""
 
     findings: list[Finding]
     lost: str
@@ -107,35 +109,35 @@ def conduct(checks: Sequence[Check], context: RankContext) -> tuple[list[Finding
     Return the findings (on rank 0; none elsewhere) and if all ranks answered.
     """
     findings = list[Finding]()
-    lost = ""
-    for number, check in enumerate(checks):
+    lost_reason = ""
+    for check_number, check in enumerate(checks):
         # Every rank must skip the same checks, or some would wait for each other in vain.
-        lost = _agree_to_begin(context, number, lost)
-        if lost and check.together:
+        lost_reason = _agree_to_begin(context, check_number, lost_reason)
+        if lost_reason and check.together:
             if context.rank == 0:
-                findings.append(not_tried(check.name, lost, check.needed))
+                findings.append(not_tried(check.name, lost_reason, check.needed))
             continue
 
-        answer = run_with_time_limit(check.seconds, check.part, context)
-        answer["host"] = context.host
-        context.tell(f"{number}/{context.rank}", answer)
+        rank_answer = run_with_time_limit(check.seconds, check.part, context)
+        rank_answer["host"] = context.host
+        context.tell(f"{check_number}/{context.rank}", rank_answer)
         if context.rank == 0:
-            answers = _collect_answers(context, number, check.seconds)
+            answers = _collect_answers(context, check_number, check.seconds)
             judgement = _judge(check, context, answers)
             findings.extend(judgement.findings)
-            lost = lost or judgement.lost
-    return findings, not lost
+            lost_reason = lost_reason or judgement.lost
+    return findings, not lost_reason
 
 
-def _agree_to_begin(context: RankContext, number: int, lost: str) -> str:
+def _agree_to_begin(context: RankContext, check_number: int, lost_reason: str) -> str:
     """Agree with rank 0 on beginning a check.
 
-    Return why ranks must not wait for each other, "" if they may. lost: rank 0's reason.
+    Return why ranks must not wait for each other, "" if they may. lost_reason: rank 0's reason.
     """
     if context.rank == 0:
-        context.tell(f"{number}/begin", lost)
-        return lost
-    return context.told(f"{number}/begin", BEGIN_SECONDS)
+        context.tell(f"{check_number}/begin", lost_reason)
+        return lost_reason
+    return context.told(f"{check_number}/begin", BEGIN_SECONDS)
 
 
 def run_with_time_limit(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
@@ -143,31 +145,31 @@ def run_with_time_limit(seconds: float, part: Callable[..., Any], *arguments: An
 
     {"value": ...}, {"error": ...} if the part failed, or {"late": True} if it was not done in time.
     """
-    answer: Answer = {}
+    rank_answer: Answer = {}
 
     def run_part() -> None:
         try:
-            answer["value"] = part(*arguments)
+            rank_answer["value"] = part(*arguments)
         except Exception as error:
             description = f"{type(error).__name__}: {error}"
-            answer["error"] = description.splitlines()[0]
+            rank_answer["error"] = description.splitlines()[0]
 
     # A daemon thread: one that hangs for good must not keep the process from ending.
     thread = Thread(target=run_part, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answer or {"late": True}
+    return rank_answer or {"late": True}
 
 
-def _collect_answers(context: RankContext, number: int, seconds: float) -> dict[int, Answer]:
+def _collect_answers(context: RankContext, check_number: int, seconds: float) -> dict[int, Answer]:
     """Return the answers that come before the time limit, by rank."""
     answers = dict[int, Answer]()
     deadline = time.monotonic() + seconds + GRACE_SECONDS
-    for rank in range(context.size):
+    for rank_number in range(context.size):
         # Zero at the deadline: the answers of later ranks that are there are still taken.
         remaining = max(0.0, deadline - time.monotonic())
         try:
-            answers[rank] = context.told(f"{number}/{rank}", remaining)
+            answers[rank_number] = context.told(f"{check_number}/{rank_number}", remaining)
         except TimeoutError:
             continue
     return answers
@@ -175,9 +177,9 @@ def _collect_answers(context: RankContext, number: int, seconds: float) -> dict[
 
 def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) -> _Judgement:
     silent = dict[int, str]()
-    for rank in range(context.size):
-        if rank not in answers:
-            silent[rank] = _host_of_silent(context, rank)
+    for rank_number in range(context.size):
+        if rank_number not in answers:
+            silent[rank_number] = _host_of_silent(context, rank_number)
     late = _hosts_of_answers_with("late", answers)
     if silent or late:
         message = f"{format_ranks(silent or late)} did not answer within {check.seconds:g} s"
@@ -190,28 +192,32 @@ def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) ->
         remedy = "look at that host, and run this command there alone"
         return _Judgement([wrong(check.name, message, remedy)], "")
 
-    in_order = [answers[rank] for rank in range(context.size)]
+    in_order = [answers[rank_number] for rank_number in range(context.size)]
     # The first check that all ranks have answered tells every rank the hosts of the others.
     if not context.store.check(["doctor/hosts"]):
-        context.tell("hosts", [answer["host"] for answer in in_order])
-    values = [answer["value"] for answer in in_order]
+        context.tell("hosts", [rank_answer["host"] for rank_answer in in_order])
+    values = [rank_answer["value"] for rank_answer in in_order]
     return _Judgement([*check.judge(values)], "")
 
 
-def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int, str]:
+def _hosts_of_answers_with(store_name: str, answers: Mapping[int, Answer]) -> dict[int, str]:
     """Return the host of each rank whose answer has the key."""
-    return {rank: answer["host"] for rank, answer in answers.items() if key in answer}
+    return {
+        rank_number: rank_answer["host"]
+        for rank_number, rank_answer in answers.items()
+        if store_name in rank_answer
+    }
 
 
-def _host_of_silent(context: RankContext, rank: int) -> str:
+def _host_of_silent(context: RankContext, rank_number: int) -> str:
     """Return the host of a rank that is silent, "" if it has not joined the world.
 
     `parallel.joining` puts the hosts into the store.
     """
-    key = f"host of rank {rank}"
-    if not context.store.check([key]):  # `get` would wait for it
+    store_name = f"host of rank {rank_number}"
+    if not context.store.check([store_name]):  # `get` would wait for it
         return ""
-    return context.store.get(key).decode()
+    return context.store.get(store_name).decode()
 
 
 def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
@@ -219,8 +225,10 @@ def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
 
     hosts_by_rank: the host of each rank, "" if it is not known.
     """
-    hosts = sorted({host or "a host that is not known" for host in hosts_by_rank.values()})
-    ranks = [str(rank) for rank in sorted(hosts_by_rank)]
+    hosts = sorted(
+        {host_name or "a host that is not known" for host_name in hosts_by_rank.values()}
+    )
+    ranks = [str(rank_number) for rank_number in sorted(hosts_by_rank)]
     plural = "s" if len(ranks) > 1 else ""
     return f"rank{plural} {_enumerate_words(ranks)} on {_enumerate_words(hosts)}"
 

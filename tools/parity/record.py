@@ -119,7 +119,7 @@ class RecordedSamples(Samples):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def sample_batch(self, position: int, count: int) -> Batch:
+    def batch(self, position: int, count: int) -> Batch:
         sample_batch = self.samples.batch(position, count)
         self.ids.append(sample_batch.ids.tolist())
         if not self.masked:

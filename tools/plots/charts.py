@@ -23,7 +23,9 @@ LABEL_HEIGHT = 16.0  # of the label below the ticks
 STRETCH_WIDTH = 2.0
 X_TICK_SPACING = 62.0
 Y_TICK_SPACING = 30.0
-LARGE = 1e4  # numbers from here on are written with a unit
+# numbers from here on are written with a unit: of the axes of y and x
+LARGE = 1e4
+LARGE_STEP = 1e5
 LEGEND_SIZE = 10.5  # of its text
 LEGEND_ROW = 15.0  # height
 LEGEND_SIGN = 21.0  # width of the piece of a line before a name
@@ -31,6 +33,7 @@ LEGEND_GAP = 12.0  # between two entries
 TITLE_SIZE = 13.0
 TITLE_LIFT = 8.0  # of the title's baseline above the axes
 CROSS = 3.2  # half of the width of a cross
+DOT = 3.0  # radius
 DASHED = (4.0, 2.5)
 DOTTED = (1.5, 2.0)
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -173,6 +176,16 @@ class Frame:
         )
         return self.box.bottom - self.box.height * share
 
+    def level(self, y: float) -> list[Point]:
+        """Return the ends of a horizontal line through the chart."""
+        height = self.y_pixel(y)
+        return [(self.box.left, height), (self.box.right, height)]
+
+    def upright(self, x: float) -> list[Point]:
+        """Return the ends of a vertical line through the chart."""
+        pixel = self.x_pixel(x)
+        return [(pixel, self.box.top), (pixel, self.box.bottom)]
+
 
 def _finite_range(values: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in values if not math.isnan(value)]
@@ -223,84 +236,66 @@ def _footer_height(chart: Chart) -> float:
 def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     """Yield the shapes of a chart."""
     frame = Frame(chart, plot_area)
+    title_baseline = plot_area.top - TITLE_LIFT
     if chart.title:
-        yield Text(plot_area.left, plot_area.top - TITLE_LIFT, chart.title, TITLE_SIZE)
+        yield Text(plot_area.left, title_baseline, chart.title, TITLE_SIZE)
     if chart.right_title:
-        yield Text(plot_area.right, plot_area.top - TITLE_LIFT, chart.right_title, 11, anchor="end")
+        yield Text(plot_area.right, title_baseline, chart.right_title, 11, anchor="end")
     yield from _legend(chart, plot_area)
     if chart.band:
-        yield from _band(frame, chart.band)
+        yield _band(frame, chart.band)
     yield from _axes(frame)
     for x_value in chart.resumed:
-        pixel_position = frame.x_pixel(x_value)
-        yield Trail(
-            [(pixel_position, plot_area.top), (pixel_position, plot_area.bottom)],
-            "faint",
-            1.0,
-            dash=DOTTED,
-        )
+        yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
     for level in chart.levels:
-        pixel_position = frame.y_pixel(level.y)
-        yield Trail(
-            [(plot_area.left, pixel_position), (plot_area.right, pixel_position)],
-            level.color,
-            1.0,
-            dash=level.dash,
-        )
+        yield Trail(frame.level(level.y), level.color, 1.0, dash=level.dash)
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
         # of very many, evenly chosen ones: more would not be seen
         every = 1 + len(crosses.x) // int(plot_area.width / STRETCH_WIDTH)
-        y_value = plot_area.bottom - crosses.lift
-        points = [(frame.x_pixel(x_value), y_value) for x_value in crosses.x[::every]]
-        yield _draw_crosses(points, crosses.color)
+        height = plot_area.bottom - crosses.lift
+        centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::every]]
+        yield _draw_crosses(centers, crosses.color)
     for x_value, y_value, text in chart.notes:
+        # below and to the right of the point, where the curve seldom is
         yield Text(frame.x_pixel(x_value) + 8, frame.y_pixel(y_value) + 12, text, 11)
 
 
-def _band(frame: Frame, band: tuple[float, float]) -> Iterator[Shape]:
-    """Yield the shaded part of the axes between two values of y, as far as it is shown."""
-    lowest, highest = (
-        min(max(frame.y_pixel(y_value), frame.box.top), frame.box.bottom) for y_value in band
-    )
-    plot_area = frame.box
-    yield Rect(plot_area.left, highest, plot_area.width, lowest - highest, "other1", opacity=0.08)
+def _band(frame: Frame, band: tuple[float, float]) -> Rect:
+    """Return the shaded part of the axes between two values of y, as far as it is shown."""
+    area = frame.box
+    bottom = min(frame.y_pixel(band[0]), area.bottom)
+    top = max(frame.y_pixel(band[1]), area.top)
+    return Rect(area.left, top, area.width, bottom - top, "other1", opacity=0.08)
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
     """Yield a grid line and a label for each tick, and the axes."""
-    plot_area = frame.box
+    area = frame.box
     for y_value, label in _y_ticks(frame):
-        pixel_position = frame.y_pixel(y_value)
-        yield Line(plot_area.left, pixel_position, plot_area.right, pixel_position, "line", 0.8)
-        yield Text(plot_area.left - 7, pixel_position + 4, label, 12, "ink", "end")
-    footer = plot_area.bottom + 16
-    for x_value in round_numbers(*frame.x_range, max(2, int(plot_area.width / X_TICK_SPACING))):
-        pixel_position = frame.x_pixel(x_value)
-        yield Line(pixel_position, plot_area.top, pixel_position, plot_area.bottom, "line", 0.8)
-        yield Text(
-            pixel_position,
-            footer,
-            short(x_value) if x_value >= 1e5 else f"{x_value:,g}",
-            12,
-            "ink",
-            "middle",
-        )
-        if x_value in frame.chart.tick_notes:
-            note = frame.chart.tick_notes[x_value]
-            yield Text(pixel_position, footer + LABEL_HEIGHT, note, 12, "faint", "middle")
-    yield Line(plot_area.left, plot_area.top, plot_area.left, plot_area.bottom, "ink", 0.9)
-    yield Line(plot_area.left, plot_area.bottom, plot_area.right, plot_area.bottom, "ink", 0.9)
+        yield _grid_line(*frame.level(y_value))
+        yield Text(area.left - 7, frame.y_pixel(y_value) + 4, label, anchor="end")
+    baseline = area.bottom + 16
+    tick_count = max(2, int(area.width / X_TICK_SPACING))
+    for x_value in round_numbers(*frame.x_range, tick_count):
+        pixel = frame.x_pixel(x_value)
+        label = short(x_value) if x_value >= LARGE_STEP else f"{x_value:,g}"
+        yield _grid_line(*frame.upright(x_value))
+        yield Text(pixel, baseline, label, anchor="middle")
+        note = frame.chart.tick_notes.get(x_value)
+        if note:
+            yield Text(pixel, baseline + LABEL_HEIGHT, note, color="faint", anchor="middle")
+    corner = (area.left, area.bottom)
+    yield Trail([(area.left, area.top), corner, (area.right, area.bottom)], "ink", 0.9)
     if frame.chart.x_label:
-        baseline = plot_area.bottom + _footer_height(frame.chart) - 8
-        yield Text(
-            (plot_area.left + plot_area.right) / 2,
-            baseline,
-            frame.chart.x_label,
-            12,
-            anchor="middle",
-        )
+        center = area.left + area.width / 2
+        label_baseline = area.bottom + _footer_height(frame.chart) - 8
+        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
+
+
+def _grid_line(start: Point, end: Point) -> Line:
+    return Line(*start, *end, "line", 0.8)
 
 
 def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
@@ -354,29 +349,35 @@ def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
     """Yield the line of a series, and its markers."""
     points: list[Point | None] = []
     for x_value, y_value in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
-        if math.isnan(x_value) or math.isnan(y_value):
-            points.append(None)
-            continue
-        x_pixel = frame.x_pixel(x_value)
-        if frame.chart.stepped and points and points[-1]:
-            points.append((x_pixel, points[-1][1]))
-        points.append((x_pixel, frame.y_pixel(y_value)))
-    if frame.chart.stepped and points and points[-1]:
-        points.append((frame.box.right, points[-1][1]))
+        is_gap = math.isnan(x_value) or math.isnan(y_value)
+        points.append(None if is_gap else (frame.x_pixel(x_value), frame.y_pixel(y_value)))
     if series.joined:
-        yield Trail(points, series.color, series.width, series.opacity, series.dash)
+        line = list(_as_steps(points, frame.box.right)) if frame.chart.stepped else points
+        yield Trail(line, series.color, series.width, series.opacity, series.dash)
     marked = [point for point in points if point]
     if series.marker == "cross":
         yield _draw_crosses(marked, series.color)
-    elif series.marker == "dot" or (series.joined and len(marked) == 1):
+    elif series.marker == "dot" or len(marked) == 1:
         # a single point has no line
-        for x_value, y_value in marked:
-            yield _draw_dot(x_value, y_value, series.color)
+        yield from (_draw_dot(point, series.color) for point in marked)
 
 
-def _draw_dot(x_value: float, y_value: float, color: str) -> Rect:
-    radius = 3.0
-    return Rect(x_value - radius, y_value - radius, 2 * radius, 2 * radius, color, radius)
+def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | None]:
+    """Yield the corners of a line that stays at the height of a point until the next one, the last
+    time until x = `end`."""
+    height: float | None = None
+    for point in points:
+        if point and height is not None:
+            yield point[0], height
+        yield point
+        height = point[1] if point else None
+    if height is not None:
+        yield end, height
+
+
+def _draw_dot(center: Point, color: str) -> Rect:
+    x_value, y_value = center
+    return Rect(x_value - DOT, y_value - DOT, 2 * DOT, 2 * DOT, color, DOT)
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:

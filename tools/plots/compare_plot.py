@@ -89,29 +89,29 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
 
 
-def draw(curves: Sequence[Curve], path: Path, horizontal: Over, against: Curve | None) -> None:
+def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
     """Write the picture. Raises UserError without matplotlib."""
     if against is None and len(curves) <= MAX_TOGETHER:
-        _draw_together(curves, horizontal).save(path)
+        _draw_together(curves, x_axis).save(path)
     else:
-        _draw_separately(by_loss(curves), horizontal, against).save(path)
+        _draw_separately(by_loss(curves), x_axis, against).save(path)
 
 
-def _draw_together(curves: Sequence[Curve], horizontal: Over) -> Drawing:
+def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     series: list[Series] = []
     crosses: list[Crosses] = []
     colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
     for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
         losses = values(curve.records, "loss")
-        series += _smoothed_series(positions(curve.records, horizontal), losses, line_color)
+        series += _smoothed_series(positions(curve.records, x_axis), losses, line_color)
         # each run's crosses a little above those of the run before
-        skipped = skipped_positions(curve.records, horizontal)
+        skipped = skipped_positions(curve.records, x_axis)
         crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
     chart = Chart(
         "loss, nats a token; crosses: skipped steps",
         series,
         crosses,
-        x_label=axis_label(horizontal),
+        x_label=axis_label(x_axis),
         right_title=f"mean of last {LAST} steps",
     )
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
@@ -148,29 +148,17 @@ def _label_ends(
         yield Text(right, middle + 4, final, LABEL_SIZE, line_color, "end")
 
 
-def _draw_separately(curves: Sequence[Curve], horizontal: Over, against: Curve | None) -> Drawing:
+def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
     """Return a drawing with a chart for each run, all on the same axes."""
-    charts = [
-        _single_chart(curve, horizontal, against or curves[0], bool(against)) for curve in curves
-    ]
-    losses = [loss for chart in charts for loss in chart.series[-1].y if not math.isnan(loss)]
-    x_values = [position for chart in charts for position in chart.series[-1].x]
-    if losses and max(losses) > min(losses):
-        margin = 0.1 * (max(losses) - min(losses))
-        y_range = (min(losses) - margin, max(losses) + margin)
-        charts = [
-            replace(chart, y_range=y_range, x_range=(min(x_values), max(x_values)))
-            for chart in charts
-        ]
+    charts = [_single_chart(curve, x_axis, against or curves[0], bool(against)) for curve in curves]
+    charts = _with_common_axes(charts)
     rows: list[Row] = []
     for start in range(0, len(charts), COLUMNS):
-        # the lowest chart of each column names the axis
-        in_row = [
-            chart
-            if curve_number + COLUMNS < len(charts)
-            else replace(chart, x_label=axis_label(horizontal))
-            for curve_number, chart in enumerate(charts[start : start + COLUMNS], start)
-        ]
+        in_row: list[Chart] = []
+        for number, chart in enumerate(charts[start : start + COLUMNS], start):
+            # the lowest chart of each column names the axis
+            is_lowest = number + COLUMNS >= len(charts)
+            in_row.append(replace(chart, x_label=axis_label(x_axis) if is_lowest else ""))
         rows.append(Row(in_row, COLUMNS, 150))
     if against:
         quantity = f"loss minus that of {against.name}"
@@ -180,9 +168,25 @@ def _draw_separately(curves: Sequence[Curve], horizontal: Over, against: Curve |
     return draw_rows(title, rows, 1200)
 
 
-def _single_chart(curve: Curve, horizontal: Over, reference: Curve, subtract: bool) -> Chart:
+def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Return the charts with axes that fit the means of all of them."""
+    losses: list[float] = []
+    x_values: list[float] = []
+    for chart in charts:
+        mean = chart.series[-1]
+        losses += [loss for loss in mean.y if not math.isnan(loss)]
+        x_values += mean.x
+    if not losses or max(losses) == min(losses):
+        return list(charts)
+    margin = 0.1 * (max(losses) - min(losses))
+    y_range = (min(losses) - margin, max(losses) + margin)
+    x_range = (min(x_values), max(x_values))
+    return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
+
+
+def _single_chart(curve: Curve, x_axis: Over, reference: Curve, subtract: bool) -> Chart:
     """Return the chart of one run, beside a reference or, if `subtract`, minus it."""
-    x_values = positions(curve.records, horizontal)
+    x_values = positions(curve.records, x_axis)
     losses = values(curve.records, "loss")
     series: list[Series] = []
     levels: list[Level] = []
@@ -197,12 +201,12 @@ def _single_chart(curve: Curve, horizontal: Over, reference: Curve, subtract: bo
         levels.append(Level(0.0))
     else:
         mean = smoothed(reference_losses, mean_width(len(reference_losses)))
-        series.append(Series("", positions(reference.records, horizontal), mean, "faint", 1.0))
+        series.append(Series("", positions(reference.records, x_axis), mean, "faint", 1.0))
     series += _smoothed_series(x_values, losses, "main")
     return Chart(
         f"{curve.name}  {curve.final:.4f}",
         series,
-        [Crosses(skipped_positions(curve.records, horizontal), "")],
+        [Crosses(skipped_positions(curve.records, x_axis), "")],
         levels=levels,
     )
 

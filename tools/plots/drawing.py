@@ -209,7 +209,10 @@ def _save_png(drawing: Drawing, path: Path) -> None:
 
     # Shapes of a kind share a collection, for thousands of single ones would take many seconds.
     # Lines, which are those of axes and grids, lie below rectangles, and these below trails.
-    rects = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
+    by_kind: dict[type[Shape], list[Any]] = {Rect: [], Line: [], Trail: [], Text: []}
+    for shape in drawing.shapes:
+        by_kind[type(shape)].append(shape)
+    rects: list[Rect] = by_kind[Rect]
     boxes = PatchCollection(
         [_rounded_box(rect, FancyBboxPatch) for rect in rects],
         facecolors=[to_rgba(_hex_color(rect.fill), rect.opacity) for rect in rects],
@@ -217,11 +220,10 @@ def _save_png(drawing: Drawing, path: Path) -> None:
         zorder=2,
     )
     axes.add_collection(boxes)
-    lines = [_as_trail(shape) for shape in drawing.shapes if isinstance(shape, Line)]
-    trails = [shape for shape in drawing.shapes if isinstance(shape, Trail)]
-    for order, alike in ((1, lines), (3, trails)):
+    lines = [_as_trail(line) for line in by_kind[Line]]
+    for order, trails in ((1, lines), (3, by_kind[Trail])):
         # a trail once for each of its strokes
-        stroked = [(trail, stroke) for trail in alike for stroke in trail.strokes()]
+        stroked = [(trail, stroke) for trail in trails for stroke in trail.strokes()]
         collection = LineCollection(
             [stroke for _, stroke in stroked],
             colors=[to_rgba(_hex_color(trail.color), trail.opacity) for trail, _ in stroked],
@@ -231,9 +233,8 @@ def _save_png(drawing: Drawing, path: Path) -> None:
             zorder=order,
         )
         axes.add_collection(collection)
-    for shape in drawing.shapes:
-        if isinstance(shape, Text):
-            _add_text(axes, shape)
+    for text in by_kind[Text]:
+        _add_text(axes, text)
     figure.savefig(path, dpi=2 * DPI)  # two pixels for one, for sharp screens
 
 

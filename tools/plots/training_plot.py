@@ -62,15 +62,13 @@ OTHERS = (
 MARKED = ("loss", "loss_scale")
 
 
-def plot_run(folder: Path, horizontal: Over = "steps") -> Path | None:
+def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
     """Plot folder/metrics.jsonl to folder/training.png and return its path; None without
     matplotlib."""
     if not has_matplotlib():
         return None
     records = read_metrics(folder)
-    shown = pictures(
-        records, horizontal, [event["step"] for event in read_events(folder, "resume")]
-    )
+    shown = pictures(records, x_axis, [event["step"] for event in read_events(folder, "resume")])
     skipped = sum(record["outcome"] != "applied" for record in records)
     steps = counted(len(records), "step")
     title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
@@ -96,47 +94,54 @@ def _rows(shown: Pictures) -> Iterator[Row]:
 
 
 def pictures(
-    records: Sequence[Record], horizontal: Over = "steps", resumes: Sequence[int] = ()
+    records: Sequence[Record], x_axis: Over = "steps", resumes: Sequence[int] = ()
 ) -> Pictures:
     """Return the charts of the records of a run's steps.
 
     resumes: numbers of the steps after which the run was resumed.
     """
-    x_values = positions(records, horizontal)
-    x_of_step = {
-        record["step"]: position for record, position in zip(records, x_values, strict=True)
-    }
-    resumed = [x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step]
-    skipped = Crosses(skipped_positions(records, horizontal))
-    tokens = _tokens_by_step(records) if horizontal == "steps" else {}
-    x_range = (
-        (min(x_values), max(x_values)) if x_values and not any(map(math.isnan, x_values)) else None
+    x_values = positions(records, x_axis)
+    steps = [record["step"] for record in records]
+    x_of_step = dict(zip(steps, x_values, strict=True))
+    finite_x = [x for x in x_values if not math.isnan(x)]
+    frame = Chart(
+        "",
+        (),
+        resumed=[x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step],
+        tick_notes=_tokens_by_step(records) if x_axis == "steps" else {},
+        # the same for all, although some quantities begin later
+        x_range=(min(finite_x), max(finite_x)) if finite_x else None,
     )
+    skipped = Crosses(skipped_positions(records, x_axis))
     charts: list[Chart] = []
     remarks: list[str] = []
-    has_mfu = any("mfu" in record for record in records)
-    for quantity in (LOSS, *OTHERS):
-        if quantity.key == "tflops" and has_mfu:
-            continue  # it is the same curve in another unit
+    for quantity in _quantities(records):
         series, remark = _series(quantity, records, x_values)
         if quantity is LOSS:
             series += _held_out_series(records, x_values)
         if series:
-            chart = Chart(
-                quantity.title,
-                series,
+            chart = replace(
+                frame,
+                title=quantity.title,
+                series=series,
                 crosses=[skipped] if quantity.key in MARKED else (),
                 base=quantity.base,
                 from_zero=quantity.from_zero,
                 stepped=quantity.stepped,
-                resumed=resumed,
-                tick_notes=tokens,
-                x_range=x_range,  # the same for all, although some quantities begin later
             )
             charts.append(chart)
         elif remark:
             remarks.append(remark)
-    return Pictures(charts, axis_label(horizontal), remarks)
+    return Pictures(charts, axis_label(x_axis), remarks)
+
+
+def _quantities(records: Sequence[Record]) -> Iterator[_Quantity]:
+    """Yield the quantities in the order of their charts."""
+    has_mfu = any("mfu" in record for record in records)
+    for quantity in (LOSS, *OTHERS):
+        # beside the utilization it is the same curve in another unit
+        if quantity.key != "tflops" or not has_mfu:
+            yield quantity
 
 
 def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
@@ -149,22 +154,22 @@ def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
     return labels
 
 
-def skipped_positions(records: Sequence[Record], horizontal: Over) -> list[float]:
+def skipped_positions(records: Sequence[Record], x_axis: Over) -> list[float]:
     """Return the x of steps that were not applied."""
     skipped = [record for record in records if record["outcome"] != "applied"]
-    return positions(skipped, horizontal)
+    return positions(skipped, x_axis)
 
 
-def positions(records: Sequence[Record], horizontal: Over) -> list[float]:
+def positions(records: Sequence[Record], x_axis: Over) -> list[float]:
     """Return the x of each record: its step, or the tokens seen so far."""
-    if horizontal == "steps":
+    if x_axis == "steps":
         return [float(record["step"]) for record in records]
     return [float(record.get("tokens", math.nan)) for record in records]
 
 
-def axis_label(horizontal: Over) -> str:
-    """Return the label of the horizontal axis."""
-    return "step" if horizontal == "steps" else "tokens seen"
+def axis_label(x_axis: Over) -> str:
+    """Return the label of the x_axis axis."""
+    return "step" if x_axis == "steps" else "tokens seen"
 
 
 def values(records: Sequence[Record], field_name: str) -> list[float]:

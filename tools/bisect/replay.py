@@ -50,12 +50,13 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     order = take(replay.run("order", alone(replay.a), one_step))
     first_record = merge_ranks(take(replay.run("a", replay.a)), order)
     second_record = take(replay.run("b", replay.b))
+    # the states of one run are what the other's updates must give
     states = {
         kind: tensors for kind, tensors in first_record.tensors.items() if kind.startswith("after/")
     }
-    differences = compare(
-        second_record, first_record, Noise(exact=True), replay.b.optimizer.norm, states
-    )
+    noise = Noise(exact=True)
+    norm_order = replay.b.optimizer.norm
+    differences = compare(second_record, first_record, noise, norm_order, states)
     compared = f"{replay.names[1]} against {replay.names[0]}"
     return _entry(replay.b, differences, second_record, first_record, compared)
 
@@ -63,19 +64,22 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
 def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     """Return the entry of the first run that differs from one process in float64, of B if neither
     does."""
-    exact = alone(in_float64(replay.a))
-    truth = take(replay.run("truth", exact))
+    one_process = alone(in_float64(replay.a))
+    reference = take(replay.run("truth", one_process))
+    # the same from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(replay.plan, shaken=EPSILON["fp64"])
-    noise = Noise(take(replay.run("shaken", exact, shaken_plan)))
+    noise = Noise(take(replay.run("shaken", one_process, shaken_plan)))
     start = Path(replay.plan.start) if replay.plan.start else None
+    corpus = corpus_of(one_process)
     entries: list[dict[str, Any]] = []
     for name, run_config in zip(replay.names, (replay.a, replay.b), strict=True):
         run = replay.run(f"float64 {len(entries)}", in_float64(run_config))
-        second_record = take(run)
-        repeated = updates(exact, corpus_of(exact), second_record, start)
-        differences = compare(second_record, truth, noise, run_config.optimizer.norm, repeated)
+        candidate = take(run)
+        repeated = updates(one_process, corpus, candidate, start)
+        norm_order = run_config.optimizer.norm
+        differences = compare(candidate, reference, noise, norm_order, repeated)
         compared = f"{name} against one process"
-        entries.append(_entry(run.config, differences, second_record, truth, compared))
+        entries.append(_entry(run.config, differences, candidate, reference, compared))
     return min(entries, key=_entry_rank)
 
 
@@ -88,8 +92,8 @@ def _entry_rank(entry: Mapping[str, Any]) -> tuple[bool, int]:
 def _entry(
     run_config: RunConfig,
     differences: Sequence[Difference],
-    second_record: Record,
-    first_record: Record,
+    candidate: Record,
+    reference_record: Record,
     compared: str,
 ) -> dict[str, Any]:
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
@@ -97,25 +101,25 @@ def _entry(
     layout = Layout(compared, run_config.parallel)
     precision = str(run_config.precision.compute)
     fields = entry(
-        Compared(layout, precision, run_config, differences, second_record, first_record)
+        Compared(layout, precision, run_config, differences, candidate, reference_record)
     )
     first_difference = next((difference for difference in differences if difference.fails), None)
     if first_difference is not None:
-        fields["first"] |= _locate_sample(first_difference, run_config, second_record, first_record)
+        fields["first"] |= _locate_sample(first_difference, run_config, candidate, reference_record)
     return fields | {"compared": compared, "equal": fields["verdict"] == PROVEN}
 
 
 def _locate_sample(
-    first_difference: Difference, run_config: RunConfig, second_record: Record, first_record: Record
+    first_difference: Difference, run_config: RunConfig, candidate: Record, reference_record: Record
 ) -> dict[str, Any]:
     """Return sample, replica and micro-batch of a difference between activations or their
     gradients."""
     if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
-    (reference,) = first_record.borders[first_difference.quantity, first_difference.name]
+    (reference,) = reference_record.borders[first_difference.quantity, first_difference.name]
     step = first_difference.step - 1
     samples_per_replica = run_config.train.global_batch // run_config.parallel.data
-    for values in second_record.borders[first_difference.quantity, first_difference.name]:
+    for values in candidate.borders[first_difference.quantity, first_difference.name]:
         if values.rank not in first_difference.ranks:
             continue
         for row, sample_id in enumerate(values.samples):
@@ -169,9 +173,7 @@ def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:
     """Raise UserError if the runs cannot be compared step by step."""
-    second_record = (a.train.global_batch, a.train.seq_length)
-    first_record = (b.train.global_batch, b.train.seq_length)
-    if second_record != first_record:
-        raise UserError.of(
-            "bisect.batches_differ", second_record=second_record, first_record=first_record
-        )
+    ours = (a.train.global_batch, a.train.seq_length)
+    theirs = (b.train.global_batch, b.train.seq_length)
+    if ours != theirs:
+        raise UserError.of("bisect.batches_differ", ours=ours, theirs=theirs)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.plots.charts import (
     LEFT,
@@ -122,30 +123,42 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     return drawing
 
 
+class _LineEnd(NamedTuple):
+    """The height at which the line of a run ends, in pixels."""
+
+    height: float
+    curve: Curve
+    color: str
+
+
 def _label_ends(
-    frame: Frame, curves: Sequence[Curve], colors: Sequence[str], right: float
+    frame: Frame, curves: Sequence[Curve], colors: Sequence[str], finals_end: float
 ) -> Iterator[Shape]:
     """Yield the name and the final loss of each run beside the end of its line, far enough from the
     other names."""
-    ends: list[tuple[float, Curve, str]] = []
-    for curve, line_color in zip(curves, colors, strict=True):
+    area = frame.box
+    ends: list[_LineEnd] = []
+    for curve, color in zip(curves, colors, strict=True):
         losses = values(curve.records, "loss")
-        finite = [loss for loss in smoothed(losses, mean_width(len(losses))) if loss == loss]
-        ends.append((frame.y_pixel(finite[-1]) if finite else frame.box.bottom, curve, line_color))
-    ends.sort(key=lambda end: end[0])
-    baselines: list[float] = []
-    for end_height, _, _ in ends:
-        baselines.append(
-            max(end_height, baselines[-1] + LABEL_SPACING) if baselines else end_height
-        )
+        means = smoothed(losses, mean_width(len(losses)))
+        finite = [mean for mean in means if not math.isnan(mean)]
+        height = frame.y_pixel(finite[-1]) if finite else area.bottom
+        ends.append(_LineEnd(height, curve, color))
+    ends.sort(key=lambda end: end.height)
+    label_heights: list[float] = []
+    for end in ends:
+        # below the label before
+        least = label_heights[-1] + LABEL_SPACING if label_heights else end.height
+        label_heights.append(max(end.height, least))
     # so that the lowest label stays beside the axes
-    lift = max(0.0, baselines[-1] - frame.box.bottom)
-    for (end_height, curve, line_color), baseline in zip(ends, baselines, strict=True):
-        middle = baseline - lift
-        final = "no loss" if math.isnan(curve.final) else f"{curve.final:.4f}"
-        yield Line(frame.box.right + 2, end_height, frame.box.right + 22, middle, line_color, 0.9)
-        yield Text(frame.box.right + 26, middle + 4, curve.name, LABEL_SIZE, line_color)
-        yield Text(right, middle + 4, final, LABEL_SIZE, line_color, "end")
+    lift = max(0.0, label_heights[-1] - area.bottom)
+    for end, label_height in zip(ends, label_heights, strict=True):
+        middle = label_height - lift
+        baseline = middle + 4  # half of the height of letters
+        final = "no loss" if math.isnan(end.curve.final) else f"{end.curve.final:.4f}"
+        yield Line(area.right + 2, end.height, area.right + 22, middle, end.color, 0.9)
+        yield Text(area.right + 26, baseline, end.curve.name, LABEL_SIZE, end.color)
+        yield Text(finals_end, baseline, final, LABEL_SIZE, end.color, "end")
 
 
 def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:

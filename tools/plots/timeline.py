@@ -154,58 +154,68 @@ def _stages_of(block_spans: Sequence[Span]) -> list[int]:
     return sorted({block_span.instruction.stage for block_span in block_spans})
 
 
-def _draw_panel(panel: Panel, top_edge: float, pixels_per_unit: float) -> Iterator[Shape]:
-    """Yield the shapes of a panel from `top_edge` on. pixels_per_unit: pixels per unit of time."""
+def _x_of(panel: Panel, time: float, pixels_per_unit: float) -> float:
+    """Return the x of a time; all panels begin with their first computation at `LEFT`."""
+    return LEFT + (time - panel.start) * pixels_per_unit
+
+
+def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Iterator[Shape]:
+    """Yield the shapes of a panel from `panel_top` on. pixels_per_unit: pixels per unit of time."""
+    heading_baseline = panel_top + 12
     title = f"{panel.title}, time in {panel.unit}"
-    yield Text(MARGIN, top_edge + 12, title, 14, INK, bold=True)
-    for right_end, heading in zip(_column_ends(panel), panel.facts, strict=True):
-        yield Text(right_end, top_edge + 12, heading, 12, FAINT, "end")
-    top = top_edge + 24
-    bottom = top + panel.ranks * PITCH
-    yield from _axis(panel, top, bottom, pixels_per_unit)
-    for rank_number in range(panel.ranks):
-        yield from _row(panel, rank_number, top + rank_number * PITCH, pixels_per_unit)
-    top_edge = bottom + 36
-    for rank_number, mark in panel.marks.items():
-        yield Text(MARGIN, top_edge, f"rank {rank_number}: {mark.note}", 13, RED)
-        top_edge += 18
+    yield Text(MARGIN, heading_baseline, title, 14, INK, bold=True)
+    for column_end, heading in zip(_column_ends(panel), panel.facts, strict=True):
+        yield Text(column_end, heading_baseline, heading, 12, FAINT, "end")
+    rows_top = panel_top + 24
+    rows_bottom = rows_top + panel.ranks * PITCH
+    yield from _axis(panel, rows_top, rows_bottom, pixels_per_unit)
+    for rank in range(panel.ranks):
+        row_top = rows_top + rank * PITCH
+        yield from _row(panel, rank, row_top, pixels_per_unit)
+    baseline = rows_bottom + 36
+    for rank, mark in panel.marks.items():
+        yield Text(MARGIN, baseline, f"rank {rank}: {mark.note}", 13, RED)
+        baseline += 18
 
 
 def _axis(panel: Panel, top: float, bottom: float, pixels_per_unit: float) -> Iterator[Shape]:
-    step = round_step(panel.length / 10)
+    """Yield a vertical line and a label for each tick of the time."""
+    tick_step = round_step(panel.length / 10)
     # the slack keeps a tick at the very end, which rounding may put beyond it
-    for number in range(floor(panel.length / step + 1e-9) + 1):
-        left_edge = LEFT + number * step * pixels_per_unit
-        yield Line(left_edge, top - 4, left_edge, bottom, "#e3e6ea")
-        label = f"{number * step:g}"
-        yield Text(left_edge, bottom + 14, label, 11, FAINT, "middle")
+    last_tick = floor(panel.length / tick_step + 1e-9)
+    for number in range(last_tick + 1):
+        time = number * tick_step
+        x = _x_of(panel, panel.start + time, pixels_per_unit)
+        yield Line(x, top - 4, x, bottom, "line")
+        yield Text(x, bottom + 14, f"{time:g}", 11, FAINT, "middle")
 
 
-def _row(
-    panel: Panel, rank_number: int, top_edge: float, pixels_per_unit: float
-) -> Iterator[Shape]:
-    block_spans = panel.of_rank(rank_number)
-    stages = _stages_of(block_spans)
-    baseline = top_edge + ROW / 2 + 4
-    yield Text(MARGIN, baseline, f"rank {rank_number}", 13, INK)
-    yield Rect(LEFT, top_edge, panel.length * pixels_per_unit, ROW, WAITING, 2)
-    for block_span in block_spans:
-        chunk = stages.index(block_span.instruction.stage)
-        left_edge = LEFT + (block_span.start - panel.start) * pixels_per_unit
-        yield from _block(block_span, chunk, left_edge, top_edge, pixels_per_unit)
-    yield from _held_columns(panel, block_spans, top_edge + ROW + STRIP + 1.5, pixels_per_unit)
-    for right_end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
-        yield Text(right_end, baseline, texts[rank_number], 13, INK, "end")
-    if rank_number in panel.marks:
+def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Iterator[Shape]:
+    """Yield the name of a rank, its blocks, what it holds, its facts and its mark."""
+    rank_spans = panel.of_rank(rank)
+    stages = _stages_of(rank_spans)
+    baseline = row_top + ROW / 2 + 4
+    yield Text(MARGIN, baseline, f"rank {rank}", 13, INK)
+    # what no block covers is waiting
+    yield Rect(LEFT, row_top, panel.length * pixels_per_unit, ROW, WAITING, 2)
+    for rank_span in rank_spans:
+        chunk = stages.index(rank_span.instruction.stage)
+        block_left = _x_of(panel, rank_span.start, pixels_per_unit)
+        yield from _block(rank_span, chunk, block_left, row_top, pixels_per_unit)
+    strip_bottom = row_top + ROW + STRIP + 1.5
+    yield from _held_columns(panel, rank_spans, strip_bottom, pixels_per_unit)
+    for column_end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
+        yield Text(column_end, baseline, texts[rank], 13, INK, "end")
+    if rank in panel.marks:
         # the rank goes wrong after its last computation
-        right_end = _last_end(block_spans, default=panel.start)
-        left_edge = LEFT + (right_end - panel.start) * pixels_per_unit
-        note = panel.marks[rank_number].note
-        yield Rect(left_edge, top_edge - 4, width=4, height=ROW + 8, fill=RED, round=2, tip=note)
+        end_time = _last_end(rank_spans, default=panel.start)
+        x = _x_of(panel, end_time, pixels_per_unit)
+        note = panel.marks[rank].note
+        yield Rect(x, row_top - 4, width=4, height=ROW + 8, fill=RED, round=2, tip=note)
 
 
 def _block(
-    block_span: Span, chunk: int, left_edge: float, top_edge: float, pixels_per_unit: float
+    block_span: Span, chunk: int, block_left: float, row_top: float, pixels_per_unit: float
 ) -> Iterator[Shape]:
     """Yield the block of a computation, with its micro-batch if that can be read.
 
@@ -213,35 +223,40 @@ def _block(
     """
     instruction = block_span.instruction
     duration = block_span.end - block_span.start
-    text_width = duration * pixels_per_unit
-    if text_width <= 0:
+    width = duration * pixels_per_unit
+    if width <= 0:
         return
     _, base_color = LOOKS[instruction.op]
     fill_color = _lighten(base_color, min(0.55, 0.33 * chunk))
-    tip = f"{instruction}  {duration:.4g}"
     # a little narrower, so that blocks of one colour stay apart
-    block_width = max(text_width - 0.8, 0.4)
-    yield Rect(left_edge + 0.4, top_edge, block_width, ROW, fill_color, 2, tip)
-    label = "" if instruction.op is Op.REDUCE else str(instruction.microbatch)
-    digits = max(len(label), 1)
-    size = min(11.0, (text_width - 1.5) / (0.64 * digits))  # a digit is 0.64 of its height wide
+    drawn_width = max(width - 0.8, 0.4)
+    tip = f"{instruction}  {duration:.4g}"
+    yield Rect(block_left + 0.4, row_top, drawn_width, ROW, fill_color, 2, tip)
+
+    if instruction.op is Op.REDUCE:
+        return  # it is of all micro-batches
+    label = str(instruction.microbatch)
+    # a digit is 0.64 of its height wide
+    size = min(11.0, (width - 1.5) / (0.64 * len(label)))
     if size >= 7:  # smaller digits cannot be read
-        center = left_edge + text_width / 2
-        baseline = top_edge + ROW / 2 + 0.36 * size
+        center = block_left + width / 2
+        baseline = row_top + ROW / 2 + 0.36 * size
         ink = "#ffffff" if chunk == 0 else INK
         yield Text(center, baseline, label, size, ink, "middle")
 
 
 def _held_columns(
-    panel: Panel, block_spans: Sequence[Span], bottom: float, pixels_per_unit: float
+    panel: Panel, rank_spans: Sequence[Span], bottom: float, pixels_per_unit: float
 ) -> Iterator[Shape]:
-    """Yield the shapes of the activations held over time, as columns on a common scale."""
-    for (start, num_held), (right_end, _) in pairwise(_held_activations(block_spans)):
+    """Yield the activations held over time, as columns on a common scale."""
+    for (start, num_held), (end, _) in pairwise(_held_activations(rank_spans)):
         height = STRIP * num_held / max(panel.max_held, 1)
-        if height and right_end > start:
-            left_edge = LEFT + (start - panel.start) * pixels_per_unit
-            text_width = (right_end - start) * pixels_per_unit + 0.3  # no gap to the next column
-            yield Rect(left_edge, bottom - height, text_width, height, HELD, tip=f"{num_held} held")
+        if not height or end <= start:
+            continue
+        left = _x_of(panel, start, pixels_per_unit)
+        width = (end - start) * pixels_per_unit + 0.3  # no gap to the next column
+        tip = f"{num_held} held"
+        yield Rect(left, bottom - height, width, height, HELD, tip=tip)
 
 
 def _held_activations(block_spans: Sequence[Span]) -> list[tuple[float, int]]:
@@ -267,8 +282,8 @@ def _lighten(fill_color: str, share: float) -> str:
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def as_text(panel: Panel, text_width: int) -> str:
-    """Return the panel as lines of at most `text_width` characters; the length of a block is its
+def as_text(panel: Panel, width: int) -> str:
+    """Return the panel as lines of at most `width` characters; the length of a block is its
     duration."""
     longest = panel.length or 1.0
     durations = [
@@ -277,7 +292,7 @@ def as_text(panel: Panel, text_width: int) -> str:
         if block_span.instruction.op in COMPUTATIONS
     ]
     shortest = min(durations, default=longest)
-    available = text_width - 9  # beside the name of the rank
+    available = width - 9  # beside the name of the rank
     cell_width = min(3, int(available * shortest / longest))  # of the shortest computation
     # one cell is too narrow for a name: the scale is then free, and the line is filled
     columns = round(longest / shortest * cell_width) if cell_width > 1 else available
@@ -298,8 +313,8 @@ def as_text(panel: Panel, text_width: int) -> str:
     return "\n".join(rows)
 
 
-def _block_text(block_span: Span, text_width: int, is_first_stage: bool, needs_gap: bool) -> str:
-    """Return the name of a computation in `text_width` characters, or its letter repeated if it is
+def _block_text(block_span: Span, width: int, is_first_stage: bool, needs_gap: bool) -> str:
+    """Return the name of a computation in `width` characters, or its letter repeated if it is
     longer.
 
     needs_gap: leave a space after the name, where one name can be as long as another.
@@ -307,6 +322,6 @@ def _block_text(block_span: Span, text_width: int, is_first_stage: bool, needs_g
     operation = block_span.instruction.op
     letter = operation if is_first_stage else operation.lower()
     name = f"{letter}{block_span.instruction.microbatch}"
-    if len(name) + needs_gap <= text_width:
-        return name.ljust(text_width)
-    return letter * text_width
+    if len(name) + needs_gap <= width:
+        return name.ljust(width)
+    return letter * width

@@ -47,6 +47,7 @@ def short_path(path: str) -> str:
     """Return a short path: relative to the repository, or from the name of the library on."""
     if path.startswith(OURS) and ".venv" not in path:
         return path[len(OURS) :]
+    # a library's own path says more than where it is installed
     _, folder, library = path.rpartition("site-packages/")
     if folder:
         return library

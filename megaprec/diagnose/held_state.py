@@ -89,6 +89,7 @@ def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
         shared = buffer.masters.data_ptr() == buffer.own(buffer.weights).data_ptr()
         if not shared:
             tensors["masters"] = buffer.masters
+    # the low bits of masters whose high bits are the weights
     if buffer.remainder is not None:
         tensors["remainder"] = buffer.remainder
     tensors |= buffer.state
@@ -195,6 +196,7 @@ def compare(
         groups.append((experts, True))
     for holders, of_experts in groups:
         of_group = [held_digest for held_digest in all_held if held_digest.expert == of_experts]
+        # the same on all ranks, so that all enter the same gathers
         copy_counts = sorted({held_digest.copies for held_digest in of_group} - {1})
         for result_index, gradients in enumerate((False, True)):
             held_digests = _select(of_group, gradients)

@@ -193,6 +193,7 @@ class Trace(AbstractContextManager["Trace"]):
             or isinstance(tensor, nn.Parameter)
         ):
             return tensor
+        # the hook of a view sees the gradient of this use alone
         view = tensor.view_as(tensor)
         self._hooks.append(view.register_hook(hook))
         return view

@@ -76,6 +76,7 @@ class StateDigest:
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
         """Yield the terms of scales and histories: a row for each data-parallel rank that has its
         own."""
+        # the newest amax of this step belongs to the state
         fp8.roll()
         replica_axis = fp8.dp
         optimizer = self._optimizer

@@ -125,6 +125,7 @@ def _locate_sample(
         for row, sample_id in enumerate(values.samples):
             if sample_id not in reference.samples:
                 continue
+            # a rank saw its part of the sequence; one process saw all of it
             columns = [reference.positions.index(position) for position in values.positions]
             actual = values.values[step, row]
             expected = reference.values[step, reference.samples.index(sample_id)][columns]

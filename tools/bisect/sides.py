@@ -216,6 +216,7 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
     steps, and the earlier difference tells more. by: of which the first difference is; digests if
     there is none.
     """
+    # metrics may have steps that were taken without digests
     metrics = _compare_metrics(first_side, second_side, exact)
     if not exact:
         return metrics
@@ -225,6 +226,7 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
     parting = _first_digest_parting(first_side, second_side)
     if metrics.parting and (parting is None or metrics.parting.step < parting.step):
         return metrics
+    # steps that only the metrics can vouch for
     beyond = sum(
         step > max(common_steps) for step in first_side.metrics.keys() & second_side.metrics.keys()
     )

@@ -79,6 +79,7 @@ def build_progress(
             else:
                 seconds = max(now - start_time, 1e-3)
                 text_parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
+            # the newest figures are the last parts
             width = console.width - BAR_WIDTH - WIDTH_BESIDE
             progress_bar.update(
                 task_id, completed=chars, description=last_parts_that_fit(text_parts, width)

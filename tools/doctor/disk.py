@@ -150,6 +150,7 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
 
     reader = Thread(target=read_repeatedly, daemon=True)
     reader.start()
+    # the two contents in turn: a reader must see one of them whole
     for number in range(RENAMES):
         (tried_folder / "new").write_bytes(contents[number % 2])
         disk.rename(tried_folder / "new", target)

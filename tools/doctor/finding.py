@@ -57,6 +57,7 @@ def not_tried(check: str, reason: str, needed: bool = False) -> Finding:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Return the worst verdict: wrong, then not tried where that counts, otherwise ok."""
+    # one wrong thing outweighs whatever else is well
     if any(finding.verdict == WRONG for finding in findings):
         return WRONG
     if any(finding.verdict == NOT_TRIED and finding.needed for finding in findings):

@@ -37,6 +37,7 @@ class Trial(NamedTuple):
 
 def probe(context: RankContext) -> Answer:
     """Try all kernels on the first rank of each host; the others return nothing."""
+    # ranks of one host have the same device and the same torch
     if context.local:
         return {}
     device = torch.device(context.device)
@@ -139,6 +140,7 @@ def _judge_kernel(kernel_name: str, hosts: Sequence[Answer]) -> Iterator[Finding
     for host, refusal_reason in faulty.items():
         message = f"{kernel_name} on {host}: {refusal_reason}"
         yield wrong("kernels", message, "update torch and the driver; report it to torch")
+    # one that computes wrongly is worse than one that is absent elsewhere
     if faulty:
         return
 

@@ -79,6 +79,7 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 
     On CUDA with groups of NCCL. Collective over the world.
     """
+    # an axis of one rank has no link
     axes = [Axis.of(mesh, name) for name in AXES]
     shared_axes = [axis for axis in axes if axis.size > 1]
     if device == "cuda":
@@ -227,6 +228,7 @@ def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
 def _judge_links(axis: str, links_facts: Sequence[Record]) -> Iterator[Finding]:
     measured = [link_facts for link_facts in links_facts if "error" not in link_facts]
     for link_facts in links_facts:
+        # links within a host go through memory: another kind than those between hosts
         local = _is_local(link_facts)
         similar = [other for other in measured if _is_local(other) == local]
         problem: str | None

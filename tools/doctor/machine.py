@@ -49,6 +49,7 @@ def facts(context: RankContext) -> Answer:
         "host": context.host,
         "untested": [*untested()],
     }
+    # on a CPU there is nothing that could differ beside the versions
     if context.device == "cuda":
         machine |= _gpu_facts(context.local)
     return machine

@@ -185,6 +185,7 @@ def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) ->
         message = f"{format_ranks(silent or late)} did not answer within {check.seconds:g} s"
         return _Judgement([wrong(check.name, message, LOST_REMEDY)], message)
 
+    # a rank that fails has answered: the others need not give up waiting
     failed = _hosts_of_answers_with("error", answers)
     if failed:
         first_error = answers[min(failed)]["error"]

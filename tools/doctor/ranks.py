@@ -59,6 +59,7 @@ def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]
         # A launcher may show each rank its own GPU only, which is then number 0.
         torch.cuda.set_device(local_rank if gpus > 1 else 0)
 
+    # without a run file: tensor ranks within a host, where links are fast
     layout = request.layout if all(request.layout) else (1, size // local_size, local_size)
     context = RankContext(
         rank,

@@ -135,6 +135,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Write the record of a step. step_record: the fields of metrics.jsonl."""
         step_number = step_record["step"]
         self._metrics.write(to_json(step_record))
+        # for `__exit__`, which tells trackers if the run is complete
         self._newest = step_number
         for tracker in self._trackers:
             tracker.log(step_record)

@@ -25,6 +25,7 @@ MICROSECONDS = 1e6
 
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
     """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
+    # a viewer shows threads in this order
     ranks = sorted({timeline_span.rank for timeline_span in spans})
     trace_events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}

@@ -235,6 +235,7 @@ class Feed:
             and type(field_value) in (int, float)  # not isinstance: true is no number
         }
         try:
+            # never waits: training must not be as slow as a tracker
             self._queue.put_nowait((record["step"], numbers))
         except Full:
             self._left_out += 1

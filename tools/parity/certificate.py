@@ -137,6 +137,7 @@ def _quantity_fields(compared: Compared, quantity: str) -> dict[str, Any]:
     differences = [item for item in compared.differences if item.quantity == quantity]
     if not differences:
         return {"verdict": NOT_TRIED, "why": _why_not_compared(compared, quantity)}
+    # compared, but with a bound that rounding alone may reach
     inconclusive = [item for item in differences if item.inconclusive]
     num_failed = sum(item.fails for item in differences)
     if num_failed:
@@ -174,6 +175,7 @@ def _why_not_compared(compared: Compared, quantity: str) -> str:
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
     """Return the entry of a layout whose ranks did not finish: they hung, failed or were
     stopped."""
+    # the user ended it: that says nothing about the layout
     if failure.stopped:
         return not_tried(layout, precision, failure.why)
     is_hang = bool(failure.where)
@@ -343,6 +345,7 @@ def _version(quantity_name: str) -> str:
 
 def run_digest(config: RunConfig) -> str:
     """Return the SHA-256 of every key of the run, except the paths of its files."""
+    # as JSON: the digest must not depend on Python's types
     run_tables = config.model_dump(mode="json")
     for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):
         del run_tables[table][key]  # the same run in another folder is the same

@@ -318,6 +318,7 @@ def _compare_step(step: _StepComparison, norm: float) -> Iterator[Difference]:
     yield step.number("loss", "loss")
     yield from step.borders(BACKWARD)
     tensor_kind = f"gradient/{step.step}"
+    # the last layer's gradients arise first
     backward_order = reference.names[::-1]
     yield from step.tensors("gradient", tensor_kind, backward_order)
     yield from _compare_copies(candidate, tensor_kind)
@@ -386,6 +387,7 @@ def _compare_counts(step: _StepComparison, norm: float) -> Iterator[Difference]:
     candidate = _without_corrections(step.candidate.tensors[tensor_kind])
     reference = _without_corrections(step.reference.tensors[tensor_kind])
 
+    # the layout's own gradients, put together: each element is there once
     elements = torch.cat([gradient.flatten() for gradient in candidate.values()])
     expected = torch.linalg.vector_norm(elements, norm).item()
     reported = report["grad_norm"]
@@ -415,6 +417,7 @@ def _without_corrections(gradients: Tensors) -> Tensors:
 def worst(differences: Sequence[Difference]) -> Difference:
     """Return the difference that is largest relative to its bound; values that must be equal come
     last."""
+    # a bound that proves nothing would hide one that is nearly reached
     conclusive = [difference for difference in differences if not difference.inconclusive]
     candidates = conclusive or differences
     measured = [

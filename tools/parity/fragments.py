@@ -64,6 +64,7 @@ def take_fragments(
                 local=part.local,
                 first=owned.in_part.start,
                 cut=part.shards > 1,
+                # cloned: the buffer goes on changing
                 values=values[owned.in_shard].clone(),
             )
 
@@ -85,11 +86,13 @@ def assemble(fragments: Iterable[Fragment]) -> AssembledTensors:
             slices[slice_key] = fragment.values.new_full(fragment.local, torch.nan)
         stop = fragment.first + len(fragment.values)
         span = slices[slice_key].view(-1)[fragment.first : stop]
+        # what no fragment has filled yet is NaN
         is_filled = ~span.isnan()
         if not torch.equal(span[is_filled], fragment.values[is_filled]):
             conflicts[name] = None
         span[~is_filled] = fragment.values[~is_filled]
 
+    # a slice is contiguous only in itself, so it is copied into its region as a whole
     for (name, offset), local in slices.items():
         region = tensors[name]
         for dim, (start, length) in enumerate(zip(offset, local.shape, strict=True)):

@@ -66,6 +66,7 @@ def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any
             else:
                 hint = did_you_mean(given_name, [*SHORT, *Parallel.model_fields])
                 problems.append(f'--layouts "{layout_text}": no such key "{given_name}"{hint}')
+        # the other keys are those of the run, which may not fit these
         layouts.append(parallel_keys)
         problems += _value_problems(layout_text, {**own.model_dump(), **parallel_keys})
     if problems:
@@ -100,9 +101,11 @@ def every(most: int) -> list[dict[str, Any]]:
     sizes: list[tuple[int, ...]] = []
     for tensor_size, pipeline_size, data_size, context_size in product(powers, repeat=4):
         ranks = tensor_size * pipeline_size * data_size * context_size
+        # cutting sequences multiplies the layouts: with one other axis it shows its faults
         is_wanted = context_size == 1 or (context_size == 2 and ranks <= 4)
         if 1 < ranks <= most and is_wanted:
             sizes.append((tensor_size, pipeline_size, data_size, context_size))
+    # so that the cheapest layouts, which show most faults, are named first
     sizes.sort(key=lambda size: (prod(size), size[3], size))
     layouts: list[dict[str, Any]] = []
     for tensor_size, pipeline_size, data_size, context_size in sizes:

@@ -113,6 +113,7 @@ class Noise:
             }
         common_error = self.epsilon
         largest: dict[str, float] = {}  # of all layers
+        # the largest of several errors: one draw may be lucky
         for tensors in [reference, *perturbed_draws]:
             errors = _tensor_errors(float64_run, tensors, scales)
             common_error = max(common_error, _root_mean_square(errors.values()))

@@ -95,6 +95,7 @@ def run_together(
         run.folder.mkdir(parents=True)
         run.write()
     failures: list[Failure | None] = []
+    # each launch ends with all runs done, or with the first one that failed
     while len(failures) < len(runs):
         pending = runs[len(failures) :]
         failure = _launch(pending, run_folder, patience)

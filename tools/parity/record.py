@@ -101,6 +101,7 @@ def _plant_infinity(buffer: Buffer, name: str) -> None:
     """Make the last element of a logical tensor infinite, if it lies in this rank's slice."""
     for buffer_piece in buffer.pieces:
         last = buffer_piece.stop - 1
+        # of a tensor that is cut, the last rank's slice has it
         has_last_element = buffer_piece.part.shard == buffer_piece.part.shards - 1
         is_local = buffer.first <= last < buffer.last
         if buffer_piece.part.name == name and has_last_element and is_local:
@@ -168,6 +169,7 @@ def record(
     trail: told where the rank is.
     """
     trail = trail or Trail()
+    # the trainer of `megaprec train`: what is compared is what is trained
     trainer = RecordedTrainer(config, corpus, mesh, record_plan, trail.position)
     optimizer = trainer.engine.optimizer
     stages = list(trainer.engine.stages.values())

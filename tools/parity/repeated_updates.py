@@ -67,6 +67,7 @@ class _RepeatingTrainer(Trainer):
         none."""
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, _FixedNormOptimizer)
+        # the layout's own norm: one summed in another order would clip otherwise
         optimizer.fixed_norm = norm
         for buffer in optimizer.all_buffers():
             # a gradient that is infinite makes the optimizer skip the step

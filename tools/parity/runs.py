@@ -192,6 +192,7 @@ def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
     norm = probe.steps[0]["grad_norm"]
     if not 0 < norm <= run_config.optimizer.clip:
         return run_config
+    # two digits, so that the run file can be read
     clip = float(f"{norm / 2:.2g}")
     optimizer = run_config.optimizer.model_copy(update={"clip": clip})
     return run_config.model_copy(update={"optimizer": optimizer})

@@ -74,6 +74,7 @@ def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
     for precision, layouts in by_precision.items():
         for quantity, first in layouts[0].items():
             verdicts = {quantities.get(quantity, {}).get("verdict") for quantities in layouts}
+            # tried in one layout is tried
             if verdicts == {NOT_TRIED}:
                 yield f"{quantity} in {precision}", first["why"]
 
@@ -136,6 +137,7 @@ def number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
             cells.append(_Cell("not tried"))
         else:
             cells.append(_Cell(format_error(quantity["error"]), quantity["failed"] > 0))
+    # these have no error to show: any difference is one too many
     exact_quantities = [
         quantity_name for quantity_name in quantities if quantity_name not in NUMBERS
     ]

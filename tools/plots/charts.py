@@ -433,6 +433,7 @@ def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
     entries = _legend_entries(chart) if chart.has_legend else []
     if len(entries) < 2 and not chart.levels and not chart.hints:
         return []
+    # the title stands on the left of the lowest row
     available = width - text_width(chart.title, TITLE_SIZE) - LEGEND_GAP
     rows: list[list[Series]] = [[]]
     for entry in entries:

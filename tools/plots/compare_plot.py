@@ -115,6 +115,7 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
         x_label=axis_label(x_axis),
         right_title=f"mean of last {LAST} steps",
     )
+    # room for the names, however long
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
     width = WIDTH + names_width
     drawing = draw_rows("", [Row([chart], 1, 440)], width, right=names_width + FINALS_WIDTH)

@@ -170,6 +170,7 @@ def _svg(shape: Shape, is_themed: bool) -> str:
 
 
 def _svg_color(color: str, is_themed: bool) -> str:
+    # a colour of its own means the same on every background
     if color not in PALETTE:
         return color
     return f"var(--{color}, {PALETTE[color]})" if is_themed else PALETTE[color]

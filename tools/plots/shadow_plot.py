@@ -80,6 +80,7 @@ def _with_limits(
     """
     values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
     values += [level.y for level in levels]
+    # a cosine has a lower limit only
     finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
     lowest_value = min(values, default=0.0)
     highest_value = max(values, default=0.0)

@@ -96,6 +96,7 @@ def _last_end(block_spans: Sequence[Span], default: float) -> float:
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
     """Return a drawing of the panels below each other, on one time scale, under a title and lines
     of text."""
+    # a panel's facts may need more room than its blocks
     right_ends = [LEFT + TRACK]
     for panel in panels:
         right_ends += _column_ends(panel)

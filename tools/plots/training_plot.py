@@ -234,6 +234,7 @@ def _series(
         return [], f"no finite {name}" if is_recorded else ""
     if min(finite) == max(finite) and quantity is not LOSS:
         return [], f"{name} {finite[0]:g} throughout"
+    # what is set and not measured, such as a learning rate, has no noise
     width = mean_width(len(y_values)) if quantity.smooth else 1
     if width == 1:
         return [Series("each step", x_values, y_values)], ""

@@ -99,6 +99,7 @@ def _quantities(
         for key in STEP_FIELDS:
             # repr gives every bit of a number, and NaN equals NaN
             yield _Quantity(key, repr(first_digests.get(key)), repr(second_digests.get(key)))
+    # moments come before weights: an update reads them first
     kinds = sorted(
         {*first_digests["tensors"], *second_digests["tensors"]},
         key=lambda quantity_kind: (quantity_kind == "weight", quantity_kind),
@@ -107,6 +108,7 @@ def _quantities(
         our_table = first_digests["tensors"].get(quantity_kind, {})
         their_table = second_digests["tensors"].get(quantity_kind, {})
         yield from _table_quantities(quantity_kind, our_table, their_table)
+    # the loss scaler is the last that a step changes
     yield from _table_quantities("optimizer", first_digests["numbers"], second_digests["numbers"])
     # if a table differs, so does the digest of all of them: that is no further quantity
     if all(first_digests[table] == second_digests[table] for table in TABLES):

@@ -67,6 +67,7 @@ def is_canonical(config: RunConfig) -> bool:
 def other_layout(config: RunConfig) -> Layout | None:
     """Return a small layout other than the run's own that it can have, None if there is none."""
     candidates = [*reversed(every(2)), {}]  # {}: one process
+    # the layout that differs most: one process for several ranks, and the other way round
     if config.world_size > 1:
         candidates.reverse()
     for keys in candidates:

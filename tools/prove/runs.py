@@ -53,6 +53,7 @@ class ProofRuns:
         run_folder_path = self.folder / run_name
         (run_folder_path / "checkpoints").mkdir(parents=True)
         if self.start:
+            # linked, not copied: a checkpoint may be as large as the disk has room for once
             shutil.copytree(self.start, self._start_copy(run_name, self.start), copy_function=_link)
 
     def _start_copy(self, run_name: str, start: Path) -> Path:
@@ -110,6 +111,7 @@ def _ready(
 ) -> RunConfig:
     """Return the user's run up to step `last`, in another folder. data: folder of data sets that
     are built for it."""
+    # data sets that the user has built are not built again
     user_cache = data_folder(run_config)
     cache = user_cache if user_cache.is_dir() else data
     train = {"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}

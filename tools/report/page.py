@@ -116,6 +116,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Text]], max_rows: int = 2
     """
     head_cells = "".join(f"<th>{html(name)}</th>" for name in head)
     body = "".join(_table_row(head, row) for row in rows[-max_rows:])
+    # the newest rows are those that a reader looks for
     left_out = ""
     if len(rows) > max_rows:
         left_out = f"<p>{len(rows) - max_rows:,} earlier ones are left out.</p>"

@@ -38,6 +38,7 @@ def page(certificate: Certificate) -> str:
     for entry in certificate["layouts"]:
         if entry["verdict"] != PROVEN:
             parts += _layout_details(entry)
+    # layouts that were not run have no quantities
     tried = [entry for entry in certificate["layouts"] if entry["quantities"]]
     parts += _section("Quantities", *map(_quantities_table, tried))
     changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
@@ -77,6 +78,7 @@ def _layout_details(entry: Mapping[str, Any]) -> Iterator[Html]:
     title = html(f"{entry['layout']}, {entry['precision']}")
     yield Html(f'<h2 class="{CSS_CLASSES[entry["verdict"]]}">{title}</h2>')
     yield table(("", "detail"), list(details_of(entry)))
+    # ranks that hang or fail leave no record of a step
     if entry.get("way"):
         yield paragraph(f"Step {entry['first']['step']}, from its first activation to its update:")
         yield _stations_list(entry["way"])
@@ -93,9 +95,11 @@ def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
     has_difference = False
     for station in stations:
         css_class = CSS_CLASSES[station["verdict"]]
+        # later stations differ because this one does
         if station["verdict"] == WRONG and not has_difference:
             css_class += " first"
             has_difference = True
+        # the way leads back through the modules
         arrow = "← " if station["phase"] == "backward" else ""
         title = escape(f"{station['phase']}, error {format_error(station['error'])}")
         item = f'<li class="{css_class}" title="{title}">{arrow}{html(station["name"])}</li>'
@@ -121,6 +125,7 @@ def _quantities_table(entry: Mapping[str, Any]) -> Html:
 
 
 def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:
+    # not tried: there are no numbers
     if "compared" not in quantity:
         return [name, quantity["verdict"], *[""] * 6, quantity["why"]]
     return [

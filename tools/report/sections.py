@@ -247,6 +247,7 @@ def schedule(run: Run) -> Html | None:
     if run_config.parallel.pipeline == 1:
         return None
     stages = run_config.parallel.pipeline * max(1, run_config.parallel.chunks)
+    # forward, two halves of a backward and transfers for each stage and micro-batch
     if 4 * stages * run_config.num_microbatches > MOST_INSTRUCTIONS:
         return paragraph("Too large for this page: `megaprec schedule RUN.toml` shows it.")
 

@@ -47,30 +47,32 @@ def digest_held_state(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> 
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
     dp ranks share."""
     digests: list[HeldDigest] = []
-    for buffer in buffers:
-        digests += _weights(buffer)
-        digests += _shard_of_state(buffer)
+    for flat_buffer in buffers:
+        digests += _weights(flat_buffer)
+        digests += _shard_of_state(flat_buffer)
     return digests + list(_frozen(parts))
 
 
-def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
+def _weights(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of the weights in a buffer; each replica holds all of them."""
-    layout = layout_of(buffer.parameters[0])
-    for buffer_piece in buffer.pieces:
-        held_values = buffer.weights[buffer_piece.start : buffer_piece.stop]
+    layout = layout_of(flat_buffer.parameters[0])
+    for buffer_piece in flat_buffer.pieces:
+        held_values = flat_buffer.weights[buffer_piece.start : buffer_piece.stop]
         yield _digest_of(WEIGHT, buffer_piece.part, held_values, layout, own=False)
 
 
-def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
+def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
-    layout = layout_of(buffer.parameters[0])
-    for state_kind, held_values in _tensors_of_state(buffer).items():
-        for buffer_piece in buffer.pieces:
-            span_start = max(buffer_piece.start, buffer.first)
-            span_stop = min(buffer_piece.stop, buffer.last)
+    layout = layout_of(flat_buffer.parameters[0])
+    for state_kind, held_values in _tensors_of_state(flat_buffer).items():
+        for buffer_piece in flat_buffer.pieces:
+            span_start = max(buffer_piece.start, flat_buffer.first)
+            span_stop = min(buffer_piece.stop, flat_buffer.last)
             if span_start < span_stop:
                 span = f" {span_start - buffer_piece.start}:{span_stop - buffer_piece.start}"
-                elements = held_values[span_start - buffer.first : span_stop - buffer.first]
+                elements = held_values[
+                    span_start - flat_buffer.first : span_stop - flat_buffer.first
+                ]
                 yield _digest_of(
                     state_kind,
                     buffer_piece.part,
@@ -81,19 +83,19 @@ def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
                 )
 
 
-def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
+def _tensors_of_state(flat_buffer: Buffer) -> dict[str, Tensor]:
     """Return this rank's shard of masters, moments and reduced gradients, by kind."""
     tensors: dict[str, Tensor] = {}
-    if buffer.masters is not None:
+    if flat_buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
-        shared = buffer.masters.data_ptr() == buffer.own(buffer.weights).data_ptr()
+        shared = flat_buffer.masters.data_ptr() == flat_buffer.own(flat_buffer.weights).data_ptr()
         if not shared:
-            tensors["masters"] = buffer.masters
+            tensors["masters"] = flat_buffer.masters
     # the low bits of masters whose high bits are the weights
-    if buffer.remainder is not None:
-        tensors["remainder"] = buffer.remainder
-    tensors |= buffer.state
-    tensors[GRADIENT] = buffer.own(buffer.grads)
+    if flat_buffer.remainder is not None:
+        tensors["remainder"] = flat_buffer.remainder
+    tensors |= flat_buffer.state
+    tensors[GRADIENT] = flat_buffer.own(flat_buffer.grads)
     return tensors
 
 
@@ -137,12 +139,12 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     weights, or that are stored as the weights and a remainder, cannot stray.
     """
     strayed_weights: dict[str, Tensor] = {}
-    for buffer in buffers:
-        if buffer.in_codes or buffer.masters is None:
+    for flat_buffer in buffers:
+        if flat_buffer.in_codes or flat_buffer.masters is None:
             continue
-        if buffer.masters.dtype == buffer.weights.dtype:
+        if flat_buffer.masters.dtype == flat_buffer.weights.dtype:
             continue
-        for buffer_tile in buffer.blocks(0, buffer.last - buffer.first):
+        for buffer_tile in flat_buffer.blocks(0, flat_buffer.last - flat_buffer.first):
             rounded = replace(buffer_tile, weights=torch.empty_like(buffer_tile.weights))
             rounded.keep_weights(buffer_tile.wide_weights(), steps)
             # bytes are compared, since NaN is not equal to itself

@@ -58,25 +58,25 @@ class StateDigest:
     def _terms(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur
         repeatedly."""
-        for buffer in self._optimizer.all_buffers():
-            for buffer_piece in buffer.pieces:
-                span_start = max(buffer_piece.start, buffer.share[0])
-                span_stop = min(buffer_piece.stop, buffer.share[1])
+        for flat_buffer in self._optimizer.all_buffers():
+            for buffer_piece in flat_buffer.pieces:
+                span_start = max(buffer_piece.start, flat_buffer.share[0])
+                span_stop = min(buffer_piece.stop, flat_buffer.share[1])
                 if buffer_piece.counts and span_start < span_stop:
-                    for state_kind, values in _state_of(buffer, span_start, span_stop):
+                    for state_kind, values in _state_of(flat_buffer, span_start, span_stop):
                         digest_sums = digest_terms(
                             values, buffer_piece.part, span_start - buffer_piece.start
                         )
                         yield f"{state_kind}/{buffer_piece.part.name}", digest_sums
                 else:
-                    yield from _no_terms(buffer, buffer_piece, self._optimizer.device)
+                    yield from _no_terms(flat_buffer, buffer_piece, self._optimizer.device)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
         """Yield the terms of scales and histories: a row for each data-parallel rank that has its
         own."""
-        # the newest amax of this step belongs to the state
+        # the scales of the next pass are part of the state
         fp8.roll()
         replica_axis = fp8.dp
         optimizer = self._optimizer
@@ -99,29 +99,29 @@ class StateDigest:
 
 
 def _state_of(
-    buffer: Buffer,
+    flat_buffer: Buffer,
     span_start: int,
     span_stop: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
-    shard_start = span_start - buffer.first
-    shard_stop = span_stop - buffer.first
-    if buffer.masters is not None:
-        yield "weight", buffer.masters[shard_start:shard_stop]
+    shard_start = span_start - flat_buffer.first
+    shard_stop = span_stop - flat_buffer.first
+    if flat_buffer.masters is not None:
+        yield "weight", flat_buffer.masters[shard_start:shard_stop]
     else:
-        (tile,) = buffer.blocks(shard_start, shard_stop, shard_stop - shard_start)
+        (tile,) = flat_buffer.blocks(shard_start, shard_stop, shard_stop - shard_start)
         yield "weight", tile.wide_weights()
-    for state_kind, values in buffer.state.items():
+    for state_kind, values in flat_buffer.state.items():
         yield state_kind, values[shard_start:shard_stop]
 
 
 def _no_terms(
-    buffer: Buffer,
+    flat_buffer: Buffer,
     buffer_piece: Piece,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
-    for state_kind in buffer.saved_names:
+    for state_kind in flat_buffer.saved_names:
         yield f"{state_kind}/{buffer_piece.part.name}", _zero_terms(device)
 
 

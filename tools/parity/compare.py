@@ -73,11 +73,11 @@ def compare(
         *_compare_copies(candidate, "before/"),
     ]
     # the reports of a step; one run may have ended early
-    for step, reports in enumerate(zip(candidate.steps, reference.steps, strict=False)):
-        number = step + 1
-        differences += _compare_step(_StepComparison(candidate, reference, noise, step), norm)
-        differences += _compare_updates(candidate, repeated or {}, noise, step)
-        differences += _compare_copies(candidate, f"after/{step}/")
+    for step_index, reports in enumerate(zip(candidate.steps, reference.steps, strict=False)):
+        number = step_index + 1
+        differences += _compare_step(_StepComparison(candidate, reference, noise, step_index), norm)
+        differences += _compare_updates(candidate, repeated or {}, noise, step_index)
+        differences += _compare_copies(candidate, f"after/{step_index}/")
         scalers = [report["scaler"] for report in reports]
         differences.append(_compare_exactly("scaler", "", number, *scalers))
         for conflict_step, quantity in candidate.rank_conflicts:
@@ -87,16 +87,16 @@ def compare(
 
 
 def _compare_exactly(
-    quantity: str, tensor_name: str, step: int, candidate: object, reference: object
+    quantity: str, tensor_name: str, step_number: int, candidate: object, reference: object
 ) -> Difference:
     if str(candidate) == str(reference):  # as text: NaN is NaN
-        return Difference(quantity, tensor_name, step, 0.0, EXACT)
-    return _failure(quantity, tensor_name, step, f"{candidate}, {reference}")
+        return Difference(quantity, tensor_name, step_number, 0.0, EXACT)
+    return _failure(quantity, tensor_name, step_number, f"{candidate}, {reference}")
 
 
-def _failure(quantity: str, tensor_name: str, step: int, note: str = "") -> Difference:
+def _failure(quantity: str, tensor_name: str, step_number: int, note: str = "") -> Difference:
     """Return a difference of values that must be equal and are not."""
-    return Difference(quantity, tensor_name, step, math.inf, EXACT, note=note)
+    return Difference(quantity, tensor_name, step_number, math.inf, EXACT, note=note)
 
 
 def _compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
@@ -171,18 +171,20 @@ class _StepComparison:
     noise: Noise
     step: int
 
-    def number(self, quantity: str, key: str) -> Difference:
+    def number(self, quantity: str, report_key: str) -> Difference:
         """Compare a number that both runs report."""
-        candidate = self.candidate.steps[self.step][key]
-        reference = self.reference.steps[self.step][key]
+        candidate = self.candidate.steps[self.step][report_key]
+        reference = self.reference.steps[self.step][report_key]
         perturbed_run = (
-            self.noise.perturbed_run.steps[self.step][key] if self.noise.perturbed_run else None
+            self.noise.perturbed_run.steps[self.step][report_key]
+            if self.noise.perturbed_run
+            else None
         )
         float64_run = (
-            self.noise.float64_run.steps[self.step][key] if self.noise.float64_run else None
+            self.noise.float64_run.steps[self.step][report_key] if self.noise.float64_run else None
         )
         perturbed_draws = [
-            run_record.steps[self.step][key] for run_record in self.noise.perturbed_draws
+            run_record.steps[self.step][report_key] for run_record in self.noise.perturbed_draws
         ]
 
         error = relative_error(candidate, reference if float64_run is None else float64_run)
@@ -262,15 +264,15 @@ class _StepComparison:
             errors: list[float] = []
             failing: list[int] = []
             ratio = math.nan  # of the first rank that fails
-            for values in rank_values:
-                expected_part = _select_part(values, reference, full_values)
+            for border_values in rank_values:
+                expected_part = _select_part(border_values, reference, full_values)
                 scale = element_scale * math.sqrt(expected_part.numel()) or 1.0
-                error = tensor_error(values.values[self.step], expected_part, scale)
+                error = tensor_error(border_values.values[self.step], expected_part, scale)
                 errors.append(error)
                 if not error <= bounds[border]:
                     if not failing:
-                        ratio = _norm_ratio(values.values[self.step], expected_part)
-                    failing.append(values.rank)
+                        ratio = _norm_ratio(border_values.values[self.step], expected_part)
+                    failing.append(border_values.rank)
             difference = Difference(
                 tensor_kind,
                 border,
@@ -287,59 +289,65 @@ class _StepComparison:
         return replace(difference, inconclusive=self.noise.why_inconclusive(difference.bound))
 
 
-def _values_by_border(run_record: Record, tensor_kind: str, step: int) -> Tensors:
+def _values_by_border(run_record: Record, tensor_kind: str, step_index: int) -> Tensors:
     """Return the values that one process saw by border: [samples, positions]."""
     return {
-        border: values[0].values[step]
-        for (border_kind, border), values in run_record.borders.items()
+        border: border_values[0].values[step_index]
+        for (border_kind, border), border_values in run_record.borders.items()
         if border_kind == tensor_kind
     }
 
 
-def _select_part(values: BorderValues, reference: BorderValues, full_values: Tensor) -> Tensor:
+def _select_part(
+    border_values: BorderValues, reference: BorderValues, full_values: Tensor
+) -> Tensor:
     """Return the part of one process's values that this rank saw: [samples, positions].
 
     It is NaN if one of the rank's samples is not in the reference.
     """
-    if not set(values.samples) <= set(reference.samples):
-        return full_values.new_full((len(values.samples), len(values.positions)), torch.nan)
-    columns = [reference.positions.index(position) for position in values.positions]
-    return full_values[values.samples][:, columns]
+    if not set(border_values.samples) <= set(reference.samples):
+        return full_values.new_full(
+            (len(border_values.samples), len(border_values.positions)), torch.nan
+        )
+    columns = [reference.positions.index(position) for position in border_values.positions]
+    return full_values[border_values.samples][:, columns]
 
 
-def _compare_step(step: _StepComparison, norm: float) -> Iterator[Difference]:
+def _compare_step(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
     """Compare what a step computes before its update, in the order of the computation."""
-    number = step.step + 1
-    candidate = step.candidate
-    reference = step.reference
-    samples = (candidate.samples[step.step], reference.samples[step.step])
+    number = comparison.step + 1
+    candidate = comparison.candidate
+    reference = comparison.reference
+    samples = (candidate.samples[comparison.step], reference.samples[comparison.step])
     yield _compare_exactly("sample ids", "", number, *samples)
-    yield from step.borders(FORWARD)
-    yield step.number("loss", "loss")
-    yield from step.borders(BACKWARD)
-    tensor_kind = f"gradient/{step.step}"
+    yield from comparison.borders(FORWARD)
+    yield comparison.number("loss", "loss")
+    yield from comparison.borders(BACKWARD)
+    tensor_kind = f"gradient/{comparison.step}"
     # the last layer's gradients arise first
     backward_order = reference.names[::-1]
-    yield from step.tensors("gradient", tensor_kind, backward_order)
+    yield from comparison.tensors("gradient", tensor_kind, backward_order)
     yield from _compare_copies(candidate, tensor_kind)
     if tensor_kind in candidate.tensors and tensor_kind in reference.tensors:
-        yield from _compare_counts(step, norm)
-        yield step.number("gradient norm", "grad_norm")
-    our_report = candidate.steps[step.step]
-    their_report = reference.steps[step.step]
-    for key in ("outcome", "offenders"):
-        yield _compare_exactly("found_inf", key, number, our_report[key], their_report[key])
+        yield from _compare_counts(comparison, norm)
+        yield comparison.number("gradient norm", "grad_norm")
+    our_report = candidate.steps[comparison.step]
+    their_report = reference.steps[comparison.step]
+    for report_key in ("outcome", "offenders"):
+        yield _compare_exactly(
+            "found_inf", report_key, number, our_report[report_key], their_report[report_key]
+        )
 
 
 def _compare_updates(
-    candidate: Record, repeated: Mapping[str, Tensors], noise: Noise, step: int
+    candidate: Record, repeated: Mapping[str, Tensors], noise: Noise, step_index: int
 ) -> Iterator[Difference]:
     """Compare weights and moments with those that one process computes from the same gradients.
 
     `_compare_shapes` reports those that one side lacks.
     """
     for tensor_kind, expected in repeated.items():
-        if not tensor_kind.startswith(f"after/{step}/"):
+        if not tensor_kind.startswith(f"after/{step_index}/"):
             continue
         quantity = "weights" if tensor_kind.split("/")[-1] == "weight" else "moments"
         bound = noise.update_bound(quantity)
@@ -351,7 +359,7 @@ def _compare_updates(
             yield Difference(
                 quantity,
                 tensor_name,
-                step=step + 1,
+                step=step_index + 1,
                 error=error,
                 bound=bound,
                 ratio=_norm_ratio(*both_tensors),
@@ -376,16 +384,16 @@ def _describe_largest(candidate: Tensor, reference: Tensor) -> str:
     return f"{index}: {our_value:.6g}, {their_value:.6g}"
 
 
-def _compare_counts(step: _StepComparison, norm: float) -> Iterator[Difference]:
+def _compare_counts(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
     """Check that norm and zero count of the layout cover each element of its own gradients once,
     and in float64 that as many elements as in one process are zero other than by rounding.
     """
-    tensor_kind = f"gradient/{step.step}"
-    number = step.step + 1
-    noise = step.noise
-    report = step.candidate.steps[step.step]
-    candidate = _without_corrections(step.candidate.tensors[tensor_kind])
-    reference = _without_corrections(step.reference.tensors[tensor_kind])
+    tensor_kind = f"gradient/{comparison.step}"
+    number = comparison.step + 1
+    noise = comparison.noise
+    report = comparison.candidate.steps[comparison.step]
+    candidate = _without_corrections(comparison.candidate.tensors[tensor_kind])
+    reference = _without_corrections(comparison.reference.tensors[tensor_kind])
 
     # the layout's own gradients, put together: each element is there once
     elements = torch.cat([gradient.flatten() for gradient in candidate.values()])

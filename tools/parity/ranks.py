@@ -63,12 +63,18 @@ def corpus_of(run_config: RunConfig) -> Corpus:
     return open_built(run_config, [Path(source) for source in sources], None)
 
 
-def run_alone(run: Run) -> Record:
+def run_alone(recorded_run: Run) -> Record:
     """Carry out a run on this process."""
-    run.folder.mkdir(parents=True)
+    recorded_run.folder.mkdir(parents=True)
     with world():
-        record(run.config, corpus_of(run.config), make_mesh(), run.plan, run.folder)
-    return gather(run.folder)
+        record(
+            recorded_run.config,
+            corpus_of(recorded_run.config),
+            make_mesh(),
+            recorded_run.plan,
+            recorded_run.folder,
+        )
+    return gather(recorded_run.folder)
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,9 @@ def run_together(
     After a failed run the others are launched anew. patience: seconds after which ranks that all
     wait are ended.
     """
-    for run in runs:
-        run.folder.mkdir(parents=True)
-        run.write()
+    for recorded_run in runs:
+        recorded_run.folder.mkdir(parents=True)
+        recorded_run.write()
     failures: list[Failure | None] = []
     # each launch ends with all runs done, or with the first one that failed
     while len(failures) < len(runs):
@@ -114,16 +120,16 @@ class RunFailed(Exception):
     """A run that did not finish; the text says why."""
 
 
-def run_and_gather(run: Run) -> Record:
+def run_and_gather(recorded_run: Run) -> Record:
     """Carry out one run, on as many ranks as it has, and return its record. Raises RunFailed."""
-    if run.config.world_size == 1:
-        return run_alone(run)
-    group_folder = run.folder.parent
+    if recorded_run.config.world_size == 1:
+        return run_alone(recorded_run)
+    group_folder = recorded_run.folder.parent
     group_folder.mkdir(parents=True, exist_ok=True)
-    (failure,) = run_together([run], group_folder)
+    (failure,) = run_together([recorded_run], group_folder)
     if failure is not None:
         raise RunFailed("; ".join([failure.why, *failure.where]))
-    return gather(run.folder)
+    return gather(recorded_run.folder)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,9 @@ class Launcher:
 
 def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
-    (run_folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
+    (run_folder / PENDING).write_text(
+        "\n".join(recorded_run.folder.name for recorded_run in runs), encoding="utf-8"
+    )
     ranks = runs[0].config.world_size
     with Watch(run_folder, ranks, patience) as watch:
         exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
@@ -150,7 +158,7 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
         how_it_ended = f"its ranks ended with code {exit_code}"
     # the rank that failed first is the cause; the others fail for want of it
     failure_notes = sorted(run_folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
-    folders = {run.folder for run in runs}
+    folders = {recorded_run.folder for recorded_run in runs}
     failure_notes = [path for path in failure_notes if path.parent in folders]
     if failure_notes:
         return Failure(f"{how_it_ended}: {failure_notes[0].read_text(encoding='utf-8')}")
@@ -186,24 +194,31 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
     """Take part in each pending run within `run_folder`, in a world that has been joined. trail:
     told where the rank is."""
     for name in (run_folder / PENDING).read_text(encoding="utf-8").splitlines():
-        run = Run.read(run_folder / name)
-        parallel = run.config.parallel
+        recorded_run = Run.read(run_folder / name)
+        parallel = recorded_run.config.parallel
         try:
             mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, cp=parallel.context)
-            record(run.config, corpus_of(run.config), mesh, run.plan, run.folder, trail)
+            record(
+                recorded_run.config,
+                corpus_of(recorded_run.config),
+                mesh,
+                recorded_run.plan,
+                recorded_run.folder,
+                trail,
+            )
         except Exception as error:
             rank_number = dist.get_rank()
             message = f"rank {rank_number}: {type(error).__name__}: {error}".splitlines()[0]
-            (run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
+            (recorded_run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
             raise
         dist.barrier()
 
 
-def done(run: Run) -> bool:
+def done(recorded_run: Run) -> bool:
     """Return True if every rank has written its files."""
     return all(
-        (run.folder / f"{rank_number}.json").is_file()
-        for rank_number in range(run.config.world_size)
+        (recorded_run.folder / f"{rank_number}.json").is_file()
+        for rank_number in range(recorded_run.config.world_size)
     )
 
 

@@ -83,29 +83,30 @@ class GradientRecorder(StepObserver):
         """Plant an infinity, if this is the step."""
         if self.num_steps != self.plan.planted:
             return
-        for buffer in buffers:
-            _plant_infinity(buffer, self.plan.into)
+        for flat_buffer in buffers:
+            _plant_infinity(flat_buffer, self.plan.into)
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
         """Note what the update is going to be made of."""
         if not found:
             # the optimizer's gradients are those of the scaled loss
             unscaled = take_fragments(
-                buffers, lambda buffer: buffer.own(buffer.grads).double() / scale.double()
+                buffers,
+                lambda flat_buffer: flat_buffer.own(flat_buffer.grads).double() / scale.double(),
             )
             self.gradients[self.num_steps] = list(unscaled)
         self.num_steps += 1
 
 
-def _plant_infinity(buffer: Buffer, name: str) -> None:
+def _plant_infinity(flat_buffer: Buffer, name: str) -> None:
     """Make the last element of a logical tensor infinite, if it lies in this rank's slice."""
-    for buffer_piece in buffer.pieces:
+    for buffer_piece in flat_buffer.pieces:
         last = buffer_piece.stop - 1
         # of a tensor that is cut, the last rank's slice has it
         has_last_element = buffer_piece.part.shard == buffer_piece.part.shards - 1
-        is_local = buffer.first <= last < buffer.last
+        is_local = flat_buffer.first <= last < flat_buffer.last
         if buffer_piece.part.name == name and has_last_element and is_local:
-            buffer.grads[last] = torch.inf
+            flat_buffer.grads[last] = torch.inf
 
 
 class RecordedSamples(Samples):
@@ -257,30 +258,34 @@ def _flatten_borders(borders: Sequence[BorderValues]) -> Tensor:
 def _shake_weights(optimizer: ParallelAMPOptimizer, fraction: float, draw: int) -> None:
     """Multiply weights that are their own masters, as in float64, by 1 + `fraction` or
     1 - `fraction` each."""
-    for buffer in optimizer.all_buffers():
+    for flat_buffer in optimizer.all_buffers():
         generator = torch.Generator().manual_seed(draw)
-        zeros_and_ones = torch.randint(0, 2, (buffer.size,), generator=generator)
+        zeros_and_ones = torch.randint(0, 2, (flat_buffer.size,), generator=generator)
         signs = zeros_and_ones.double() * 2 - 1
-        buffer.weights.mul_(1 + fraction * signs)
+        flat_buffer.weights.mul_(1 + fraction * signs)
 
 
 def _saved_kinds(optimizer: ParallelAMPOptimizer) -> list[str]:
     """Return "weight" and the names of the averages that the optimizer keeps."""
     kinds: dict[str, None] = {}  # in order, each once
-    for buffer in optimizer.all_buffers():
-        kinds |= dict.fromkeys(buffer.saved_names)
+    for flat_buffer in optimizer.all_buffers():
+        kinds |= dict.fromkeys(flat_buffer.saved_names)
     return list(kinds)
 
 
 def _saved_fragments(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Fragment]:
     """Return this rank's masters, of the kind "weight", or one of the averages."""
     buffers = buffers_saving(optimizer, state_kind)
-    return list(take_fragments(buffers, lambda buffer: buffer.saved()[state_kind]))
+    return list(take_fragments(buffers, lambda flat_buffer: flat_buffer.saved()[state_kind]))
 
 
 def buffers_saving(optimizer: ParallelAMPOptimizer, state_kind: str) -> list[Buffer]:
     """Return the buffers that save a tensor of this state_kind: "weight" or an average."""
-    return [buffer for buffer in optimizer.all_buffers() if state_kind in buffer.saved_names]
+    return [
+        flat_buffer
+        for flat_buffer in optimizer.all_buffers()
+        if state_kind in flat_buffer.saved_names
+    ]
 
 
 def _logical_names(stages: Sequence[Stage]) -> Iterator[str]:

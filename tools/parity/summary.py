@@ -31,18 +31,23 @@ def show(certificate: Certificate, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
         table.add_column(column, no_wrap=column != "exact")
-    for entry in certificate["layouts"]:
-        color = COLOR[entry["verdict"]]
-        cells = [
-            f"[red]{cell.text}[/]" if cell.is_bad else cell.text for cell in number_cells(entry)
+    for layout_entry in certificate["layouts"]:
+        color = COLOR[layout_entry["verdict"]]
+        table_cells = [
+            f"[red]{cell.text}[/]" if cell.is_bad else cell.text
+            for cell in number_cells(layout_entry)
         ]
-        result = f"[{color}]{verdict(entry)}[/]"
-        table.add_row(escape_markup(entry["layout"]), entry["precision"], *cells, result)
+        result = f"[{color}]{verdict(layout_entry)}[/]"
+        table.add_row(
+            escape_markup(layout_entry["layout"]), layout_entry["precision"], *table_cells, result
+        )
     console.print(table)
-    for entry in certificate["layouts"]:
-        if entry["verdict"] != PROVEN:
-            console.print(f"[bold]{escape_markup(entry['layout'])}, {entry['precision']}[/]")
-            for detail_label, sentence in details_of(entry):
+    for layout_entry in certificate["layouts"]:
+        if layout_entry["verdict"] != PROVEN:
+            console.print(
+                f"[bold]{escape_markup(layout_entry['layout'])}, {layout_entry['precision']}[/]"
+            )
+            for detail_label, sentence in details_of(layout_entry):
                 console.print(
                     f"  {detail_label:13}{escape_markup(sentence)}", highlight=False, soft_wrap=True
                 )
@@ -52,9 +57,9 @@ def show(certificate: Certificate, console: Console) -> None:
     console.print(conclusion(certificate), highlight=False, soft_wrap=True)
 
 
-def verdict(entry: Mapping[str, Any]) -> str:
+def verdict(layout_entry: Mapping[str, Any]) -> str:
     """Return the verdict on a layout, EQUAL_BITS if it is proven without any tolerance."""
-    return EQUAL_BITS if entry.get("equal_bits") else str(entry["verdict"])
+    return EQUAL_BITS if layout_entry.get("equal_bits") else str(layout_entry["verdict"])
 
 
 def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
@@ -62,15 +67,16 @@ def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
     layout."""
     yield from ((part, reason) for part, reason in certificate["not_tried"])
     by_precision: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in certificate["layouts"]:
-        precision = entry["precision"]
-        if entry["left_out"]:
+    for layout_entry in certificate["layouts"]:
+        precision = layout_entry["precision"]
+        if layout_entry["left_out"]:
             yield (
-                ", ".join(f"parallel.{key}" for key in entry["left_out"]),
-                f"{entry['layout']} in {precision}: the sizes that were compared do not allow it",
+                ", ".join(f"parallel.{key}" for key in layout_entry["left_out"]),
+                f"{layout_entry['layout']} in {precision}: the sizes that were compared do not "
+                "allow it",
             )
-        if entry["quantities"]:
-            by_precision.setdefault(precision, []).append(entry["quantities"])
+        if layout_entry["quantities"]:
+            by_precision.setdefault(precision, []).append(layout_entry["quantities"])
     for precision, layouts in by_precision.items():
         for quantity, first in layouts[0].items():
             verdicts = {quantities.get(quantity, {}).get("verdict") for quantities in layouts}
@@ -82,10 +88,10 @@ def untried_parts(certificate: Certificate) -> Iterator[tuple[str, str]]:
 def conclusion(certificate: Certificate) -> str:
     """Return the result in a sentence."""
     layouts = certificate["layouts"]
-    verdict_counts = Counter(entry["verdict"] for entry in layouts)
+    verdict_counts = Counter(layout_entry["verdict"] for layout_entry in layouts)
     tried = verdict_counts[PROVEN] + verdict_counts[WRONG]
     untried_text = f"; {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
-    num_equal_bits = sum(bool(entry.get("equal_bits")) for entry in layouts)
+    num_equal_bits = sum(bool(layout_entry.get("equal_bits")) for layout_entry in layouts)
     bits = f", {num_equal_bits} of them in every bit" if num_equal_bits else ""
     extent = (
         f"{certificate['tensors']} tensors, {certificate['steps']} steps, of which "
@@ -125,18 +131,18 @@ class _Cell(NamedTuple):
     is_bad: bool = False
 
 
-def number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
+def number_cells(layout_entry: Mapping[str, Any]) -> list[_Cell]:
     """Return the cells of each column between precision and verdict."""
-    quantities = entry["quantities"]
-    cells: list[_Cell] = []
+    quantities = layout_entry["quantities"]
+    table_cells: list[_Cell] = []
     for quantity_name in NUMBERS:
         quantity = quantities.get(quantity_name)
         if quantity is None:
-            cells.append(_Cell(""))
+            table_cells.append(_Cell(""))
         elif quantity["verdict"] == NOT_TRIED:
-            cells.append(_Cell("not tried"))
+            table_cells.append(_Cell("not tried"))
         else:
-            cells.append(_Cell(format_error(quantity["error"]), quantity["failed"] > 0))
+            table_cells.append(_Cell(format_error(quantity["error"]), quantity["failed"] > 0))
     # these have no error to show: any difference is one too many
     exact_quantities = [
         quantity_name for quantity_name in quantities if quantity_name not in NUMBERS
@@ -147,10 +153,10 @@ def number_cells(entry: Mapping[str, Any]) -> list[_Cell]:
         if quantities[quantity_name]["verdict"] == WRONG
     ]
     if wrong_quantities:
-        cells.append(_Cell(", ".join(wrong_quantities), is_bad=True))
+        table_cells.append(_Cell(", ".join(wrong_quantities), is_bad=True))
     else:
-        cells.append(_Cell("yes" if exact_quantities else ""))
-    return cells
+        table_cells.append(_Cell("yes" if exact_quantities else ""))
+    return table_cells
 
 
 def format_error(error: float | str) -> str:
@@ -162,23 +168,23 @@ def format_error(error: float | str) -> str:
     return f"{error:.0e}"
 
 
-def details_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def details_of(layout_entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, text) of a layout that is not proven."""
-    if entry["verdict"] == NOT_TRIED:
-        yield "not tried", entry["why"]
+    if layout_entry["verdict"] == NOT_TRIED:
+        yield "not tried", layout_entry["why"]
         return
-    first = entry["first"]
+    first = layout_entry["first"]
     # the places of ranks that hang have lines of their own
-    place = "" if "ranks_at" in entry else first["place"]
+    place = "" if "ranks_at" in layout_entry else first["place"]
     yield "arises in", f"{first['phase']}: {place}".rstrip()
     if "note" in first and "quantity" not in first:
         yield "", first["note"]
-    for position in entry.get("ranks_at", ()):
+    for position in layout_entry.get("ranks_at", ()):
         yield "", position
     for detail_label in ("first", "worst"):
-        if "quantity" in entry.get(detail_label, ()):
-            yield detail_label, describe_difference(entry[detail_label])
-    yield "likely cause", entry["likely_cause"]
+        if "quantity" in layout_entry.get(detail_label, ()):
+            yield detail_label, describe_difference(layout_entry[detail_label])
+    yield "likely cause", layout_entry["likely_cause"]
 
 
 def describe_difference(difference: Mapping[str, Any]) -> str:

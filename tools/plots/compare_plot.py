@@ -138,14 +138,7 @@ def _label_ends(
     """Yield the name and the final loss of each run beside the end of its line, far enough from the
     other names."""
     area = frame.box
-    ends: list[_LineEnd] = []
-    for curve, color in zip(curves, colors, strict=True):
-        losses = values(curve.records, "loss")
-        means = smoothed(losses, mean_width(len(losses)))
-        finite = [mean for mean in means if not math.isnan(mean)]
-        height = frame.y_pixel(finite[-1]) if finite else area.bottom
-        ends.append(_LineEnd(height, curve, color))
-    ends.sort(key=lambda end: end.height)
+    ends = sorted(_line_ends(frame, curves, colors), key=lambda end: end.height)
     label_heights: list[float] = []
     for end in ends:
         # below the label before
@@ -160,6 +153,16 @@ def _label_ends(
         yield Line(area.right + 2, end.height, area.right + 22, middle, end.color, 0.9)
         yield Text(area.right + 26, baseline, end.curve.name, LABEL_SIZE, end.color)
         yield Text(finals_end, baseline, final, LABEL_SIZE, end.color, "end")
+
+
+def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> Iterator[_LineEnd]:
+    for curve, color in zip(curves, colors, strict=True):
+        losses = values(curve.records, "loss")
+        means = smoothed(losses, mean_width(len(losses)))
+        finite = [mean for mean in means if not math.isnan(mean)]
+        # a run without a loss is named below the others
+        height = frame.y_pixel(finite[-1]) if finite else frame.box.bottom
+        yield _LineEnd(height, curve, color)
 
 
 def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:

@@ -35,11 +35,11 @@ def page(certificate: Certificate) -> str:
         paragraph(f"{configuration['model']}. {digests} {versions}."),
         *_section("Layouts", _layouts_table(certificate["layouts"])),
     ]
-    for entry in certificate["layouts"]:
-        if entry["verdict"] != PROVEN:
-            parts += _layout_details(entry)
+    for layout_entry in certificate["layouts"]:
+        if layout_entry["verdict"] != PROVEN:
+            parts += _layout_details(layout_entry)
     # layouts that were not run have no quantities
-    tried = [entry for entry in certificate["layouts"] if entry["quantities"]]
+    tried = [layout_entry for layout_entry in certificate["layouts"] if layout_entry["quantities"]]
     parts += _section("Quantities", *map(_quantities_table, tried))
     changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
     if changes:
@@ -64,29 +64,35 @@ def _section(title: str, *parts: Html) -> Iterator[Html]:
 
 
 def _layouts_table(layouts: Sequence[Mapping[str, Any]]) -> Html:
-    rows: list[Sequence[Text]] = []
-    for entry in layouts:
-        cells = [cell.text for cell in number_cells(entry)]
-        rows.append([entry["layout"], entry["precision"], *cells, verdict(entry)])
+    table_rows: list[Sequence[Text]] = []
+    for layout_entry in layouts:
+        cells = [cell.text for cell in number_cells(layout_entry)]
+        table_rows.append(
+            [layout_entry["layout"], layout_entry["precision"], *cells, verdict(layout_entry)]
+        )
     head = ("layout", "precision", *NUMBERS.values(), "exact", "verdict")
-    return table(head, rows, len(rows))
+    return table(head, table_rows, len(table_rows))
 
 
-def _layout_details(entry: Mapping[str, Any]) -> Iterator[Html]:
+def _layout_details(layout_entry: Mapping[str, Any]) -> Iterator[Html]:
     """Yield what is known of a layout that is not proven: where the first difference arises, and
     what differs."""
-    title = html(f"{entry['layout']}, {entry['precision']}")
-    yield Html(f'<h2 class="{CSS_CLASSES[entry["verdict"]]}">{title}</h2>')
-    yield table(("", "detail"), list(details_of(entry)))
+    title = html(f"{layout_entry['layout']}, {layout_entry['precision']}")
+    yield Html(f'<h2 class="{CSS_CLASSES[layout_entry["verdict"]]}">{title}</h2>')
+    yield table(("", "detail"), list(details_of(layout_entry)))
     # ranks that hang or fail leave no record of a step
-    if entry.get("way"):
-        yield paragraph(f"Step {entry['first']['step']}, from its first activation to its update:")
-        yield _stations_list(entry["way"])
-    rows = [(describe_difference(difference),) for difference in entry.get("differing", [])]
-    if rows:
-        yield table(("what differs",), rows)
-    if entry.get("num_differing", 0) > len(rows):
-        yield paragraph(f"{entry['num_differing']} in all.")
+    if layout_entry.get("way"):
+        yield paragraph(
+            f"Step {layout_entry['first']['step']}, from its first activation to its update:"
+        )
+        yield _stations_list(layout_entry["way"])
+    table_rows = [
+        (describe_difference(difference),) for difference in layout_entry.get("differing", [])
+    ]
+    if table_rows:
+        yield table(("what differs",), table_rows)
+    if layout_entry.get("num_differing", 0) > len(table_rows):
+        yield paragraph(f"{layout_entry['num_differing']} in all.")
 
 
 def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
@@ -107,8 +113,10 @@ def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
     return Html(f'<ol class="way">{"".join(items)}</ol>')
 
 
-def _quantities_table(entry: Mapping[str, Any]) -> Html:
-    rows = [_quantity_row(name, quantity) for name, quantity in entry["quantities"].items()]
+def _quantities_table(layout_entry: Mapping[str, Any]) -> Html:
+    table_rows = [
+        _quantity_row(name, quantity) for name, quantity in layout_entry["quantities"].items()
+    ]
     head = (
         "quantity",
         "verdict",
@@ -120,8 +128,8 @@ def _quantities_table(entry: Mapping[str, Any]) -> Html:
         "step",
         "why not tried",
     )
-    summary = f"{entry['layout']}, {entry['precision']}: {entry['verdict']}"
-    return folded(summary, table(head, rows))
+    summary = f"{layout_entry['layout']}, {layout_entry['precision']}: {layout_entry['verdict']}"
+    return folded(summary, table(head, table_rows))
 
 
 def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:

@@ -22,6 +22,8 @@ from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
+from tools.parity.fragments import Fragment, take_fragments
+from tools.parity.fragments import assemble as assemble_fragments
 
 # tp, pp, dp
 LAYOUTS = [
@@ -102,18 +104,6 @@ class Result:
     num_elements: int
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [first, first + len(values)) of the flattened slice of a logical tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    first: int
-    values: Tensor = field(repr=False)
-
-
 class Gradients(StepObserver):
     """Remembers the gradients that each update is made from."""
 
@@ -146,48 +136,14 @@ class Recording(ParallelAMPOptimizer):
 
 def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> list[Fragment]:
     """What this rank's own slices hold of each logical tensor, copies included."""
-    found = []
-    for buffer in buffers:
-        found += _fragments_of(buffer, values(buffer))
-    return found
-
-
-def _fragments_of(buffer: Buffer, values: Tensor) -> list[Fragment]:
-    found = []
-    for piece in buffer.pieces:
-        first = max(piece.start, buffer.first)
-        last = min(piece.stop, buffer.last)
-        if first < last:
-            part = piece.part
-            offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
-            some = values[first - buffer.first : last - buffer.first].clone()
-            found.append(
-                Fragment(part.name, part.shape, offset, part.local, first - piece.start, some)
-            )
-    return found
+    return list(take_fragments(buffers, values))
 
 
 def assemble(ranks: Sequence[Sequence[Fragment]]) -> dict[str, Tensor]:
     """Whole logical tensors. Where several ranks hold an element they must hold the same bits."""
-    slices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    whole: dict[str, Tensor] = {}
-    for fragment in (f for rank in ranks for f in rank):
-        new = fragment.values.new_full
-        whole.setdefault(fragment.name, new(fragment.shape, torch.nan))
-        flat = slices.setdefault(
-            (fragment.name, fragment.offset), new(fragment.local, torch.nan)
-        ).view(-1)
-        place = flat[fragment.first : fragment.first + len(fragment.values)]
-        known = ~place.isnan()
-        assert torch.equal(place[known], fragment.values[known]), (
-            f"copies of {fragment.name} differ"
-        )
-        place.copy_(fragment.values)
-    for (name, offset), values in slices.items():
-        whole[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = (
-            values
-        )
-    return whole
+    assembled = assemble_fragments(fragment for rank in ranks for fragment in rank)
+    assert not assembled.conflicts, f"copies of {', '.join(assembled.conflicts)} differ"
+    return assembled.tensors
 
 
 def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:

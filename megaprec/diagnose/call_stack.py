@@ -47,6 +47,7 @@ def short_path(path: str) -> str:
     """Return a short path: relative to the repository, or from the name of the library on."""
     if path.startswith(OURS) and ".venv" not in path:
         return path[len(OURS) :]
+    # a library's own path says more than where it is installed
     _, folder, library = path.rpartition("site-packages/")
     if folder:
         return library
@@ -59,10 +60,10 @@ def main_calls() -> list[Call]:
     """Return the calls of the main thread, innermost first, a hundred at most; none if the system
     has no memory."""
     try:
-        with _in_memory() as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            return calls_of(file.read().decode(errors="replace"), main_thread().ident or 0)
+        with _in_memory() as file_path:
+            faulthandler.dump_traceback(file_path, all_threads=True)
+            file_path.seek(0)
+            return calls_of(file_path.read().decode(errors="replace"), main_thread().ident or 0)
     except OSError:
         return []
 
@@ -77,16 +78,18 @@ def _in_memory() -> BinaryIO:
 def calls_of(dump: str, thread: int) -> list[Call]:
     """Return the calls of a thread, by its ident, from what faulthandler has written about all
     threads."""
-    calls: list[Call] = []
+    stack_calls: list[Call] = []
     of_thread = False  # True while the lines are about this thread
-    for line in dump.splitlines():
-        if heading := THREAD.match(line):
+    for text_line in dump.splitlines():
+        if heading := THREAD.match(text_line):
             of_thread = int(heading[1], 16) == thread
-        call = CALL.fullmatch(line)
-        if call and of_thread:
-            file, number, function = call.groups()
-            calls.append(Call(short_path(_unescape(file)), int(number), _unescape(function)))
-    return calls
+        stack_call = CALL.fullmatch(text_line)
+        if stack_call and of_thread:
+            file_path, number, function = stack_call.groups()
+            stack_calls.append(
+                Call(short_path(_unescape(file_path)), int(number), _unescape(function))
+            )
+    return stack_calls
 
 
 def _unescape(text: str) -> str:
@@ -100,15 +103,15 @@ def main_stack() -> tuple[bool, list[str]]:
     return summarize_calls(main_calls())
 
 
-def summarize_calls(calls: Sequence[Call]) -> tuple[bool, list[str]]:
+def summarize_calls(stack_calls: Sequence[Call]) -> tuple[bool, list[str]]:
     """Return what `main_stack` returns, for a thread with these calls."""
     waits = False
     lines: list[str] = []
-    for call in calls:
+    for stack_call in stack_calls:
         # only calls further in than the first line: those are what that line waits for
-        waits |= not lines and call.file.startswith(WAITING)
-        if not call.file.startswith(OUTSIDE):
-            lines.append(f"{call.file}:{call.line} {call.function}")
+        waits |= not lines and stack_call.file.startswith(WAITING)
+        if not stack_call.file.startswith(OUTSIDE):
+            lines.append(f"{stack_call.file}:{stack_call.line} {stack_call.function}")
         if len(lines) == LINES:
             break
     return waits, lines

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
-from megaprec.diagnose.bit_digest import digest
+from megaprec.comm.tensor_digests import digest
 from megaprec.optim.flat_buffer import Buffer
 
 WEIGHT = "weight"
@@ -26,8 +26,8 @@ GRADIENT = "gradient"
 class HeldDigest:
     """The digest of elements that a rank holds.
 
-    key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of an
-        optimizer state.
+    key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of
+        an optimizer state.
     copies: number of neighbouring tensor-parallel ranks that hold the same. tied: True if other
         pipeline ranks do too.
     own: True if replicas that share a copy of the state (ZeRO-1) hold different elements.
@@ -47,33 +47,35 @@ def digest_held_state(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> 
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
     dp ranks share."""
     digests: list[HeldDigest] = []
-    for buffer in buffers:
-        digests += _weights(buffer)
-        digests += _shard_of_state(buffer)
+    for flat_buffer in buffers:
+        digests += _weights(flat_buffer)
+        digests += _shard_of_state(flat_buffer)
     return digests + list(_frozen(parts))
 
 
-def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
+def _weights(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of the weights in a buffer; each replica holds all of them."""
-    layout = layout_of(buffer.parameters[0])
-    for piece in buffer.pieces:
-        values = buffer.weights[piece.start : piece.stop]
-        yield _digest_of(WEIGHT, piece.part, values, layout, own=False)
+    layout = layout_of(flat_buffer.parameters[0])
+    for buffer_piece in flat_buffer.pieces:
+        held_values = flat_buffer.weights[buffer_piece.start : buffer_piece.stop]
+        yield _digest_of(WEIGHT, buffer_piece.part, held_values, layout, own=False)
 
 
-def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
+def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
-    layout = layout_of(buffer.parameters[0])
-    for kind, values in _tensors_of_state(buffer).items():
-        for piece in buffer.pieces:
-            first = max(piece.start, buffer.first)
-            last = min(piece.stop, buffer.last)
-            if first < last:
-                span = f" {first - piece.start}:{last - piece.start}"
-                elements = values[first - buffer.first : last - buffer.first]
+    layout = layout_of(flat_buffer.parameters[0])
+    for state_kind, held_values in _tensors_of_state(flat_buffer).items():
+        for buffer_piece in flat_buffer.pieces:
+            span_start = max(buffer_piece.start, flat_buffer.first)
+            span_stop = min(buffer_piece.stop, flat_buffer.last)
+            if span_start < span_stop:
+                span = f" {span_start - buffer_piece.start}:{span_stop - buffer_piece.start}"
+                elements = held_values[
+                    span_start - flat_buffer.first : span_stop - flat_buffer.first
+                ]
                 yield _digest_of(
-                    kind,
-                    piece.part,
+                    state_kind,
+                    buffer_piece.part,
                     elements,
                     layout,
                     own=True,
@@ -81,49 +83,50 @@ def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
                 )
 
 
-def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
+def _tensors_of_state(flat_buffer: Buffer) -> dict[str, Tensor]:
     """Return this rank's shard of masters, moments and reduced gradients, by kind."""
     tensors: dict[str, Tensor] = {}
-    if buffer.masters is not None:
+    if flat_buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
-        shared = buffer.masters.data_ptr() == buffer.own(buffer.weights).data_ptr()
+        shared = flat_buffer.masters.data_ptr() == flat_buffer.own(flat_buffer.weights).data_ptr()
         if not shared:
-            tensors["masters"] = buffer.masters
-    if buffer.remainder is not None:
-        tensors["remainder"] = buffer.remainder
-    tensors |= buffer.state
-    tensors[GRADIENT] = buffer.own(buffer.grads)
+            tensors["masters"] = flat_buffer.masters
+    # the low bits of masters whose high bits are the weights
+    if flat_buffer.remainder is not None:
+        tensors["remainder"] = flat_buffer.remainder
+    tensors |= flat_buffer.state
+    tensors[GRADIENT] = flat_buffer.own(flat_buffer.grads)
     return tensors
 
 
 def _frozen(parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
     """Yield the digests of the parameters that are not trained; they are in no buffer."""
-    for part in parts:
-        for parameter in part.parameters():
+    for logical_part in parts:
+        for parameter in logical_part.parameters():
             if not parameter.requires_grad and has_layout(parameter):
                 layout = layout_of(parameter)
                 # stacked parts are logical tensors of their own
-                for span, first, last in layout.spans():
-                    values = parameter.detach().reshape(-1)[first:last]
-                    yield _digest_of(WEIGHT, span, values, layout, own=False)
+                for span, span_start, span_stop in layout.spans():
+                    held_values = parameter.detach().reshape(-1)[span_start:span_stop]
+                    yield _digest_of(WEIGHT, span, held_values, layout, own=False)
 
 
 def _digest_of(
-    kind: str,
-    part: Part,
-    values: Tensor,
+    state_kind: str,
+    logical_part: Part,
+    held_values: Tensor,
     layout: Layout,
     own: bool,
     span: str = "",
 ) -> HeldDigest:
-    shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
+    shard = f" [{logical_part.shard} of {logical_part.shards}]" if logical_part.shards > 1 else ""
     return HeldDigest(
-        key=f"{kind} {part.name}{shard}{span}",
-        kind=kind,
-        copies=part.copies,
+        key=f"{state_kind} {logical_part.name}{shard}{span}",
+        kind=state_kind,
+        copies=logical_part.copies,
         tied=bool(layout.tied),
         own=own,
-        digest=digest(values),
+        digest=digest(held_values),
         expert=layout.expert,
     )
 
@@ -135,24 +138,24 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     steps: number of applied steps, as of the update that rounded them. Masters that are the
     weights, or that are stored as the weights and a remainder, cannot stray.
     """
-    strays: dict[str, Tensor] = {}
-    for buffer in buffers:
-        if buffer.in_codes or buffer.masters is None:
+    strayed_weights: dict[str, Tensor] = {}
+    for flat_buffer in buffers:
+        if flat_buffer.in_codes or flat_buffer.masters is None:
             continue
-        if buffer.masters.dtype == buffer.weights.dtype:
+        if flat_buffer.masters.dtype == flat_buffer.weights.dtype:
             continue
-        for tile in buffer.blocks(0, buffer.last - buffer.first):
-            rounded = replace(tile, weights=torch.empty_like(tile.weights))
-            rounded.keep_weights(tile.wide_weights(), steps)
+        for buffer_tile in flat_buffer.blocks(0, flat_buffer.last - flat_buffer.first):
+            rounded = replace(buffer_tile, weights=torch.empty_like(buffer_tile.weights))
+            rounded.keep_weights(buffer_tile.wide_weights(), steps)
             # bytes are compared, since NaN is not equal to itself
-            differ = rounded.weights.view(torch.uint8) != tile.weights.view(torch.uint8)
-            size = tile.weights.itemsize
-            for part, _, first, last in tile.draw.spans:
-                any_differs = differ[first * size : last * size].any()
-                if part.name in strays:
-                    any_differs = any_differs | strays[part.name]
-                strays[part.name] = any_differs
-    return strays
+            differ = rounded.weights.view(torch.uint8) != buffer_tile.weights.view(torch.uint8)
+            size = buffer_tile.weights.itemsize
+            for logical_part, _, span_start, span_stop in buffer_tile.draw.spans:
+                any_differs = differ[span_start * size : span_stop * size].any()
+                if logical_part.name in strayed_weights:
+                    any_differs = any_differs | strayed_weights[logical_part.name]
+                strayed_weights[logical_part.name] = any_differs
+    return strayed_weights
 
 
 @dataclass(frozen=True)
@@ -194,26 +197,31 @@ def compare(
     if experts is not None:
         groups.append((experts, True))
     for holders, of_experts in groups:
-        of_group = [item for item in all_held if item.expert == of_experts]
-        copy_counts = sorted({item.copies for item in of_group} - {1})
-        for index, gradients in enumerate((False, True)):
-            items = _select(of_group, gradients)
-            differs[index] |= _differ(items, holders, copy_counts, device)
-    for index, gradients in enumerate((False, True)):
-        tied = [item for item in _select(all_held, gradients) if item.tied]
-        rows = pp.gather(_fold(tied, device))
-        rows = rows[rows.any(1)]  # pipeline ranks without tied parameters have zeros
-        differs[index] |= (rows != rows[:1]).any()
+        of_group = [held_digest for held_digest in all_held if held_digest.expert == of_experts]
+        # the same on all ranks, so that all enter the same gathers
+        copy_counts = sorted({held_digest.copies for held_digest in of_group} - {1})
+        for result_index, gradients in enumerate((False, True)):
+            held_digests = _select(of_group, gradients)
+            differs[result_index] |= _differ(held_digests, holders, copy_counts, device)
+    for result_index, gradients in enumerate((False, True)):
+        tied = [held_digest for held_digest in _select(all_held, gradients) if held_digest.tied]
+        digest_rows = pp.gather(_fold(tied, device))
+        digest_rows = digest_rows[
+            digest_rows.any(1)
+        ]  # pipeline ranks without tied parameters have zeros
+        differs[result_index] |= (digest_rows != digest_rows[:1]).any()
     return Agreement(*differs.unbind())
 
 
-def _select(items: Sequence[HeldDigest], gradients: bool) -> list[HeldDigest]:
+def _select(held_digests: Sequence[HeldDigest], gradients: bool) -> list[HeldDigest]:
     """Return the items that are gradients, or those that are not."""
-    return [item for item in items if (item.kind == GRADIENT) == gradients]
+    return [
+        held_digest for held_digest in held_digests if (held_digest.kind == GRADIENT) == gradients
+    ]
 
 
 def _differ(
-    items: Sequence[HeldDigest],
+    held_digests: Sequence[HeldDigest],
     holders: Holders,
     copy_counts: Sequence[int],
     device: torch.device,
@@ -226,20 +234,22 @@ def _differ(
     differs = torch.zeros((), dtype=torch.bool, device=device)
     # Of `sharing` neighbouring replicas each holds another shard: compare every `sharing`-th one.
     for sharded, group_size in ((False, 1), (True, holders.sharing)):
-        of_layout = [item for item in items if item.own == sharded]
-        rows = holders.replicas.gather(_fold(of_layout, device)).view(-1, group_size, 2)
-        differs |= (rows != rows[:1]).any()
+        of_layout = [held_digest for held_digest in held_digests if held_digest.own == sharded]
+        digest_rows = holders.replicas.gather(_fold(of_layout, device)).view(-1, group_size, 2)
+        differs |= (digest_rows != digest_rows[:1]).any()
     for copies in copy_counts:
-        copied = _fold([item for item in items if item.copies == copies], device)
+        copied = _fold(
+            [held_digest for held_digest in held_digests if held_digest.copies == copies], device
+        )
         runs = holders.tp.gather(copied).view(-1, copies, 2)
         differs |= (runs != runs[:, :1]).any()
     return differs
 
 
-def _fold(items: Sequence[HeldDigest], device: torch.device) -> Tensor:
+def _fold(held_digests: Sequence[HeldDigest], device: torch.device) -> Tensor:
     """Return one digest of many: int64 [1, 2]; zeros if there is none."""
-    if items:
-        digests = torch.stack([item.digest for item in items])
+    if held_digests:
+        digests = torch.stack([held_digest.digest for held_digest in held_digests])
     else:
         digests = torch.zeros(0, dtype=torch.int64, device=device)
     return digest(digests).unsqueeze(0)

@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from megaprec.diagnose.module_trace import trace_modules
 from megaprec.precision.nested import map_tensors, tensors
 
 
 @dataclass(frozen=True)
-class Glance:
+class CheckedTensor:
     """A tensor that was checked: its description and its largest finite magnitude."""
 
     what: str
@@ -75,18 +77,15 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __init__(self, model: nn.Module) -> None:
         self.found: Finding | None = None
-        self.seen: list[Glance] = []
+        self.seen: list[CheckedTensor] = []
         self._modules = dict(model.named_modules())
         self._running: list[str] = []  # paths of the modules that have been entered and not left
         self._entering: dict[str, float] = {}  # by path: the largest magnitude that entered
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> "Trace":
-        for path, module in self._modules.items():
-            self._hooks.append(
-                module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            )
-            self._hooks.append(module.register_forward_hook(partial(self._leave, path)))
+        hooks = trace_modules(self._modules, self._check_outputs, self._check_inputs, self._running)
+        self._hooks += hooks
         return self
 
     def __exit__(
@@ -100,12 +99,12 @@ class Trace(AbstractContextManager["Trace"]):
         self._hooks.clear()
         # gradients of parameters that no hook has looked at
         if error is None:
-            for path in self._modules:
-                self._look_at_parameters(path)
+            for module_path in self._modules:
+                self._look_at_parameters(module_path)
 
     def look(
         self,
-        what: str,
+        description: str,
         tensor: Tensor,
         module: str | None = None,
         dtype: torch.dtype | None = None,
@@ -115,79 +114,74 @@ class Trace(AbstractContextManager["Trace"]):
 
         dtype: the dtype in which it was computed, if that is not its own.
         """
-        values = tensor.detach()
-        finite = values.isfinite()
-        largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
+        detached_values = tensor.detach()
+        finite = detached_values.isfinite()
+        largest = (
+            detached_values.where(finite, 0).abs().max().item() if detached_values.numel() else 0.0
+        )
         # only what comes before the first finding is kept
         if self.found is None and finite.all():
-            self.seen.append(Glance(what, largest))
+            self.seen.append(CheckedTensor(description, largest))
         elif self.found is None:
             self.found = self._finding(
-                what,
-                values,
+                description,
+                detached_values,
                 largest,
                 module,
-                dtype or values.dtype,
+                dtype or detached_values.dtype,
             )
         return largest
 
     def _finding(
         self,
-        what: str,
-        values: Tensor,
+        description: str,
+        detached_values: Tensor,
         largest: float,
-        path: str | None,
+        module_path: str | None,
         dtype: torch.dtype,
     ) -> Finding:
-        module = self._modules.get(path) if path is not None else None
+        module = self._modules.get(module_path) if module_path is not None else None
         parameters: tuple[str, ...] = ()
         entering = 0.0
-        if path is not None:
-            parameters = tuple(name for name, _ in self._parameters(path))
-            entering = self._entering.get(path, 0.0)
+        if module_path is not None:
+            parameters = tuple(
+                parameter_name for parameter_name, _ in self._parameters(module_path)
+            )
+            entering = self._entering.get(module_path, 0.0)
         return Finding(
-            module=path,
+            module=module_path,
             kind="" if module is None else type(module).__name__,
             parameters=parameters,
-            what=what,
-            shape=tuple(values.shape),
+            what=description,
+            shape=tuple(detached_values.shape),
             dtype=dtype,
-            infs=int(values.isinf().sum()),
-            nans=int(values.isnan().sum()),
-            elements=values.numel(),
+            infs=int(detached_values.isinf().sum()),
+            nans=int(detached_values.isnan().sum()),
+            elements=detached_values.numel(),
             largest=largest,
             given=entering,
         )
 
-    def _enter(
-        self,
-        path: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def _caller(self) -> str | None:
+        """Return the path of the module that calls the present one; None outside of the model."""
+        return self._running[-1] if self._running else None
+
+    def _check_inputs(
+        self, module_path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        caller = self._running[-1] if self._running else None
-        self._running.append(path)
         largest = 0.0
-        for tensor in _inputs((args, kwargs)):
+        for tensor in _floating_inputs((args, kwargs)):
             # an inf or NaN in an input arose in the calling module
-            largest = max(largest, self.look(f"input of {_describe(path)}", tensor, caller))
-        self._entering[path] = largest
-        watch = partial(self._watch, hook=partial(self._check_input_gradient, path))
+            magnitude = self.look(f"input of {_describe(module_path)}", tensor, self._caller())
+            largest = max(largest, magnitude)
+        self._entering[module_path] = largest
+        watch = partial(self._watch, hook=partial(self._check_input_gradient, module_path))
         return map_tensors(args, watch), map_tensors(kwargs, watch)
 
-    def _leave(
-        self,
-        path: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> Any:
-        self._running.pop()
-        caller = self._running[-1] if self._running else None
+    def _check_outputs(self, module_path: str, output: Any) -> Any:
         for tensor in filter(Tensor.is_floating_point, tensors(output)):
-            self.look(f"output of {_describe(path)}", tensor, path)
-        check = partial(self._check_output_gradient, path, caller)
+            self.look(f"output of {_describe(module_path)}", tensor, module_path)
+        check = partial(self._check_output_gradient, module_path, self._caller())
         return map_tensors(output, partial(self._watch, hook=check))
 
     def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
@@ -199,42 +193,47 @@ class Trace(AbstractContextManager["Trace"]):
             or isinstance(tensor, nn.Parameter)
         ):
             return tensor
+        # the hook of a view sees the gradient of this use alone
         view = tensor.view_as(tensor)
         self._hooks.append(view.register_hook(hook))
         return view
 
-    def _check_output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+    def _check_output_gradient(
+        self, module_path: str, caller: str | None, gradient: Tensor
+    ) -> None:
         # By now the backward pass has computed what the caller did after this module.
         if caller is not None:
             self._look_at_parameters(caller)
-        largest = self.look(f"gradient of the output of {_describe(path)}", grad, caller)
-        self._entering[path] = largest
+        largest = self.look(f"gradient of the output of {_describe(module_path)}", gradient, caller)
+        self._entering[module_path] = largest
 
-    def _check_input_gradient(self, path: str, grad: Tensor) -> None:
-        self._look_at_parameters(path)
-        self.look(f"gradient of the input of {_describe(path)}", grad, path)
+    def _check_input_gradient(self, module_path: str, gradient: Tensor) -> None:
+        self._look_at_parameters(module_path)
+        self.look(f"gradient of the input of {_describe(module_path)}", gradient, module_path)
 
-    def _look_at_parameters(self, path: str) -> None:
-        for name, parameter in self._parameters(path):
+    def _look_at_parameters(self, module_path: str) -> None:
+        for parameter_name, parameter in self._parameters(module_path):
             main_grad = getattr(parameter, "main_grad", None)
             # beside main_grad, reading grad may raise
             gradient = parameter.grad if main_grad is None else main_grad
             if gradient is not None and self.found is None and not gradient.isfinite().all():
-                self.look(f"gradient of {name}", gradient, path, parameter.dtype)
+                self.look(f"gradient of {parameter_name}", gradient, module_path, parameter.dtype)
 
-    def _parameters(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._modules[path].named_parameters(path, recurse=False):
+    def _parameters(self, module_path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for parameter_name, parameter in self._modules[module_path].named_parameters(
+            module_path, recurse=False
+        ):
             layout = getattr(parameter, "megaprec_layout", None)
             if layout is not None:
-                name = " + ".join(part.name for part in layout.parts)
-            yield name, parameter
+                parameter_name = " + ".join(part.name for part in layout.parts)
+            yield parameter_name, parameter
 
 
-def _describe(path: str) -> str:
-    return path or "the model"
+def _describe(module_path: str) -> str:
+    return module_path or "the model"
 
 
-def _inputs(value: Any) -> Iterator[Tensor]:
+def _floating_inputs(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point inputs of a module; scalars without gradient, such as the loss
     scale, are left out."""
     for tensor in tensors(value):

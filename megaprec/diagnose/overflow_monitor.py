@@ -40,6 +40,7 @@ class OverflowMonitor:
         overflows."""
         if report.outcome == NO_TOKENS:
             return
+        # a speculative step that was rolled back changed nothing
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)
@@ -101,18 +102,18 @@ class OverflowMonitor:
                 f"{self.at_floor} in a row {scale}: this will not recover by itself; {self._cure()}"
             )
         # single skips, which may be normal
-        count = sum(self._recent)
+        num_skipped = sum(self._recent)
         if not self._loss_finite:
             return (
-                f"{count} in the last {len(self._recent)} steps: the loss itself is not finite; "
-                f"{self._cure()}"
+                f"{num_skipped} in the last {len(self._recent)} steps: the loss itself is not "
+                f"finite; {self._cure()}"
             )
         if not self.ever_applied and self.scaling.kind == "dynamic":
             return (
                 f"{self.in_a_row} in a row at the start: normal, the scale falls until gradients "
                 "fit"
             )
-        return f"{count} in the last {len(self._recent)} steps: {self._judge(count)}"
+        return f"{num_skipped} in the last {len(self._recent)} steps: {self._judge(num_skipped)}"
 
     def _cure(self) -> str:
         if self._loss_finite and self.scaling.kind == "constant":
@@ -122,13 +123,13 @@ class OverflowMonitor:
             )
         return "lower the learning rate, look at the samples, or train in bf16"
 
-    def _judge(self, count: int) -> str:
+    def _judge(self, num_skipped: int) -> str:
         if self.scaling.kind == "none":
             return "without a loss scale each one is a sign of instability"
         if self.scaling.kind == "constant":
             return f"the gradients do not fit; {self._cure()}"
         # A scale overflows about once after each growth; up to four times as often is normal too.
         expected = 2 + 4 * len(self._recent) // self.scaling.growth_interval
-        if count <= max(expected, FEW_SKIPS):
+        if num_skipped <= max(expected, FEW_SKIPS):
             return "normal while the scale adapts"
         return "more than an adapting scale explains; watch the gradient norm"

@@ -1,8 +1,8 @@
 """The position of a rank in its run: written by its main thread, read by its watchdog.
 
 A phase is a part of a run that has a time limit of its own, such as a step or a save. Within a
-phase, `doing` is the instruction or action under way. The executor writes before every instruction,
-which takes a microsecond.
+phase, `action` is the instruction or action under way. The executor writes before every
+instruction, which takes a microsecond.
 
 The time that a rank computes is counted here too, to find ranks that are slow: watchers read it,
 and never look at a thread that runs.
@@ -15,12 +15,17 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megaprec.comm.waiting import Waits
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
+from megaprec.optim.step_report import StepReport
 
 
 class Phase(StrEnum):
@@ -46,9 +51,10 @@ SIZE = 256  # bytes of the shared memory
 class _Account(NamedTuple):
     """The time that a rank has computed in training steps.
 
-    before: seconds computed until `since`. since: the monotonic time from which on the rank
-        computes; None where it does not: outside of steps, and while records are written.
-    waited: seconds that the rank had waited in all at `since`.
+    before: seconds computed until `computing_since`. since: the monotonic time from which
+        on the rank computes; None where it does not: outside of steps, and while records are
+        written.
+    waited: seconds that the rank had waited in all at `computing_since`.
     """
 
     before: float = 0.0
@@ -60,7 +66,7 @@ class Position:
     """The position of this rank.
 
     phase, step: the phase, and the number of the step that it belongs to; 0 before the first step.
-    doing: the instruction or action within the phase; its `str` is read by the watchdog.
+    action: the instruction or action within the phase; its `str` is read by the watchdog.
     count: number of writes in this phase. entries: number of phases entered so far.
     slowest: seconds of the slowest step so far; 0 until the first step is done.
     waits: the waits of the main thread for other ranks, if they are `waiting.noted`.
@@ -86,35 +92,35 @@ class Position:
         self.at("start")
         self._since = time.monotonic()
 
-    def at(self, doing: object) -> None:
+    def at(self, action: object) -> None:
         """Note the instruction or action that begins now."""
-        self.doing = doing
+        self.doing = action
         self.count += 1
         if self._memory is not None:
-            record = self._head + (self._texts.get(doing) or self._encode(doing))
+            record = self._head + (self._texts.get(action) or self._encode(action))
             self._memory[: len(record)] = record
 
-    def _encode(self, doing: object) -> bytes:
+    def _encode(self, action: object) -> bytes:
         """Return the line of an action in shared memory. Kept, because the executor writes the same
         instructions in each step."""
-        line = in_words(doing).encode()[: SIZE // 2] + b"\n"
-        self._texts[doing] = line
-        return line
+        action_line = in_words(action).encode()[: SIZE // 2] + b"\n"
+        self._texts[action] = action_line
+        return action_line
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Note the phase that begins now, and its step; None keeps the step's number."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self.phase is Phase.STEP:
-            self.slowest = max(self.slowest, now - self._since)
+            self.slowest = max(self.slowest, current_time - self._since)
         if step is not None and phase is Phase.STEP:
             # Phases of one step may take turns. A resumed run begins with a later step than 1.
             self.begun += max(0, step - self.step) if self.begun else 1
         if step is not None:
             self.step = step
         self.phase = phase
-        self._since = now
+        self._since = current_time
         self.count = -1  # 0 after the write below
-        self._keep_account(now, computes=phase is Phase.STEP)
+        self._keep_account(current_time, computes=phase is Phase.STEP)
         self.entries += 1
         self._head = f"{phase}\t{self.step}\t".encode()
         self.at("")
@@ -130,17 +136,19 @@ class Position:
         waited for others."""
         return self._computed_at(time.monotonic())
 
-    def _computed_at(self, now: float) -> float:
+    def _computed_at(self, current_time: float) -> float:
         account = self._account
         if account.since is None:
             return account.before
-        waited = self.waits.seconds(now) - account.waited
-        return account.before + max(0.0, now - account.since - waited)
+        waited = self.waits.seconds(current_time) - account.waited
+        return account.before + max(0.0, current_time - account.since - waited)
 
-    def _keep_account(self, now: float, computes: bool) -> None:
-        since = now if computes else None
+    def _keep_account(self, current_time: float, computes: bool) -> None:
+        computing_since = current_time if computes else None
         # replaced as a whole: a reader in another thread never sees a half of it
-        self._account = _Account(self._computed_at(now), since, self.waits.seconds(now))
+        self._account = _Account(
+            self._computed_at(current_time), computing_since, self.waits.seconds(current_time)
+        )
 
     def share(self) -> None:
         """Write to shared memory too, from now on."""
@@ -160,9 +168,9 @@ class Position:
         self.enter(before)
 
 
-def in_words(doing: object) -> str:
+def in_words(action: object) -> str:
     """Return an instruction or action in words."""
-    return getattr(doing, "words", None) or str(doing)
+    return getattr(action, "words", None) or str(action)
 
 
 def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
@@ -170,8 +178,31 @@ def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
     None if unreadable."""
     try:
         with open(f"/proc/{pid}/fd/{shared}", "rb") as memory:
-            line = memory.read(SIZE).decode(errors="replace").partition("\n")[0]
-        phase, step, doing = line.split("\t")
+            action_line = memory.read(SIZE).decode(errors="replace").partition("\n")[0]
+        phase, step, action = action_line.split("\t")
     except (OSError, ValueError):
         return None
-    return phase, int(step), doing
+    return phase, int(step), action
+
+
+class StepPosition(StepObserver):
+    """Observer that notes the actions of the optimizer's step in `position`."""
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        self.position.at("consensus of all ranks")
+
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+        self.position.at("update")
+
+    def updated(self, buffers: Sequence[Buffer]) -> None:
+        self.position.at("report of the step")
+
+    def outcome(self, report: StepReport) -> None:
+        if report.overflowed:
+            # the replay may take longer than a step: it has a time limit of its own
+            self.position.enter(Phase.REPLAY)
+        else:
+            self.position.at("end of the step")

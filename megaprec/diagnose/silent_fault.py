@@ -17,21 +17,30 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from megaprec.diagnose.bit_digest import hexadecimal
-from megaprec.diagnose.border_trace import BACKWARD, Entry, Moment
+from megaprec.comm.tensor_digests import hexadecimal
+from megaprec.diagnose.module_trace import BACKWARD, TraceEntry, TracePoint
 
-Row = tuple[Moment, str, str, str]  # moment, what, module, digest
-Trace = tuple[Row, ...]
-Replica = Mapping[tuple[int, int], Trace]  # traces of a replica's ranks, by (pp, tp)
+
+class TraceRow(NamedTuple):
+    """An entry of a trace, read from the device. module: see `TraceEntry`. digest: hexadecimal."""
+
+    point: TracePoint
+    description: str
+    module: str
+    digest: str
+
+
+RankTrace = tuple[TraceRow, ...]
+ReplicaTrace = Mapping[tuple[int, int], RankTrace]  # of a replica's ranks, by (pp, tp)
 
 
 @dataclass(frozen=True)
 class Testimony:
     """The digests that one rank contributes to the verdict.
 
-    place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose weights
-    are not their masters, rounded. messages: digests by message and side, "sent" or "received".
-    traces: by name.
+    place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose
+    weights are not their masters, rounded. messages: digests by message and side, "sent" or
+    "received". traces: by name.
     """
 
     rank: int
@@ -41,7 +50,7 @@ class Testimony:
     gradients: Mapping[str, str] = field(default_factory=dict)
     strayed: Sequence[str] = ()
     messages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    traces: Mapping[str, Trace] = field(default_factory=dict)
+    traces: Mapping[str, RankTrace] = field(default_factory=dict)
 
     @property
     def replica(self) -> int:
@@ -56,19 +65,23 @@ class Testimony:
     @staticmethod
     def read(values: Mapping[str, Any]) -> "Testimony":
         """Return the testimony of which `asdict` made JSON values."""
-        traces = {name: _parse_trace(trace) for name, trace in values["traces"].items()}
+        traces = {trace_name: _parse_trace(trace) for trace_name, trace in values["traces"].items()}
         return Testimony(**{**values, "place": tuple(values["place"]), "traces": traces})
 
 
-def _parse_trace(trace: Iterable[Sequence[Any]]) -> Trace:
+def _parse_trace(rows: Iterable[Sequence[Any]]) -> RankTrace:
     """Return the trace of which JSON made lists."""
-    return tuple((Moment(*moment), what, module, bits) for moment, what, module, bits in trace)
+    return tuple(
+        TraceRow(TracePoint(*point), description, module, digits)
+        for point, description, module, digits in rows
+    )
 
 
-def read_trace(entries: Iterable[Entry]) -> Trace:
+def read_trace(entries: Iterable[TraceEntry]) -> RankTrace:
     """Return the entries of a trace, read from the device."""
     return tuple(
-        (entry.moment, entry.what, entry.module, hexadecimal(entry.digest)) for entry in entries
+        TraceRow(entry.point, entry.description, entry.module, hexadecimal(entry.digest))
+        for entry in entries
     )
 
 
@@ -76,11 +89,11 @@ def read_trace(entries: Iterable[Entry]) -> Trace:
 class Fault:
     """A fault, and who is to blame for it.
 
-    kind: "weights", "message", "computation", "gradients". what: the tensor in which it is first
-    seen. module: its module, "" if there is none. direction: "forward", "backward" or "". ranks,
-    hosts: those to blame. certain: False if only some of them are, and nothing tells which.
-    transient: True if it did not happen again. sound: True if all that the ranks hold agrees, so
-    that it can be saved.
+    kind: "weights", "message", "computation", "gradients". what: the tensor in which
+    it is first seen. module: its module, "" if there is none. direction: "forward", "backward" or
+    "". ranks, hosts: those to blame. certain: False if only some of them are, and nothing tells
+    which. transient: True if it did not happen again. sound: True if all that the ranks hold
+    agrees, so that it can be saved.
     """
 
     kind: str
@@ -130,8 +143,8 @@ class _WrongReplica(NamedTuple):
     """A replica whose trace of the micro-batch is not the one that is right."""
 
     replica: int
-    trace: Replica
-    right: Replica
+    trace: ReplicaTrace
+    right: ReplicaTrace
 
 
 def judge(
@@ -154,7 +167,7 @@ def judge(
         return fault
     if suspect is not None:
         return _computation_fault(testimonies, suspect, comparable, exact)
-    unequal = _first_disagreement(testimonies, [rank.gradients for rank in testimonies])
+    unequal = _first_disagreement(testimonies, [testimony.gradients for testimony in testimonies])
     if unequal is not None:
         return _fault(
             "gradients",
@@ -169,8 +182,8 @@ def judge(
 def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
     """Return the fault of weights or state that ranks hold unequally, or that stray from their
     masters."""
-    unequal = _first_disagreement(testimonies, [rank.weights for rank in testimonies])
-    strayed = [rank for rank in testimonies if rank.strayed]
+    unequal = _first_disagreement(testimonies, [testimony.weights for testimony in testimonies])
+    strayed = [testimony for testimony in testimonies if testimony.strayed]
     if unequal is not None:
         # Without a majority, ranks whose weights are not their masters are the wrong ones.
         if not unequal.certain and strayed:
@@ -189,14 +202,14 @@ def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
             sound=False,
         )
     if strayed:
-        what = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
-        return _fault("weights", what, strayed, certain=True, sound=False)
+        tensor_description = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
+        return _fault("weights", tensor_description, strayed, certain=True, sound=False)
     return None
 
 
 def _fault(
     kind: str,
-    what: str,
+    tensor_description: str,
     blamed: Sequence[Testimony],
     certain: bool,
     sound: bool,
@@ -206,7 +219,7 @@ def _fault(
 ) -> Fault:
     return Fault(
         kind=kind,
-        what=what,
+        what=tensor_description,
         module=module,
         direction=direction,
         ranks=tuple(testimony.rank for testimony in blamed),
@@ -224,21 +237,21 @@ def _first_disagreement(
     keys: dict[str, None] = {}
     for of_rank in digests:
         keys |= dict.fromkeys(of_rank)
-    for key in keys:
+    for held_name in keys:
         holders = [
-            (testimony, of_rank[key])
+            (testimony, of_rank[held_name])
             for testimony, of_rank in zip(testimonies, digests, strict=True)
-            if key in of_rank
+            if held_name in of_rank
         ]
-        (common, count), *others = Counter(bits for _, bits in holders).most_common()
+        (common, count), *others = Counter(digest_text for _, digest_text in holders).most_common()
         if not others:  # all holders agree, or there is one only
             continue
         certain = 2 * count > len(holders)
         if certain:
-            blamed = [testimony for testimony, bits in holders if bits != common]
+            blamed = [testimony for testimony, digest_text in holders if digest_text != common]
         else:
             blamed = [testimony for testimony, _ in holders]
-        return _Disagreement(key, blamed, certain)
+        return _Disagreement(held_name, blamed, certain)
     return None
 
 
@@ -247,17 +260,17 @@ def _message_fault(testimonies: Sequence[Testimony]) -> Fault | None:
     with."""
     sent: dict[tuple[tuple[int, int], str], tuple[Testimony, str]] = {}
     for sender in testimonies:
-        for name, sides in sender.messages.items():
+        for message_name, sides in sender.messages.items():
             if "sent" in sides:
                 # a message's name is unique within its pipeline, which dp and tp name
-                sent[sender.place[1:], name] = (sender, sides["sent"])
+                sent[sender.place[1:], message_name] = (sender, sides["sent"])
     for receiver in testimonies:
-        for name, sides in receiver.messages.items():
-            sender, bits = sent.get((receiver.place[1:], name), (receiver, ""))
-            if "received" in sides and bits and sides["received"] != bits:
+        for message_name, sides in receiver.messages.items():
+            sender, digest_text = sent.get((receiver.place[1:], message_name), (receiver, ""))
+            if "received" in sides and digest_text and sides["received"] != digest_text:
                 return _fault(
                     "message",
-                    name,
+                    message_name,
                     [sender, receiver],
                     certain=False,
                     sound=True,
@@ -286,8 +299,8 @@ def _computation_fault(
             return None
         return _blame(testimonies, unsteady, transient=True)
 
-    right = _majority(first.values())
-    if right is None:
+    right_trace = _majority(first.values())
+    if right_trace is None:
         # the first two accuse each other
         accused, accuser, *_ = judged
         wrong = [
@@ -296,55 +309,57 @@ def _computation_fault(
         ]
         return _blame(testimonies, wrong, certain=False)
 
-    wrong = _find_differing(first, dict.fromkeys(judged, right))
+    wrong = _find_differing(first, dict.fromkeys(judged, right_trace))
     if wrong:
         return _blame(testimonies, wrong)
 
     borrower = (suspect + 1) % replicas if comparable else suspect
-    return _transient_fault(testimonies, suspect, borrower, right)
+    return _transient_fault(testimonies, suspect, borrower, right_trace)
 
 
 def _transient_fault(
     testimonies: Sequence[Testimony],
     suspect: int,
     borrower: int,
-    right: Replica,
+    right_trace: ReplicaTrace,
 ) -> Fault | None:
     """Return the fault of the replicas that erred in the step, though all agree now.
 
     borrower: the replica that computed the suspect's micro-batch again in the step.
     """
     erred = []
-    for replica, name in ((suspect, "real"), (borrower, "again")):
-        trace = _replica_traces(testimonies, replica, name)
-        if trace != right:
-            erred.append(_WrongReplica(replica, trace, right))
+    for replica, trace_name in ((suspect, "real"), (borrower, "again")):
+        trace = _replica_traces(testimonies, replica, trace_name)
+        if trace != right_trace:
+            erred.append(_WrongReplica(replica, trace, right_trace))
     if not erred:
         return None
     return _blame(testimonies, erred, transient=True)
 
 
-def _replica_traces(testimonies: Sequence[Testimony], replica: int, name: str) -> Replica:
+def _replica_traces(
+    testimonies: Sequence[Testimony], replica: int, trace_name: str
+) -> ReplicaTrace:
     return {
-        testimony.place_in_replica: testimony.traces[name]
+        testimony.place_in_replica: testimony.traces[trace_name]
         for testimony in testimonies
         if testimony.replica == replica
     }
 
 
 def _find_differing(
-    traces: Mapping[int, Replica],
-    right: Mapping[int, Replica],
+    traces: Mapping[int, ReplicaTrace],
+    right_trace: Mapping[int, ReplicaTrace],
 ) -> list[_WrongReplica]:
     """Return the replicas whose trace is not the one that is right for it."""
     return [
-        _WrongReplica(replica, trace, right[replica])
+        _WrongReplica(replica, trace, right_trace[replica])
         for replica, trace in traces.items()
-        if trace != right[replica]
+        if trace != right_trace[replica]
     ]
 
 
-def _majority(traces: Collection[Replica]) -> Replica | None:
+def _majority(traces: Collection[ReplicaTrace]) -> ReplicaTrace | None:
     """Return the trace that more than half of the replicas have, None if there is none."""
     for trace in traces:
         if 2 * sum(trace == other for other in traces) > len(traces):
@@ -359,47 +374,54 @@ def _blame(
     transient: bool = False,
 ) -> Fault:
     """Return the fault of replicas whose trace differs from a right one."""
-    first_rows: list[Row] = []
+    first_rows: list[TraceRow] = []
     places: set[tuple[int, int, int]] = set()
-    for replica, trace, right in wrong:
-        row, places_in_replica = _first_difference(trace, right)
-        first_rows.append(row)
+    for replica, trace, right_trace in wrong:
+        trace_row, places_in_replica = _first_difference(trace, right_trace)
+        first_rows.append(trace_row)
         places |= {(pp, replica, tp) for pp, tp in places_in_replica}
     # the earliest of all replicas names the tensor; ranks of each replica are to blame
-    moment, what, module, _ = min(first_rows, key=lambda row: row[0])
+    earliest = min(first_rows, key=lambda trace_row: trace_row.point)
     return _fault(
         "computation",
-        what,
+        earliest.description,
         [testimony for testimony in testimonies if testimony.place in places],
         certain,
         sound=True,
         transient=transient,
-        module=module,
-        direction="backward" if moment.direction == BACKWARD else "forward",
+        module=earliest.module,
+        direction="backward" if earliest.point.direction == BACKWARD else "forward",
     )
 
 
-def _first_difference(trace: Replica, right: Replica) -> tuple[Row, list[tuple[int, int]]]:
+def _first_difference(
+    trace: ReplicaTrace, right_trace: ReplicaTrace
+) -> tuple[TraceRow, list[tuple[int, int]]]:
     """Return the first row in which two replicas differ, and the (pp, tp) of the ranks that differ
-    at that moment."""
-    differing: dict[tuple[int, int], Row] = {}
-    for place, rows_of_rank in trace.items():
-        row = _first_differing_row(rows_of_rank, right[place])
-        if row is not None:
-            differing[place] = row
+    at that point of the computation."""
+    differing: dict[tuple[int, int], TraceRow] = {}
+    for rank_place, rows_of_rank in trace.items():
+        trace_row = _first_differing_row(rows_of_rank, right_trace[rank_place])
+        if trace_row is not None:
+            differing[rank_place] = trace_row
     # later ranks computed on wrong inputs
-    earliest = min(row[0] for row in differing.values())
-    places = [place for place, row in differing.items() if row[0] == earliest]
+    earliest = min(trace_row.point for trace_row in differing.values())
+    places = [
+        rank_place for rank_place, trace_row in differing.items() if trace_row.point == earliest
+    ]
     return differing[places[0]], places
 
 
-def _first_differing_row(trace: Trace, right: Trace) -> Row | None:
-    """Return the first row of `trace` that is not in its place in `right`; of traces of which one
-    begins with the other, the first that only the longer one has. None if they are equal."""
-    for row, right_row in zip(trace, right, strict=False):
-        if row != right_row:
-            return row
-    if len(trace) == len(right):
+def _first_differing_row(trace: RankTrace, right_trace: RankTrace) -> TraceRow | None:
+    """Return the first row of `trace` that is not in its place in `right_trace`.
+
+    Of traces of which one begins with the other, that is the first row that only the longer one
+    has. None if they are equal.
+    """
+    for trace_row, right_row in zip(trace, right_trace, strict=False):
+        if trace_row != right_row:
+            return trace_row
+    if len(trace) == len(right_trace):
         return None
-    common = min(len(trace), len(right))
-    return max(trace, right, key=len)[common]
+    common = min(len(trace), len(right_trace))
+    return max(trace, right_trace, key=len)[common]

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import Part
-from megaprec.diagnose.bit_digest import hexadecimal
-from megaprec.diagnose.logical_digest import digest_terms
+from megaprec.comm.tensor_digests import digest_terms, hexadecimal
 from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -40,81 +39,90 @@ class StateDigest:
         world = self._optimizer.world
         device = self._optimizer.device
         local: dict[str, Tensor] = {}
-        for name, terms in self._terms():
-            if name in local:
-                terms = terms + local[name]
-            local[name] = terms
+        for tensor_name, digest_sums in self._terms():
+            if tensor_name in local:
+                digest_sums = digest_sums + local[tensor_name]
+            local[tensor_name] = digest_sums
         if self._names is None:
             self._names = sorted(gather_entries(dict.fromkeys(local), world, device))
         # zeros where this rank has nothing of a tensor: all ranks sum one table
         nothing = _zero_terms(device)
-        table = torch.stack([local.get(name, nothing) for name in self._names])
+        table = torch.stack([local.get(tensor_name, nothing) for tensor_name in self._names])
         sums = world.sum_(table).cpu()
         digests: Digests = {}
-        for name, sums_of_name in zip(self._names, sums, strict=True):
-            kind, _, tensor = name.partition("/")
-            digests.setdefault(kind, {})[tensor] = hexadecimal(sums_of_name)
+        for tensor_name, sums_of_name in zip(self._names, sums, strict=True):
+            state_kind, _, tensor = tensor_name.partition("/")
+            digests.setdefault(state_kind, {})[tensor] = hexadecimal(sums_of_name)
         return digests
 
     def _terms(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur
         repeatedly."""
-        for buffer in self._optimizer.all_buffers():
-            for piece in buffer.pieces:
-                first = max(piece.start, buffer.share[0])
-                last = min(piece.stop, buffer.share[1])
-                if piece.counts and first < last:
-                    for kind, values in _state_of(buffer, first, last):
-                        terms = digest_terms(values, piece.part, first - piece.start)
-                        yield f"{kind}/{piece.part.name}", terms
+        for flat_buffer in self._optimizer.all_buffers():
+            for buffer_piece in flat_buffer.pieces:
+                span_start = max(buffer_piece.start, flat_buffer.share[0])
+                span_stop = min(buffer_piece.stop, flat_buffer.share[1])
+                if buffer_piece.counts and span_start < span_stop:
+                    for state_kind, values in _state_of(flat_buffer, span_start, span_stop):
+                        digest_sums = digest_terms(
+                            values, buffer_piece.part, span_start - buffer_piece.start
+                        )
+                        yield f"{state_kind}/{buffer_piece.part.name}", digest_sums
                 else:
-                    yield from _no_terms(buffer, piece, self._optimizer.device)
+                    yield from _no_terms(flat_buffer, buffer_piece, self._optimizer.device)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
         """Yield the terms of scales and histories: a row for each data-parallel rank that has its
         own."""
+        # the scales of the next pass are part of the state
         fp8.roll()
-        axis = fp8.dp
+        replica_axis = fp8.dp
         optimizer = self._optimizer
         # Ranks with equal scales count them once: those of tp, and those of dp unless these differ.
-        counts = optimizer.tp.rank == 0 and (axis.size > 1 or optimizer.dp.rank == 0)
-        for number, name in enumerate(fp8.names):
+        counts = optimizer.tp.rank == 0 and (replica_axis.size > 1 or optimizer.dp.rank == 0)
+        for number, tensor_name in enumerate(fp8.names):
             scale = fp8.bank.scale[number : number + 1]
             history = fp8.bank.history[:, number]
-            row = torch.cat((scale, history))
-            part = Part(name, (axis.size, len(row)), 0, axis.size, axis.rank)
+            scale_row = torch.cat((scale, history))
+            part = Part(
+                tensor_name,
+                (replica_axis.size, len(scale_row)),
+                0,
+                replica_axis.size,
+                replica_axis.rank,
+            )
             if not counts:
-                row = row[:0]  # the name is there, with terms of zero
-            yield f"fp8/{name}", digest_terms(row, part, 0)
+                scale_row = scale_row[:0]  # the name is there, with terms of zero
+            yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
 
 
 def _state_of(
-    buffer: Buffer,
-    first: int,
-    last: int,
+    flat_buffer: Buffer,
+    span_start: int,
+    span_stop: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
-    low = first - buffer.first
-    high = last - buffer.first
-    if buffer.masters is not None:
-        yield "weight", buffer.masters[low:high]
+    shard_start = span_start - flat_buffer.first
+    shard_stop = span_stop - flat_buffer.first
+    if flat_buffer.masters is not None:
+        yield "weight", flat_buffer.masters[shard_start:shard_stop]
     else:
-        (tile,) = buffer.blocks(low, high, high - low)
+        (tile,) = flat_buffer.blocks(shard_start, shard_stop, shard_stop - shard_start)
         yield "weight", tile.wide_weights()
-    for kind, values in buffer.state.items():
-        yield kind, values[low:high]
+    for state_kind, values in flat_buffer.state.items():
+        yield state_kind, values[shard_start:shard_stop]
 
 
 def _no_terms(
-    buffer: Buffer,
-    piece: Piece,
+    flat_buffer: Buffer,
+    buffer_piece: Piece,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
-    for kind in buffer.saved_names:
-        yield f"{kind}/{piece.part.name}", _zero_terms(device)
+    for state_kind in flat_buffer.saved_names:
+        yield f"{state_kind}/{buffer_piece.part.name}", _zero_terms(device)
 
 
 def _zero_terms(device: torch.device) -> Tensor:

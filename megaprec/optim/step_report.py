@@ -5,7 +5,6 @@ cannot disagree: a step whose gradient norm is not finite is never "applied", wh
 precision. An optimizer calls its observers on every rank, in the order of their methods.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -178,23 +177,6 @@ def _describe_offender(offender: Offender) -> str:
     if offender.origin:
         line += f"; {offender.origin}"
     return line
-
-
-def to_json(record: dict[str, object]) -> str:
-    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
-    "-inf" and "nan"."""
-    return json.dumps(_spell_nonfinite(record), allow_nan=False)
-
-
-def _spell_nonfinite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _spell_nonfinite(nested) for key, nested in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spell_nonfinite(nested) for nested in value]
-    # Python would write NaN and Infinity, which other readers of JSON refuse
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def report_fields(report: StepReport) -> dict[str, object]:

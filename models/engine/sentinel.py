@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaprec.comm.everyones import gather_entries
 from megaprec.comm.random import key
-from megaprec.diagnose.bit_digest import digest, hexadecimal
+from megaprec.comm.tensor_digests import digest, hexadecimal
 from megaprec.diagnose.held_state import (
     GRADIENT,
     HeldDigest,

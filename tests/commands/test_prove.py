@@ -17,9 +17,10 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.commands import prove
 from tools.config.settings import Parallel
-from tools.prove.damage import turn_one_sign
-from tools.prove.parting import by_step, first_parting
-from tools.prove.runs import Failure, Room, _ready
+from tools.parity.ranks import RunFailed
+from tools.prove.first_difference import by_step, first_parting
+from tools.prove.proof import turn_one_sign
+from tools.prove.runs import ProofRuns, _ready
 from tools.training.batches import Batches
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
@@ -38,14 +39,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Fault]]:
     name."""
     faults: dict[str, Fault] = {}
 
-    def take(room: Room, name: str, last: int, parallel: Parallel | None = None) -> None:
-        config = _ready(room.config, room.folder / name, room.folder / "data", last, parallel)
-        newest = sorted((room.folder / name / "checkpoints").glob("step_*"))[-1:]
+    def take(runs: ProofRuns, name: str, last: int, parallel: Parallel | None = None) -> None:
+        config = _ready(runs.config, runs.folder / name, runs.folder / "data", last, parallel)
+        newest = sorted((runs.folder / name / "checkpoints").glob("step_*"))[-1:]
         with pytest.MonkeyPatch.context() as patch:
             faults.get(name, lambda patch: None)(patch)
             Trainer(config, open_corpus(config), None, newest[0] if newest else None).run()
 
-    monkeypatch.setattr(Room, "take", take)
+    monkeypatch.setattr(ProofRuns, "take", take)
     monkeypatch.setattr(prove, "other_layout", lambda config: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -82,14 +83,14 @@ def test_a_sound_run_is_proven_and_what_cannot_be_tried_is_told(
 def test_a_layout_that_was_asked_for_and_could_not_be_tried_leaves_the_run_unproven(
     file: Path, here: dict[str, Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = Room.take
+    inner = ProofRuns.take
 
-    def take(room: Room, name: str, last: int, parallel: Parallel | None = None) -> None:
+    def take(runs: ProofRuns, name: str, last: int, parallel: Parallel | None = None) -> None:
         if parallel is not None:
-            raise Failure(f"{name}: its ranks cannot be started")
-        inner(room, name, last)
+            raise RunFailed(f"{name}: its ranks cannot be started")
+        inner(runs, name, last)
 
-    monkeypatch.setattr(Room, "take", take)
+    monkeypatch.setattr(ProofRuns, "take", take)
     code, rows = proven(file, "--steps", "2", "--layout", "dp=2")
     assert code == 2 and rows["verdict"] == "not tried"
     assert rows["loaded elsewhere"]["why"] == "loaded elsewhere: its ranks cannot be started"
@@ -165,9 +166,9 @@ def test_a_run_that_fails_or_applies_no_step_is_not_tried(
     assert "no step was applied" in rows["resumed"]["why"]
 
     def fail(*_: object) -> None:
-        raise Failure("straight: exit code 2: no such file")
+        raise RunFailed("straight: exit code 2: no such file")
 
-    monkeypatch.setattr(Room, "take", fail)
+    monkeypatch.setattr(ProofRuns, "take", fail)
     code, rows = proven(file, "--steps", "2")
     assert code == 2 and rows["straight"]["why"].endswith("no such file")
 

@@ -34,7 +34,7 @@ KEYS = [
 ]
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "nav", "a", "section", "dl", "div", "dt", "dd", "p",
-    "figure", "figcaption", "b", "span", "i", "svg", "path", "text", "table", "tr", "th", "td", "details", "summary",
+    "figure", "figcaption", "b", "span", "i", "svg", "path", "line", "rect", "text", "table", "tr", "th", "td", "details", "summary",
     "img", "br",
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megaprec.diagnose.bit_digest import WIDTH, digest, hexadecimal
+from megaprec.comm.tensor_digests import WIDTH, digest, hexadecimal
 from tests.flips import INTEGERS
 
 DTYPES = (

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.diagnose.bit_digest import hexadecimal
-from megaprec.diagnose.logical_digest import BLOCK, digest_terms
+from megaprec.comm.tensor_digests import BLOCK, digest_terms, hexadecimal
 from tests.flips import INTEGERS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)

@@ -12,8 +12,7 @@ import pytest
 from tests.doctor.places import place
 from tools.doctor import questions
 from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding, ok, verdict
-from tools.doctor.place import RankContext, format_ranks
-from tools.doctor.questions import Check, conduct
+from tools.doctor.questions import Check, RankContext, conduct, format_ranks
 
 
 def answered(answers: Sequence[Any]) -> Iterator[Finding]:

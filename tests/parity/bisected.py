@@ -18,9 +18,9 @@ from tests.parity.fault_table import FAULTS
 from tests.parity.runs import PLAN, carried_out, ready
 from tools.bisect.replay import Replay, Take, located_bits, located_in_float64
 from tools.config.run_file import RunConfig
-from tools.parity.gather import Record
 from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.ranks import Run, run_alone
+from tools.parity.record import Record
 from tools.parity.runs import alone
 
 HOW: dict[str, Callable[[Replay, Take], dict[str, Any]]] = {

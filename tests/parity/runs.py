@@ -12,16 +12,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
-from tools.parity.again import updates
 from tools.parity.certificate import Compared, entry
 from tools.parity.compare import compare
-from tools.parity.gather import Record, gather
 from tools.parity.layouts import fitted, requested_layouts
 from tools.parity.noise import Noise
 from tools.parity.ranks import Run, corpus_of, run_alone
-from tools.parity.record import Plan, record
-from tools.parity.runs import EPSILON, alone, in_float64, made_ready, with_random_tokens
-from tools.parity.shrink import LayoutLimits
+from tools.parity.record import Plan, Record, gather, record
+from tools.parity.repeated_updates import updates
+from tools.parity.runs import (
+    EPSILON,
+    LayoutLimits,
+    alone,
+    in_float64,
+    made_ready,
+    with_random_tokens,
+)
 
 Bug = Callable[[], None]
 TRAIN = [

@@ -19,8 +19,8 @@ from tools.config.run_file import load_run
 from tools.parity.certificate import not_tried
 from tools.parity.compare import Difference, worst
 from tools.parity.layouts import every
-from tools.parity.page import conclusion, show
-from tools.parity.shrink import LayoutLimits, like, shrunk
+from tools.parity.runs import LayoutLimits, alike_size, shrunk
+from tools.parity.summary import conclusion, show
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [
@@ -285,7 +285,7 @@ def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(
 
 
 def test_a_number_is_replaced_by_the_smallest_that_divides_alike() -> None:
-    assert like(50257, 61, 4) == 61
-    assert like(4096, 61, 4) == 64
-    assert like(12, 3, 4) == 12
-    assert like(5, 9, 4) == 5
+    assert alike_size(50257, 61, 4) == 61
+    assert alike_size(4096, 61, 4) == 64
+    assert alike_size(12, 3, 4) == 12
+    assert alike_size(5, 9, 4) == 5

@@ -22,8 +22,8 @@ from tools.commands.doctor_layout import STEPS
 from tools.commands.prove import FILE
 from tools.config.run_file import load_run
 from tools.console.units import flops
-from tools.plots.run_plots import PLOT
 from tools.plots.shadow_plot import PICTURE
+from tools.plots.training_plot import PLOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}

@@ -25,7 +25,7 @@ OTHERWISE = {
     "megaprec/data/readers.py": "its errors have the file, and the line too",
     "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
     "tools/training/torchrun.py": "files of the kernel, which may be missing",
-    "tools/journal/wandb_tracker.py": "its errors are told with the tracker",
+    "tools/journal/trackers.py": "its errors are told with the tracker",
 }
 # read what they have just written
 OWN_FILES = (

@@ -14,7 +14,7 @@ from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools import cli
 from tools.journal.records import TASK_PREFIX, read_events, read_metrics
-from tools.plots.panels import LOSS, OTHERS
+from tools.plots.training_plot import LOSS, OTHERS
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 

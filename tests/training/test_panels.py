@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tools.plots.panels import Over, mean_width, pictures, short, smoothed
-from tools.plots.run_plots import plot_run
-from tools.plots.svg_panels import MAX_STRETCHES, to_svg
+from tools.plots.charts import STRETCH_WIDTH, WIDTH, Chart, Row, draw_rows, short
+from tools.plots.drawing import to_themed_svg
+from tools.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 
 
 def titles(records: list[dict[str, Any]], over: Over = "steps") -> list[str]:
-    return [panel.title.partition(",")[0] for panel in pictures(records, over).panels]
+    return [chart.title.partition(",")[0] for chart in pictures(records, over).charts]
 
 
 def test_a_quantity_without_values_or_without_change_is_a_remark_and_no_panel() -> None:
@@ -54,9 +54,9 @@ def test_utilization_is_shown_where_it_is_known_in_place_of_flops() -> None:
     flops = [record(step, tflops=400.0 + step) for step in range(1, 5)]
     assert "model TFLOP/s a rank" in titles(flops)
     both = [one | {"mfu": 0.4 + one["step"] / 100} for one in flops]
-    (panel,) = (panel for panel in pictures(both).panels if panel.title.startswith("model FLOPs"))
+    (chart,) = (one for one in pictures(both).charts if one.title.startswith("model FLOPs"))
     assert "model TFLOP/s a rank" not in titles(both)
-    assert list(panel.lines[-1].y) == pytest.approx([41, 42, 43, 44])
+    assert list(chart.series[-1].y) == pytest.approx([41, 42, 43, 44])
 
 
 def test_the_mean_is_that_of_its_neighbours_and_gaps_stay() -> None:
@@ -79,11 +79,11 @@ def test_skipped_steps_resumes_and_evaluations_are_marked_over_steps_and_over_to
     cases: list[tuple[Over, int]] = [("steps", 1), ("tokens", 64)]
     for over, factor in cases:
         shown = pictures(records, over, [2])
-        loss, *_, scale = shown.panels
-        assert loss.skipped == scale.skipped == [3 * factor]
-        assert shown.resumed == [2 * factor]
+        loss, *_, scale = shown.charts
+        assert loss.crosses[0].x == scale.crosses[0].x == [3 * factor]
+        assert loss.resumed == [2 * factor]
         held_out = [
-            (line.label, list(line.x), list(line.y)) for line in loss.lines if line.look == "other"
+            (one.label, list(one.x), list(one.y)) for one in loss.series if one.marker == "dot"
         ]
         assert held_out == [("held-out", [4 * factor], [4.0]), ("code", [4 * factor], [3.0])]
 
@@ -92,13 +92,15 @@ def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
     records = [
         record(step, grad_norm=math.inf if step == 3 else 1.0 + step) for step in range(1, 7)
     ]
-    shown = pictures(records)
-    norm = next(panel for panel in shown.panels if panel.title.startswith("gradient"))
-    assert len(re.findall(r'class="main" d="(M[^M"]+)(M[^M"]+)"', to_svg(norm, shown))) == 1
+    norm = next(one for one in pictures(records).charts if one.title.startswith("gradient"))
+    assert len(re.findall(r'd="(M[^M"]+)(M[^M"]+)" stroke="var\(--main', drawn(norm))) == 1
     long = pictures([record(step) for step in range(1, 20_001)])
-    assert (
-        max(len(to_svg(panel, long)) for panel in long.panels) < 2 * MAX_STRETCHES * 2 * 16 + 4000
-    )
+    stretches = WIDTH / STRETCH_WIDTH
+    assert max(len(drawn(chart)) for chart in long.charts) < 2 * stretches * 2 * 16 + 9000
+
+
+def drawn(chart: Chart) -> str:
+    return to_themed_svg(draw_rows("", [Row([chart], 1, 200)]), chart.title)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

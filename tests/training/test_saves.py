@@ -29,7 +29,7 @@ from tests.checkpoint.test_checkpoint import names
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
-from tools.journal.lines import Lines
+from tools.journal.journal import Lines
 from tools.training import run_folder
 from tools.training.corpus import open_corpus
 from tools.training.stopping import Stopped, TrainingDiverged

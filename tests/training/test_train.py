@@ -48,7 +48,8 @@ from tests.runs import (
 from tools.config.run_file import load_run
 from tools.console.wrapped import say
 from tools.journal.journal import Journal
-from tools.plots.run_plots import BLUE, ORANGE, RED, plot_run
+from tools.plots.drawing import PALETTE
+from tools.plots.training_plot import plot_run
 from tools.training.corpus import open_corpus
 from tools.training.prepare import open_prepared, prepare
 from tools.training.stopping import ECHO_SECONDS
@@ -774,9 +775,9 @@ def test_the_plot_is_a_picture_also_of_a_run_with_skipped_steps(
     assert 500 < height < width
     shown = torch.from_numpy(image.imread(picture))[..., :3].mul(255).round().view(-1, 3)
     for color, pixels in (
-        (BLUE, 300),
-        (ORANGE, 100),
-        (RED, 30),
+        (PALETTE["main"], 300),
+        (PALETTE["other0"], 100),
+        (PALETTE["red"], 30),
     ):  # training, held-out, skipped steps
         rgb = torch.tensor([int(color[at : at + 2], 16) for at in (1, 3, 5)])
         assert (shown == rgb).all(1).sum() > pixels

@@ -15,22 +15,17 @@ import torch
 
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
-from tools.parity.again import updates
 from tools.parity.borders import BACKWARD, FORWARD, BorderValues
 from tools.parity.certificate import PROVEN, WRONG, Compared, entry
 from tools.parity.compare import Difference, compare
-from tools.parity.gather import BorderTable, Record, gather
 from tools.parity.layouts import Layout
 from tools.parity.noise import Noise
-from tools.parity.ranks import Run, corpus_of, run_alone, run_together
-from tools.parity.record import Plan
+from tools.parity.ranks import Run, corpus_of, run_and_gather
+from tools.parity.record import BorderTable, Plan, Record
+from tools.parity.repeated_updates import updates
 from tools.parity.runs import EPSILON, alone, in_float64
 
 Take = Callable[[Run], Record]
-
-
-class NotTaken(Exception):
-    """A replay that did not finish; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -44,103 +39,103 @@ class Replay:
     names: tuple[str, str]
     folder: Path
 
-    def run(self, name: str, config: RunConfig, plan: Plan | None = None) -> Run:
-        return Run(config, plan or self.plan, self.folder / name / "run")
+    def run(self, name: str, run_config: RunConfig, plan: Plan | None = None) -> Run:
+        return Run(run_config, plan or self.plan, self.folder / name / "run")
 
 
-def take_run(run: Run) -> Record:
-    """Take a run in processes of its own and return its record. Raises NotTaken."""
-    if run.config.world_size == 1:
-        return run_alone(run)
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
-    (failure,) = run_together([run], run.folder.parent)
-    if failure is not None:
-        raise NotTaken("; ".join([failure.why, *failure.where]))
-    return gather(run.folder)
-
-
-def located_bits(replay: Replay, take: Take = take_run) -> dict[str, Any]:
+def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     """Return the entry of the first bit that differs between both runs, in their own precision."""
     # a step of one process tells in which order borders are passed
     one_step = replace(replay.plan, steps=1)
     order = take(replay.run("order", alone(replay.a), one_step))
-    theirs = merge_ranks(take(replay.run("a", replay.a)), order)
-    ours = take(replay.run("b", replay.b))
+    first_record = merge_ranks(take(replay.run("a", replay.a)), order)
+    second_record = take(replay.run("b", replay.b))
+    # the states of one run are what the other's updates must give
     states = {
-        kind: tensors for kind, tensors in theirs.tensors.items() if kind.startswith("after/")
+        kind: tensors for kind, tensors in first_record.tensors.items() if kind.startswith("after/")
     }
-    differences = compare(ours, theirs, Noise(exact=True), replay.b.optimizer.norm, states)
+    noise = Noise(exact=True)
+    norm_order = replay.b.optimizer.norm
+    differences = compare(second_record, first_record, noise, norm_order, states)
     compared = f"{replay.names[1]} against {replay.names[0]}"
-    return _entry(replay.b, differences, ours, theirs, compared)
+    return _entry(replay.b, differences, second_record, first_record, compared)
 
 
-def located_in_float64(replay: Replay, take: Take = take_run) -> dict[str, Any]:
+def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     """Return the entry of the first run that differs from one process in float64, of B if neither
     does."""
-    exact = alone(in_float64(replay.a))
-    truth = take(replay.run("truth", exact))
+    one_process = alone(in_float64(replay.a))
+    reference = take(replay.run("truth", one_process))
+    # the same from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(replay.plan, shaken=EPSILON["fp64"])
-    noise = Noise(take(replay.run("shaken", exact, shaken_plan)))
+    noise = Noise(take(replay.run("shaken", one_process, shaken_plan)))
     start = Path(replay.plan.start) if replay.plan.start else None
+    corpus = corpus_of(one_process)
     entries: list[dict[str, Any]] = []
-    for name, config in zip(replay.names, (replay.a, replay.b), strict=True):
-        run = replay.run(f"float64 {len(entries)}", in_float64(config))
-        ours = take(run)
-        repeated = updates(exact, corpus_of(exact), ours, start)
-        differences = compare(ours, truth, noise, config.optimizer.norm, repeated)
+    for name, run_config in zip(replay.names, (replay.a, replay.b), strict=True):
+        run = replay.run(f"float64 {len(entries)}", in_float64(run_config))
+        candidate = take(run)
+        repeated = updates(one_process, corpus, candidate, start)
+        norm_order = run_config.optimizer.norm
+        differences = compare(candidate, reference, noise, norm_order, repeated)
         compared = f"{name} against one process"
-        entries.append(_entry(run.config, differences, ours, truth, compared))
+        entries.append(_entry(run.config, differences, candidate, reference, compared))
     return min(entries, key=_entry_rank)
 
 
 def _entry_rank(entry: Mapping[str, Any]) -> tuple[bool, int]:
     """Order entries: those with a difference first, by its step."""
-    first = entry.get("first", {})
-    return entry["verdict"] != WRONG, first.get("step", 0)
+    first_difference = entry.get("first", {})
+    return entry["verdict"] != WRONG, first_difference.get("step", 0)
 
 
 def _entry(
-    config: RunConfig,
+    run_config: RunConfig,
     differences: Sequence[Difference],
-    ours: Record,
-    theirs: Record,
+    candidate: Record,
+    reference_record: Record,
     compared: str,
 ) -> dict[str, Any]:
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
-    layout = Layout(compared, config.parallel)
-    precision = str(config.precision.compute)
-    fields = entry(Compared(layout, precision, config, differences, ours, theirs))
-    first = next((difference for difference in differences if difference.fails), None)
-    if first is not None:
-        fields["first"] |= _locate_sample(first, config, ours, theirs)
+    layout = Layout(compared, run_config.parallel)
+    precision = str(run_config.precision.compute)
+    fields = entry(
+        Compared(layout, precision, run_config, differences, candidate, reference_record)
+    )
+    first_difference = next((difference for difference in differences if difference.fails), None)
+    if first_difference is not None:
+        fields["first"] |= _locate_sample(first_difference, run_config, candidate, reference_record)
     return fields | {"compared": compared, "equal": fields["verdict"] == PROVEN}
 
 
 def _locate_sample(
-    first: Difference, config: RunConfig, ours: Record, theirs: Record
+    first_difference: Difference, run_config: RunConfig, candidate: Record, reference_record: Record
 ) -> dict[str, Any]:
     """Return sample, replica and micro-batch of a difference between activations or their
     gradients."""
-    if first.quantity not in (FORWARD, BACKWARD):
+    if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
-    (reference,) = theirs.borders[first.quantity, first.name]
-    step = first.step - 1
-    samples_per_replica = config.train.global_batch // config.parallel.data
-    for values in ours.borders[first.quantity, first.name]:
-        if values.rank not in first.ranks:
+    (reference,) = reference_record.borders[first_difference.quantity, first_difference.name]
+    step = first_difference.step - 1
+    samples_per_replica = run_config.train.global_batch // run_config.parallel.data
+    for values in candidate.borders[first_difference.quantity, first_difference.name]:
+        if values.rank not in first_difference.ranks:
             continue
-        for row, sample in enumerate(values.samples):
-            if sample not in reference.samples:
+        for row, sample_id in enumerate(values.samples):
+            if sample_id not in reference.samples:
                 continue
+            # a rank saw its part of the sequence; one process saw all of it
             columns = [reference.positions.index(position) for position in values.positions]
             actual = values.values[step, row]
-            expected = reference.values[step, reference.samples.index(sample)][columns]
-            if not (actual - expected).norm() <= first.bound * expected.norm():  # NaN differs
+            expected = reference.values[step, reference.samples.index(sample_id)][columns]
+            if (
+                not (actual - expected).norm() <= first_difference.bound * expected.norm()
+            ):  # NaN differs
                 return {
-                    "sample": sample,
-                    "replica": sample // samples_per_replica,
-                    "microbatch": sample % samples_per_replica // config.train.micro_batch,
+                    "sample": sample_id,
+                    "replica": sample_id // samples_per_replica,
+                    "microbatch": sample_id % samples_per_replica // run_config.train.micro_batch,
                 }
     return {}
 
@@ -162,18 +157,18 @@ def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
     counts."""
     all_samples: set[int] = set()
     all_positions: set[int] = set()
-    for rank in ranks:
-        all_samples.update(rank.samples)
-        all_positions.update(rank.positions)
+    for border_values in ranks:
+        all_samples.update(border_values.samples)
+        all_positions.update(border_values.positions)
     samples = sorted(all_samples)
     positions = sorted(all_positions)
     shape = (len(ranks[0].values), len(samples), len(positions))
     merged = torch.full(shape, torch.nan, dtype=torch.float64)
     # backwards, so that the first rank's values are written last
-    for rank in reversed(ranks):
-        rows = torch.tensor([samples.index(sample) for sample in rank.samples])
-        columns = torch.tensor([positions.index(position) for position in rank.positions])
-        merged[:, rows[:, None], columns] = rank.values
+    for border_values in reversed(ranks):
+        rows = torch.tensor([samples.index(sample_id) for sample_id in border_values.samples])
+        columns = torch.tensor([positions.index(position) for position in border_values.positions])
+        merged[:, rows[:, None], columns] = border_values.values
     return BorderValues(ranks[0].rank, samples, positions, merged)
 
 

@@ -19,8 +19,7 @@ import torch
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.config.run_file import RunConfig
-from tools.convert.initial import resolve_run
+from tools.config.run_file import RunConfig, load_run
 from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import (
     DIGESTS,
@@ -30,12 +29,12 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
-from tools.prove.parting import Parting, by_step, first_parting
+from tools.prove.first_difference import Parting, by_step, first_parting
 from tools.prove.proof import is_canonical
 from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
-from tools.training.step_records import STEP_FIELDS
+from tools.training.state_digests import STEP_FIELDS
 
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
 # keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
@@ -47,6 +46,7 @@ ROUNDING = (
     "train.micro_batch",
     "train.threads",
     "train.compile",
+    "optimizer.native",
 )
 SCHEDULE = ("lr.*", "train.steps")
 # of FREELY: no number of a resume depends on them as such, but of a run
@@ -66,10 +66,10 @@ class Side:
         """Open a run directory or a run file. Raises UserError."""
         folder = Path(path)
         if not folder.is_dir():
-            return Side(path, resolve_run(path), None)
-        for name in ("run.toml", "run.resolved.toml"):
-            if (folder / name).is_file():
-                return Side(path, resolve_run(folder / name), folder)
+            return Side(path, load_run(path), None)
+        for key_name in ("run.toml", "run.resolved.toml"):
+            if (folder / key_name).is_file():
+                return Side(path, load_run(folder / key_name), folder)
         raise UserError.of("bisect.not_a_run", path=path)
 
     @property
@@ -93,8 +93,8 @@ class Side:
         """Yield a note for each file of records with lines that cannot be compared."""
         if self.folder is None:
             return
-        for name in (METRICS, DIGESTS):
-            note = odd_lines(self.folder / name)
+        for key_name in (METRICS, DIGESTS):
+            note = odd_lines(self.folder / key_name)
             if note:
                 yield note
         path = self.folder / DIGESTS
@@ -129,48 +129,60 @@ class Records:
     beyond: int = 0
 
 
-def must_be_equal(a: RunConfig, b: RunConfig) -> bool:
+def must_be_equal(first_side: RunConfig, second_side: RunConfig) -> bool:
     """Return True if every bit of the two runs must be equal: in one layout, or in any if both are
     canonical."""
     rounding: list[str] = [*ROUNDING]
-    if not (is_canonical(a) and is_canonical(b)):
+    if not (is_canonical(first_side) and is_canonical(second_side)):
         rounding.append("parallel.*")
-    keys = [difference.key for difference in _different_keys(a, b)]
+    keys = [difference.key for difference in _different_keys(first_side, second_side)]
     return not any(
-        _matches(key, rounding) and not _matches(key, KEYS_WITHOUT_EFFECT) for key in keys
+        _matches(dotted_key, rounding) and not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
+        for dotted_key in keys
     )
 
 
-def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
+def other_keys(first_side: RunConfig, second_side: RunConfig) -> list[str]:
     """Return a line for each key that differs and that numbers depend on, other than the layout.
 
     Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
     that is theirs and keys of the learning rate that give the same rates.
     """
-    free = ["parallel.*", *(key for key in KEYS_WITHOUT_EFFECT if key not in ACTING)]
-    if same_rates(Rates.of(a.lr, a.train), Rates.of(b.lr, b.train), TrainState()):
+    free = [
+        "parallel.*",
+        *(dotted_key for dotted_key in KEYS_WITHOUT_EFFECT if dotted_key not in ACTING),
+    ]
+    if same_rates(
+        Rates.of(first_side.lr, first_side.train),
+        Rates.of(second_side.lr, second_side.train),
+        TrainState(),
+    ):
         free += SCHEDULE
     lines: list[str] = []
-    for key, ours, theirs in _different_keys(a, b):
-        is_vocab_of_data = key == "model.vocab" and "0" in (ours, theirs)
-        if not _matches(key, free) and not is_vocab_of_data:
-            lines.append(f"{key}: {ours} | {theirs}")
+    for dotted_key, first_values, second_values in _different_keys(first_side, second_side):
+        is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_values, second_values)
+        if not _matches(dotted_key, free) and not is_vocab_of_data:
+            lines.append(f"{dotted_key}: {first_values} | {second_values}")
     return lines
 
 
-def _matches(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
+def _matches(dotted_key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(dotted_key, pattern) for pattern in patterns)
 
 
-def other_tokens(a: Corpus, b: Corpus) -> list[str]:
+def other_tokens(first_side: Corpus, second_side: Corpus) -> list[str]:
     """Return a line for each data set of other tokens, and one for another tokenizer."""
-    if a.identity is None or b.identity is None:
+    if first_side.identity is None or second_side.identity is None:
         return []
-    if len(a.identity.sets) != len(b.identity.sets):
-        return [f"data.blend: {len(a.identity.sets)} data sets | {len(b.identity.sets)}"]
-    lines = [difference.line for difference in other_sets(a.identity, b.identity, " | ")]
-    if a.identity.tokenizer != b.identity.tokenizer:
-        names = f"{_tokenizer_name(a)} | {_tokenizer_name(b)}"
+    if len(first_side.identity.sets) != len(second_side.identity.sets):
+        counts = f"{len(first_side.identity.sets)} data sets | {len(second_side.identity.sets)}"
+        return [f"data.blend: {counts}"]
+    lines = [
+        difference.line
+        for difference in other_sets(first_side.identity, second_side.identity, " | ")
+    ]
+    if first_side.identity.tokenizer != second_side.identity.tokenizer:
+        names = f"{_tokenizer_name(first_side)} | {_tokenizer_name(second_side)}"
         lines.append(f"data.tokenizer: {names} (other contents)")
     return lines
 
@@ -187,56 +199,62 @@ class _KeyDifference(NamedTuple):
     theirs: str
 
 
-def _different_keys(a: RunConfig, b: RunConfig) -> Iterator[_KeyDifference]:
-    for (table, ours), (_, theirs) in zip(a, b, strict=True):
-        for name, value in ours:
-            if value != getattr(theirs, name):
-                key = f"{table}.{name}"
-                yield _KeyDifference(key, a.value(key), b.value(key))
+def _different_keys(first_side: RunConfig, second_side: RunConfig) -> Iterator[_KeyDifference]:
+    for (table, first_values), (_, second_values) in zip(first_side, second_side, strict=True):
+        for key_name, value in first_values:
+            if value != getattr(second_values, key_name):
+                dotted_key = f"{table}.{key_name}"
+                yield _KeyDifference(
+                    dotted_key, first_side.value(dotted_key), second_side.value(dotted_key)
+                )
 
 
-def compare_records(a: Side, b: Side, exact: bool) -> Records:
+def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records:
     """Compare what both runs have recorded of the steps that both took.
 
     Where bits must be equal, that is the digests of both and the metrics: there may be none of some
     steps, and the earlier difference tells more. by: of which the first difference is; digests if
     there is none.
     """
-    metrics = _compare_metrics(a, b, exact)
+    # metrics may have steps that were taken without digests
+    metrics = _compare_metrics(first_side, second_side, exact)
     if not exact:
         return metrics
-    common = a.digests.keys() & b.digests.keys()
-    if not common:
+    common_steps = first_side.digests.keys() & second_side.digests.keys()
+    if not common_steps:
         return metrics
-    parting = _first_digest_parting(a, b)
+    parting = _first_digest_parting(first_side, second_side)
     if metrics.parting and (parting is None or metrics.parting.step < parting.step):
         return metrics
-    beyond = sum(step > max(common) for step in a.metrics.keys() & b.metrics.keys())
-    return Records("digests", len(common), parting, beyond)
+    # steps that only the metrics can vouch for
+    beyond = sum(
+        step > max(common_steps) for step in first_side.metrics.keys() & second_side.metrics.keys()
+    )
+    return Records("digests", len(common_steps), parting, beyond)
 
 
-def _compare_metrics(a: Side, b: Side, exact: bool) -> Records:
+def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
     """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
-    ours = a.metrics
-    theirs = b.metrics
-    common = sorted(ours.keys() & theirs.keys())
-    if not common:
+    first_values = first_side.metrics
+    second_values = second_side.metrics
+    common_steps = sorted(first_values.keys() & second_values.keys())
+    if not common_steps:
         return Records("", 0, None)
-    for step in common:
-        parting = _metrics_parting(step, ours[step], theirs[step], exact)
+    for step in common_steps:
+        parting = _metrics_parting(step, first_values[step], second_values[step], exact)
         if parting:
-            return Records("metrics", len(common), parting)
-    return Records("metrics", len(common), None)
+            return Records("metrics", len(common_steps), parting)
+    return Records("metrics", len(common_steps), None)
 
 
-def _first_digest_parting(a: Side, b: Side) -> Parting | None:
+def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None:
     """Return the first difference between the states after steps, and between a loaded state and
     that of a step."""
     # a side reads its file on each access
-    our_digests = a.digests
-    their_digests = b.digests
+    our_digests = first_side.digests
+    their_digests = second_side.digests
     partings = [first_parting(our_digests, their_digests)]
-    for loaded in (a.loaded, b.loaded):
+    for loaded in (first_side.loaded, second_side.loaded):
         for digests in (our_digests, their_digests):
             partings.append(first_parting(loaded, digests, state_only=True))
     present = [parting for parting in partings if parting is not None]
@@ -244,24 +262,30 @@ def _first_digest_parting(a: Side, b: Side) -> Parting | None:
 
 
 def _metrics_parting(
-    step: int, ours: Mapping[str, Any], theirs: Mapping[str, Any], exact: bool
+    step: int, first_values: Mapping[str, Any], second_values: Mapping[str, Any], exact: bool
 ) -> Parting | None:
     tolerance = 0.0 if exact else TOLERANCE
-    keys = [key for key in STEP_FIELDS if not _are_near(ours.get(key), theirs.get(key), tolerance)]
+    keys = [
+        dotted_key
+        for dotted_key in STEP_FIELDS
+        if not _are_near(first_values.get(dotted_key), second_values.get(dotted_key), tolerance)
+    ]
     if not keys:
         return None
     first = keys[0]
-    values = (json.dumps(ours.get(first)), json.dumps(theirs.get(first)))
+    values = (json.dumps(first_values.get(first)), json.dumps(second_values.get(first)))
     return Parting(step, first, len(keys) - 1, values)
 
 
-def _are_near(ours: Any, theirs: Any, tolerance: float) -> bool:
+def _are_near(first_values: Any, second_values: Any, tolerance: float) -> bool:
     """Return True if two finite numbers differ by at most the relative tolerance, or other values
     not at all."""
-    are_numbers = isinstance(ours, float) and isinstance(theirs, float)
-    if are_numbers and math.isfinite(ours) and math.isfinite(theirs):
-        return abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs))
-    return repr(ours) == repr(theirs)  # NaN equals NaN
+    are_numbers = isinstance(first_values, float) and isinstance(second_values, float)
+    if are_numbers and math.isfinite(first_values) and math.isfinite(second_values):
+        return abs(first_values - second_values) <= tolerance * max(
+            abs(first_values), abs(second_values)
+        )
+    return repr(first_values) == repr(second_values)  # NaN equals NaN
 
 
 @dataclass(frozen=True)
@@ -276,43 +300,54 @@ class Start:
     passed_over: list[str]
 
 
-def common_start(a: Side, b: Side, before: int, exact: bool) -> Start:
+def common_start(first_side: Side, second_side: Side, before: int, exact: bool) -> Start:
     """Return the newest step before `before` of which both runs have a checkpoint, or the initial
     weights.
 
     exact: the checkpoints must hold the same bits.
     """
-    ours = a.checkpoint_steps()
-    theirs = b.checkpoint_steps()
+    first_values = first_side.checkpoint_steps()
+    second_values = second_side.checkpoint_steps()
     passed_over: list[str] = []
-    for step in sorted(ours.keys() & theirs.keys(), reverse=True):
+    for step in sorted(first_values.keys() & second_values.keys(), reverse=True):
         if step >= before:
             continue
-        different = other_tensors(Store(ours[step]), Store(theirs[step])) if exact else []
+        different = (
+            other_tensors(Store(first_values[step]), Store(second_values[step])) if exact else []
+        )
         if not different:
-            return Start(step, str(ours[step]), passed_over)
+            return Start(step, str(first_values[step]), passed_over)
         first = different[0].replace("/", " ")
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         passed_over.append(f"the checkpoints of step {step} differ in {first}{more}")
     return Start(0, "", passed_over)
 
 
-def other_tensors(a: Store, b: Store) -> list[str]:
+def other_tensors(first_side: Store, second_side: Store) -> list[str]:
     """Return the tensors, as kind/name, that two checkpoints do not both hold with the same
     bits."""
-    ours = a.index["tensors"]
-    theirs = b.index["tensors"]
-    keys = sorted({*ours, *theirs}, key=lambda key: (key.startswith("weight/"), key))
+    first_values = first_side.index["tensors"]
+    second_values = second_side.index["tensors"]
+    keys = sorted(
+        {*first_values, *second_values},
+        key=lambda dotted_key: (dotted_key.startswith("weight/"), dotted_key),
+    )
     return [
-        key for key in keys if key not in ours or key not in theirs or not _same_bits(key, a, b)
+        dotted_key
+        for dotted_key in keys
+        if dotted_key not in first_values
+        or dotted_key not in second_values
+        or not _same_bits(dotted_key, first_side, second_side)
     ]
 
 
-def _same_bits(key: str, a: Store, b: Store) -> bool:
-    kind, name = key.split("/", 1)
-    ours = a.read(kind, name)
-    theirs = b.read(kind, name)
-    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+def _same_bits(dotted_key: str, first_side: Store, second_side: Store) -> bool:
+    kind, key_name = dotted_key.split("/", 1)
+    first_values = first_side.read(kind, key_name)
+    second_values = second_side.read(kind, key_name)
+    if first_values.dtype != second_values.dtype or first_values.shape != second_values.shape:
         return False
     # as bytes: NaN equals NaN, and 0 is not -0
-    return torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8))
+    return torch.equal(
+        first_values.flatten().view(torch.uint8), second_values.flatten().view(torch.uint8)
+    )

@@ -14,6 +14,7 @@ from megaprec.errors import UserError
 from tools.console.tables import add_json, print_result, print_table
 from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
 from tools.plots.compare_plot import LAST, Curve, by_loss, draw
+from tools.plots.drawing import has_matplotlib
 from tools.report.comparable import differences
 from tools.report.run import Run
 
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         curves = read_curves(folders)
     if args.output:
-        draw(curves, args.output, args.over, base, _figure_class(args.output))
+        draw(curves, args.output, args.over, base)
     shown = [*curves, base] if base else curves
     notes = _notes(args)
     return print_result(
@@ -87,15 +88,8 @@ def _require_writable(path: Path) -> None:
         raise UserError.of("command.plot_suffix", path=path)
     if not path.absolute().parent.is_dir():
         raise UserError.of("command.plot_folder", path=path, parent=path.parent)
-
-
-def _figure_class(path: Path) -> Any:
-    """Return matplotlib's class of figures. Raises UserError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
-    except ImportError as error:
-        raise UserError.of("command.matplotlib_missing", path=path) from error
-    return Figure
+    if not has_matplotlib():
+        raise UserError.of("command.matplotlib_missing", path=path)
 
 
 def _show(args: argparse.Namespace, curves: Sequence[Curve], notes: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from megaprec.data.files import exclusive_lock, with_suffix
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.readers import SUFFIXES
-from megaprec.data.text import Source, open_source
+from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
@@ -164,7 +164,9 @@ def build(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with (
         exclusive_lock(lock, partial(_print_waiting, args.prefix)),
-        build_progress(source) as on_progress,
+        build_progress(
+            source.name, source.total_chars(), left_out_words(source.left_out)
+        ) as on_progress,
     ):
         result = prepare(
             source,
@@ -221,7 +223,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     # `building` does it for a data set
-    tell_left_out(source)
+    tell_left_out(source.name, left_out_words(source.left_out))
     texts = (text for _, text in source)
     if path.suffix == ".json":
         train_hugging_face(texts, path, args.vocab_size, args.overwrite)

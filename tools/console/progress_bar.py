@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
@@ -17,7 +17,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from megaprec.data.text import Source, left_out_words
 from tools.console.wrapped import last_parts_that_fit, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
@@ -25,39 +24,47 @@ BAR_WIDTH = 20  # columns of a bar at least
 WIDTH_BESIDE = 14  # columns of percentage and time beside the bar of a build
 
 
-def tell_left_out(source: Source) -> None:
-    """Name on stderr, in one line, the files of a folder that are not read."""
-    if source.left_out:
-        say(f"{source.name}: left out {', '.join(left_out_words(source.left_out))}", sys.stderr)
+def tell_left_out(text_name: str, left_out: Sequence[str]) -> None:
+    """Name on stderr, in one line, the files of a folder that are not read. left_out: their kinds,
+    in words."""
+    if left_out:
+        say(f"{text_name}: left out {', '.join(left_out)}", sys.stderr)
 
 
 @contextmanager
 def _show_bar(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
     """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise
     not at all."""
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    progress_bar = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
     # Releases of rich before 15 print an empty line also after a bar that is disabled.
-    with bar if console.is_terminal else nullcontext():
-        yield bar
+    with progress_bar if console.is_terminal else nullcontext():
+        yield progress_bar
 
 
 @contextmanager
-def build_progress(source: Source) -> Iterator[Callable[[int, int, int], None]]:
-    """Show, on stderr, the progress of tokenizing a text; yields the callback of
-    `megaprec.data.build`."""
+def build_progress(
+    text_name: str, total_chars: int | None, left_out: Sequence[str]
+) -> Iterator[Callable[[int, int, int], None]]:
+    """Show, on stderr, the progress of tokenizing a text.
+
+    Yields the callback of `megaprec.data.build`, for documents, characters and tokens so far.
+
+    total_chars: None if that is not known. left_out: see `tell_left_out`.
+    """
     console = Console(stderr=True)
-    description = TextColumn("{task.description}", markup=False)
     columns = (
-        description,
+        TextColumn("{task.description}", markup=False),
         BarColumn(BAR_WIDTH),
         TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
     )
     if not console.is_terminal:
-        _print_plain(console, f"building the data set of {source.name}")
-    tell_left_out(source)
-    with _show_bar(console, *columns) as bar:
-        task = bar.add_task(f"reading {source.name}", total=source.total_chars())
+        _print_plain(console, f"building the data set of {text_name}")
+    tell_left_out(text_name, left_out)
+    with _show_bar(console, *columns) as progress_bar:
+        task_id = progress_bar.add_task(f"reading {text_name}", total=total_chars)
         start_time = time.monotonic()
         last_line = start_time  # when a plain line was printed
         first_tokens: int | None = None  # an interrupted build resumes: they were there before
@@ -65,18 +72,21 @@ def build_progress(source: Source) -> Iterator[Callable[[int, int, int], None]]:
         def on_progress(documents: int, chars: int, tokens: int) -> None:
             nonlocal first_tokens, last_line, start_time
             now = time.monotonic()
-            parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
+            text_parts = [f"{documents:,} documents", f"{tokens:,} tokens"]
             if first_tokens is None:
                 first_tokens = tokens
                 start_time = now
             else:
                 seconds = max(now - start_time, 1e-3)
-                parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
+                text_parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
+            # the newest figures are the last parts
             width = console.width - BAR_WIDTH - WIDTH_BESIDE
-            bar.update(task, completed=chars, description=last_parts_that_fit(parts, width))
+            progress_bar.update(
+                task_id, completed=chars, description=last_parts_that_fit(text_parts, width)
+            )
             if not console.is_terminal and now - last_line > PLAIN_SECONDS:
                 last_line = now
-                _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(parts)}")
+                _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(text_parts)}")
 
         yield on_progress
 
@@ -103,11 +113,11 @@ class Steps:
         self._task = self._bar.add_task("", total=total, completed=done, text="")
         self._bar.start()
 
-    def update(self, step: int, parts: list[str]) -> None:
-        """Show how far the run is. parts: of the text, of which the last ones that leave
+    def update(self, step: int, text_parts: list[str]) -> None:
+        """Show how far the run is. text_parts: of the text, of which the last ones that leave
         `BAR_WIDTH` columns are shown."""
         width = self._bar.console.width - len(f"step {step}/{self._total}") - BAR_WIDTH - 2
-        self._bar.update(self._task, completed=step, text=last_parts_that_fit(parts, width))
+        self._bar.update(self._task, completed=step, text=last_parts_that_fit(text_parts, width))
 
     def say(self, line: str) -> None:
         """Print a line above the bar, broken between its parts, which are separated by two
@@ -130,23 +140,23 @@ def bytes_progress(title: str, size: int) -> Iterator[Callable[[int, str], None]
         DownloadColumn(),
         TimeRemainingColumn(compact=True),
     )
-    with _show_bar(console, *columns) as bar:
-        task = bar.add_task(title, total=size)
+    with _show_bar(console, *columns) as progress_bar:
+        task_id = progress_bar.add_task(title, total=size)
 
         def on_moved(nbytes: int, text: str) -> None:
-            bar.update(task, advance=nbytes, description=text)
+            progress_bar.update(task_id, advance=nbytes, description=text)
 
         yield on_moved
 
 
 @contextmanager
-def tokens_progress(name: str) -> Iterator[Callable[[int], None]]:
+def tokens_progress(text_name: str) -> Iterator[Callable[[int], None]]:
     """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the
     tokens just done."""
     console = Console(stderr=True)
     description = TextColumn("{task.description}", markup=False)
-    with _show_bar(console, description) as bar:
-        task = bar.add_task(f"evaluating {name}", total=None)
+    with _show_bar(console, description) as progress_bar:
+        task_id = progress_bar.add_task(f"evaluating {text_name}", total=None)
         start_time = time.monotonic()
         done = 0
 
@@ -154,8 +164,9 @@ def tokens_progress(name: str) -> Iterator[Callable[[int], None]]:
             nonlocal done
             done += tokens
             speed = done / max(time.monotonic() - start_time, 1e-3)
-            bar.update(
-                task, description=f"evaluating {name}  {done:,} tokens  {speed:,.0f} tokens/s"
+            progress_bar.update(
+                task_id,
+                description=f"evaluating {text_name}  {done:,} tokens  {speed:,.0f} tokens/s",
             )
 
         yield on_tokens

@@ -2,13 +2,13 @@
 document instead."""
 
 import argparse
+import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from megaprec.optim.step_report import to_json
 
 PIPE_COLUMNS = 120
 
@@ -49,3 +49,20 @@ def print_result(
     else:
         show()
     return 0
+
+
+def to_json(record: dict[str, object]) -> str:
+    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf",
+    "-inf" and "nan"."""
+    return json.dumps(_spell_nonfinite(record), allow_nan=False)
+
+
+def _spell_nonfinite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _spell_nonfinite(nested) for key, nested in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_nonfinite(nested) for nested in value]
+    # Python would write NaN and Infinity, which other readers of JSON refuse
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -2,9 +2,9 @@
 rank."""
 
 
-def size(count: float) -> str:
+def size(amount: float) -> str:
     """Return a number of bytes: 17 B, 2.41 MiB, 13.6 GiB."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return _scaled(amount, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -12,10 +12,10 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def flops(count: float) -> str:
+def flops(amount: float) -> str:
     """Return a number of floating-point operations: 3.21 MFLOP, 1.25 TFLOP."""
     return _scaled(
-        count, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
+        amount, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
     )
 
 
@@ -30,17 +30,17 @@ def duration(seconds: float) -> str:
     return f"{_short(seconds * 1e3)} ms"
 
 
-def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
     """Return a number in the largest of the units, each `base` times the one before, that leaves a
     digit before the point."""
-    power = 0
+    unit_index = 0
     # three digits at most are shown: 999.5 is already 1,000
-    while count >= 999.5 and power < len(units) - 1:
-        count = count / base
-        power = power + 1
-    if power == 0:
-        return f"{count:.0f} {units[0]}"
-    return f"{_short(count)} {units[power]}"
+    while amount >= 999.5 and unit_index < len(units) - 1:
+        amount = amount / base
+        unit_index = unit_index + 1
+    if unit_index == 0:
+        return f"{amount:.0f} {units[0]}"
+    return f"{_short(amount)} {units[unit_index]}"
 
 
 def _short(value: float) -> str:

@@ -14,36 +14,43 @@ def say(text: str, file: TextIO | None = None) -> None:
     one."""
     stream = file or sys.stdout
     if stream.isatty():
-        text = "\n".join(wrapped(line, get_terminal_size().columns) for line in text.split("\n"))
+        text = "\n".join(
+            wrapped(text_line, get_terminal_size().columns) for text_line in text.split("\n")
+        )
     print(text, file=stream, flush=True)
 
 
-def wrapped(line: str, width: int, indent: int = INDENT) -> str:
+def wrapped(text_line: str, max_width: int, indent: int = INDENT) -> str:
     """Return a line broken at spaces; what follows is indented. Longer words, such as paths, stay
     whole."""
-    if len(line) <= width:
-        return line
+    if len(text_line) <= max_width:
+        return text_line
     lines = textwrap.wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        text_line,
+        max_width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return "\n".join(lines)
 
 
-def wrapped_parts(line: str, width: int) -> str:
+def wrapped_parts(text_line: str, max_width: int) -> str:
     """Return a line whose parts are separated by two spaces, broken between parts only as long as
     they fit."""
-    if len(line) <= width:
-        return line
-    parts = line.split("  ")
-    for i, part in enumerate(parts):
-        if len(part) <= width - INDENT:
-            parts[i] = part.replace(" ", NO_BREAK_SPACE)
-    return wrapped("  ".join(parts), width).replace(NO_BREAK_SPACE, " ")
+    if len(text_line) <= max_width:
+        return text_line
+    line_parts = text_line.split("  ")
+    for i, part in enumerate(line_parts):
+        if len(part) <= max_width - INDENT:
+            line_parts[i] = part.replace(" ", NO_BREAK_SPACE)
+    return wrapped("  ".join(line_parts), max_width).replace(NO_BREAK_SPACE, " ")
 
 
-def last_parts_that_fit(parts: list[str], width: int) -> str:
-    """Return the last of the `parts` that fit into `width` columns, separated by two spaces."""
-    shown = list(parts)
-    while shown and len("  ".join(shown)) > width:
+def last_parts_that_fit(line_parts: list[str], max_width: int) -> str:
+    """Return the last of the `line_parts` that fit into `max_width` columns, separated by two
+    spaces."""
+    shown = list(line_parts)
+    while shown and len("  ".join(shown)) > max_width:
         shown.pop(0)
     return "  ".join(shown)

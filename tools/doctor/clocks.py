@@ -1,4 +1,4 @@
-"""Clocks: each host's against rank 0's, against its own files, and against time that passes.
+"""Clocks: each host's against rank 0's, and against its own files.
 
 Rank 0 is asked for the time, and half of the way there and back is the error of the answer. Of
 several answers the one with the shortest way counts. Wrong clocks do no harm to numbers, but logs,
@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tools.doctor.finding import Finding, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 TOLERANCE = 1.0  # seconds that clocks may differ
 READINGS = 8  # number of times that each host asks
-INTERVAL = 0.2  # seconds between two looks at both clocks of this process
 REMEDY = "run an NTP client there (chronyc tracking, timedatectl)"
 
 
@@ -27,40 +26,16 @@ def wall() -> float:
 
 
 def readings(context: RankContext) -> Answer:
-    """Return how far this host's clock is from rank 0's, from its files' and from steady time.
+    """Return how far this host's clock is from rank 0's and from the times of its files.
 
-    In seconds: "offset" with its "error", "behind_files" of the time of installed files, "jumped"
-    while this function waited.
+    In seconds: "offset" with its "error", and "behind_files" of the time of installed files.
     """
     return {
         "rank": context.rank,
         "host": context.host,
         "behind_files": max(0.0, Path(torch.__file__).stat().st_mtime - wall()),
-        "jumped": _measure_jump(),
         **_compare_with_first(context),
     }
-
-
-def _measure_jump() -> float:
-    """Return by how many seconds the clock was set while this function waited."""
-    before = _lead_over_steady_time()
-    time.sleep(INTERVAL)
-    return _lead_over_steady_time() - before
-
-
-def _lead_over_steady_time() -> float:
-    """Return how far the wall clock is ahead of steady time.
-
-    Of several looks at both clocks the quickest one counts.
-    """
-    looks = list[tuple[float, float]]()
-    for _ in range(READINGS):
-        start = time.monotonic()
-        wall_time = wall()
-        end = time.monotonic()
-        looks.append((end - start, wall_time - (start + end) / 2))
-    _, lead = min(looks)
-    return lead
 
 
 def _compare_with_first(context: RankContext) -> dict[str, float]:
@@ -90,16 +65,16 @@ def _measure_offset() -> dict[str, float]:
     """Ask rank 0 for the time; return the offset of the quickest answer and its error, seconds."""
     measured = list[tuple[float, float]]()
     for _ in range(READINGS):
-        answer = torch.zeros(1, dtype=torch.float64)
+        rank_answer = torch.zeros(1, dtype=torch.float64)
         before = wall()
         start = time.monotonic()
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
-        dist.recv(answer, 0)
+        dist.recv(rank_answer, 0)
         # Rank 0 has read its clock half of the way, give or take the other half.
         one_way = (time.monotonic() - start) / 2
-        measured.append((one_way, before + one_way - float(answer)))
-    error, offset = min(measured)
-    return {"offset": offset, "error": error}
+        measured.append((one_way, before + one_way - float(rank_answer)))
+    error_seconds, offset_seconds = min(measured)
+    return {"offset": offset_seconds, "error": error_seconds}
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
@@ -107,49 +82,40 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
         *_judge_offsets(answers),
         *_judge_file_times(answers),
-        *_judge_jumps(answers),
     ]
     yield from problems or [_summarize(answers)]
 
 
 def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
-    for answer in answers:
-        offset = answer.get("offset", 0.0)
-        error = answer.get("error", 0.0)
-        if abs(offset) - error > TOLERANCE:  # more than the measurement can explain
-            direction = "ahead of" if offset > 0 else "behind"
+    for rank_answer in answers:
+        offset_seconds = rank_answer.get("offset", 0.0)
+        error_seconds = rank_answer.get("error", 0.0)
+        if abs(offset_seconds) - error_seconds > TOLERANCE:  # more than the measurement can explain
+            direction = "ahead of" if offset_seconds > 0 else "behind"
             message = (
-                f"the clock of {answer['host']} is {abs(offset):.1f} s {direction} that of "
-                f"{answers[0]['host']}"
+                f"the clock of {rank_answer['host']} is {abs(offset_seconds):.1f} s {direction} "
+                f"that of {answers[0]['host']}"
             )
-            yield wrong("clocks", message, REMEDY, offset_s=offset, error_s=error)
+            yield wrong("clocks", message, REMEDY, offset_s=offset_seconds, error_s=error_seconds)
 
 
 def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
     behind = {
-        answer["host"]: answer["behind_files"]
-        for answer in answers
-        if answer["behind_files"] > TOLERANCE
+        rank_answer["host"]: rank_answer["behind_files"]
+        for rank_answer in answers
+        if rank_answer["behind_files"] > TOLERANCE
     }
     for host, seconds in behind.items():
         message = f"the clock of {host} is {seconds:.0f} s behind the time of installed files"
         yield wrong("clocks", message, REMEDY)
 
 
-def _judge_jumps(answers: Sequence[Answer]) -> Iterator[Finding]:
-    jumps = {
-        answer["host"]: answer["jumped"] for answer in answers if abs(answer["jumped"]) > TOLERANCE
-    }
-    for host, seconds in jumps.items():
-        yield wrong("clocks", f"the clock of {host} was set by {seconds:+.1f} s meanwhile", REMEDY)
-
-
 def _summarize(answers: Sequence[Answer]) -> Finding:
     """Return the finding of clocks without problems, with the largest offset."""
-    compared = [answer for answer in answers if "offset" in answer]
+    compared = [rank_answer for rank_answer in answers if "offset" in rank_answer]
     if not compared:
-        return ok("clocks", "one host only: its clock runs steadily and is not behind its files")
-    worst = max(compared, key=lambda answer: abs(answer["offset"]))
-    milliseconds = max(abs(worst["offset"]), worst["error"]) * 1e3
+        return ok("clocks", "one host only: its clock is not behind its files")
+    worst_answer = max(compared, key=lambda rank_answer: abs(rank_answer["offset"]))
+    milliseconds = max(abs(worst_answer["offset"]), worst_answer["error"]) * 1e3
     message = f"{len(compared) + 1} hosts agree within {milliseconds:.1f} ms"
-    return ok("clocks", message, offset_s=worst["offset"], error_s=worst["error"])
+    return ok("clocks", message, offset_s=worst_answer["offset"], error_s=worst_answer["error"])

@@ -3,12 +3,19 @@
 A verdict never stands for another. A check that could not be carried out is "not tried", whatever
 its result would probably be. It counts in the exit code only if the machine needs the thing for
 what was asked: a laptop without a GPU is well, but a layout that could not be tried is no layout
-that works.
+that works. The findings are shown as a table, or as one JSON document.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rich.table import Table
+
+from tools.console.tables import print_table
+from tools.console.units import counted
+from tools.console.wrapped import say
 
 OK = "ok"
 WRONG = "wrong"
@@ -50,8 +57,76 @@ def not_tried(check: str, reason: str, needed: bool = False) -> Finding:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Return the worst verdict: wrong, then not tried where that counts, otherwise ok."""
+    # one wrong thing outweighs whatever else is well
     if any(finding.verdict == WRONG for finding in findings):
         return WRONG
     if any(finding.verdict == NOT_TRIED and finding.needed for finding in findings):
         return NOT_TRIED
     return OK
+
+
+COLOURS = {OK: "green", WRONG: "bold red", NOT_TRIED: "yellow"}
+
+
+def document(findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """Return the document of `--json`."""
+    return {
+        "verdict": verdict(findings),
+        "seconds": round(seconds, 1),
+        "checks": [_json_entry(finding) for finding in findings],
+    }
+
+
+def _json_entry(finding: Finding) -> dict[str, Any]:
+    json_entry: dict[str, Any] = {
+        "check": finding.check,
+        "verdict": finding.verdict,
+        "said": finding.message,
+    }
+    # Only where it means something: a reader need not know which fields are void.
+    if finding.verdict == WRONG:
+        json_entry["remedy"] = finding.remedy
+    if finding.verdict == NOT_TRIED:
+        json_entry["needed"] = finding.needed
+    json_entry["facts"] = finding.facts
+    return json_entry
+
+
+def show(findings: Sequence[Finding], seconds: float) -> None:
+    """Print the table, then a line for each wrong thing with the remedy, then the verdict."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("check", overflow="fold", no_wrap=True)
+    table.add_column("verdict", overflow="fold", no_wrap=True)
+    table.add_column("found", overflow="fold", no_wrap=False)
+    for finding in findings:
+        coloured = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(finding.check, coloured, _escape_markup(finding.message))
+    print_table(table)
+
+    for finding in findings:
+        if finding.verdict == WRONG:
+            say(f"mend       {finding.check}: {finding.message}: {finding.remedy}")
+    say(f"verdict    {in_words(findings)} ({seconds:.0f} s)")
+
+
+def in_words(findings: Sequence[Finding]) -> str:
+    """Return the verdict in a line."""
+    verdict_counts = Counter(finding.verdict for finding in findings)
+    if verdict_counts[WRONG]:
+        verb = "is" if verdict_counts[WRONG] == 1 else "are"
+        return f"{counted(verdict_counts[WRONG], 'thing')} {verb} wrong"
+
+    if verdict(findings) == NOT_TRIED:
+        # dict.fromkeys: each check once, in the order of the table
+        missing = dict.fromkeys(
+            finding.check for finding in findings if finding.verdict == NOT_TRIED and finding.needed
+        )
+        return f"nothing is wrong, but {', '.join(missing)} could not be tried"
+
+    not_tried = f", {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
+    return f"all is well: {counted(verdict_counts[OK], 'check')} ok{not_tried}"
+
+
+def _escape_markup(text: str) -> str:
+    """Return the text such that rich prints its brackets instead of reading a style in them."""
+    return text.replace("[", r"\[")

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.fp8.matmul import choose_kernel
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 # what torch raises where a kernel is not built in or does not support the device
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
@@ -37,29 +37,30 @@ class Trial(NamedTuple):
 
 def probe(context: RankContext) -> Answer:
     """Try all kernels on the first rank of each host; the others return nothing."""
+    # ranks of one host have the same device and the same torch
     if context.local:
         return {}
     device = torch.device(context.device)
-    trials = {name: try_kernel(device) for name, try_kernel in KERNELS.items()}
+    trials = {kernel_name: try_kernel(device) for kernel_name, try_kernel in KERNELS.items()}
     return {"host": context.host, "device": context.device, "tried": trials}
 
 
 def _try_flash_attention(device: torch.device) -> Trial:
     """Return if torch's flash attention computes what the plain formula does."""
     shape = (2, 4, 128, 64)  # batch, heads, tokens, head size
-    q = _random_bf16(shape, 0, device)
-    k = _random_bf16(shape, 1, device)
-    v = _random_bf16(shape, 2, device)
+    query = _random_bf16(shape, 0, device)
+    key = _random_bf16(shape, 1, device)
+    value = _random_bf16(shape, 2, device)
 
     def flash() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    products = q.double() @ k.double().transpose(-1, -2)
+    products = query.double() @ key.double().transpose(-1, -2)
     scores = products / 8.0  # the root of the head size
     causal = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
     probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    expected = probabilities @ v.double()
+    expected = probabilities @ value.double()
     return _compare(flash, expected)
 
 
@@ -85,12 +86,12 @@ def _try_mx_products(device: torch.device) -> Trial:
 
 
 def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
-    kernel, reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
+    kernel, refusal_reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
     if kernel is not None:
         return Trial(HERE, "")
-    if "is wrong by" in reason:
-        return Trial(FAULTY, reason)
-    return Trial(ABSENT, reason)
+    if "is wrong by" in refusal_reason:
+        return Trial(FAULTY, refusal_reason)
+    return Trial(ABSENT, refusal_reason)
 
 
 def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
@@ -122,36 +123,37 @@ KERNELS: dict[str, Callable[[torch.device], Trial]] = {
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the finding about each kernel."""
-    hosts = [answer for answer in answers if answer]
-    for name in KERNELS:
-        yield from _judge_kernel(name, hosts)
+    hosts = [host_answer for host_answer in answers if host_answer]
+    for kernel_name in KERNELS:
+        yield from _judge_kernel(kernel_name, hosts)
 
 
-def _judge_kernel(name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_kernel(kernel_name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
     faulty = dict[str, str]()  # the reason by host
     absent = dict[str, str]()
-    for answer in hosts:
-        trial = Trial(*answer["tried"][name])
+    for host_answer in hosts:
+        trial = Trial(*host_answer["tried"][kernel_name])
         if trial.state == FAULTY:
-            faulty[answer["host"]] = trial.reason
+            faulty[host_answer["host"]] = trial.reason
         elif trial.state == ABSENT:
-            absent[answer["host"]] = trial.reason
-    for host, reason in faulty.items():
-        message = f"{name} on {host}: {reason}"
+            absent[host_answer["host"]] = trial.reason
+    for host, refusal_reason in faulty.items():
+        message = f"{kernel_name} on {host}: {refusal_reason}"
         yield wrong("kernels", message, "update torch and the driver; report it to torch")
+    # one that computes wrongly is worse than one that is absent elsewhere
     if faulty:
         return
 
     if absent and len(absent) < len(hosts):
         message = (
-            f"{name} are not on {', '.join(absent)}, but on the others: ranks would compute "
+            f"{kernel_name} are not on {', '.join(absent)}, but on the others: ranks would compute "
             "differently"
         )
         remedy = "install the same torch and driver, and use GPUs of one kind"
         yield wrong("kernels", message, remedy)
     elif absent:
-        reason = next(iter(absent.values()))  # all hosts lack it, for the same one
-        yield not_tried("kernels", f"{name}: not on this device: {reason}")
+        refusal_reason = next(iter(absent.values()))  # all hosts lack it, for the same one
+        yield not_tried("kernels", f"{kernel_name}: not on this device: {refusal_reason}")
     else:
         device = "GPU" if hosts[0]["device"] == "cuda" else "CPU"
-        yield ok("kernels", f"{name}: here, and right on this {device}")
+        yield ok("kernels", f"{kernel_name}: here, and right on this {device}")

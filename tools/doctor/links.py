@@ -1,5 +1,4 @@
-"""Links between ranks along each axis of the mesh: order of messages, latency, bandwidth, and sums
-that are right.
+"""Links between ranks along each axis of the mesh: latency, bandwidth, and sums that are right.
 
 Neighbours on an axis are measured in pairs, and no rank is in two pairs at once: a slow link is
 then slow by itself, and not because of another. Afterwards all ranks of the axis sum and gather,
@@ -22,9 +21,8 @@ from megaprec.comm.groups import make_groups
 from parallel.mesh import make_mesh
 from tools.console.units import counted, duration, size
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import RankContext
+from tools.doctor.questions import RankContext
 
-NUMBERED_MESSAGES = 32  # messages whose order is checked
 ROUNDS = 20  # small messages there and back
 TRIES = 4  # measurements of the bandwidth of a link that seems broken
 # floats of a message for bandwidth: 1 MiB first, then 16 MiB if that takes no second
@@ -81,6 +79,7 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 
     On CUDA with groups of NCCL. Collective over the world.
     """
+    # an axis of one rank has no link
     axes = [Axis.of(mesh, name) for name in AXES]
     shared_axes = [axis for axis in axes if axis.size > 1]
     if device == "cuda":
@@ -90,9 +89,9 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     """Return this rank's NCCL group of the axis. Collective over the world."""
-    dim = (mesh.mesh_dim_names or ()).index(name)
-    ranks = mesh.mesh.movedim(dim, -1)
-    ranks_by_group = ranks.reshape(-1, mesh.size(dim))
+    mesh_dim = (mesh.mesh_dim_names or ()).index(name)
+    ranks = mesh.mesh.movedim(mesh_dim, -1)
+    ranks_by_group = ranks.reshape(-1, mesh.size(mesh_dim))
     return make_groups(ranks_by_group, "nccl")
 
 
@@ -112,12 +111,12 @@ def measure(context: RankContext) -> list[Record]:
 def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Record]:
     """Measure the link of this turn: of ranks 0 and 1, 2 and 3, ... or of 1 and 2, 3 and 4, ..."""
     first = axis.rank % 2 == turn
-    peer = axis.rank + (1 if first else -1)
-    if not 0 <= peer < axis.size:  # the end of the axis has no neighbour in this turn
+    peer_rank = axis.rank + (1 if first else -1)
+    if not 0 <= peer_rank < axis.size:  # the end of the axis has no neighbour in this turn
         return
-    global_peer = dist.get_global_rank(axis.group, peer) if axis.group else peer
-    pair = Pair(axis, peer, first, context.device)
-    measured = _run_guarded(lambda: {"order": order(pair), **speeds(pair)})
+    global_peer = dist.get_global_rank(axis.group, peer_rank) if axis.group else peer_rank
+    link_pair = Pair(axis, peer_rank, first, context.device)
+    measured = _run_guarded(lambda: speeds(link_pair))
     if first:
         yield {
             "axis": axis.name,
@@ -136,57 +135,37 @@ def _run_guarded(part: Callable[[], Record]) -> Record:
         return {"error": str(error).splitlines()[0]}
 
 
-def order(pair: Pair) -> str:
-    """Send numbered messages one way, then back; return what is wrong with their order.
-
-    "" if nothing is.
-    """
-    first_problem = ""
-    for sends in (pair.first, not pair.first):
-        for number in range(NUMBERED_MESSAGES):
-            message = torch.full((2,), float(number), device=pair.device)
-            if sends:
-                pair.send(message)
-                continue
-            pair.receive(message.fill_(-1.0))
-            received = message.tolist()
-            # Goes on after a problem: the other rank sends all messages.
-            if received != [number, number] and not first_problem:
-                first_problem = f"message {number} was number {received[0]:g}"
-    return first_problem
-
-
-def speeds(pair: Pair) -> dict[str, float]:
+def speeds(link_pair: Pair) -> dict[str, float]:
     """Return the best seconds of a small message and bytes a second of a large one."""
-    small = torch.zeros(2, device=pair.device)
-    medium = torch.zeros(MEDIUM_MESSAGE, device=pair.device)
-    pair.there_and_back(small)  # the first message also sets up the connection
-    latency = min(pair.there_and_back(small) for _ in range(ROUNDS))
+    small = torch.zeros(2, device=link_pair.device)
+    medium = torch.zeros(MEDIUM_MESSAGE, device=link_pair.device)
+    link_pair.there_and_back(small)  # the first message also sets up the connection
+    latency = min(link_pair.there_and_back(small) for _ in range(ROUNDS))
 
     bandwidth = 0.0
     agreed = 0.0
     for _ in range(TRIES):  # a busy host is no broken link
-        seconds = min(pair.there_and_back(medium) for _ in range(2))
+        seconds = min(link_pair.there_and_back(medium) for _ in range(2))
         bandwidth = max(bandwidth, FLOAT_BYTES * MEDIUM_MESSAGE / seconds)
         # Both ranks must leave the loop together.
-        agreed = _agree_on_bandwidth(pair, bandwidth)
-        if agreed >= LEAST_BANDWIDTH[pair.device]:
+        agreed = _agree_on_bandwidth(link_pair, bandwidth)
+        if agreed >= LEAST_BANDWIDTH[link_pair.device]:
             break
 
     if agreed * 1.0 > FLOAT_BYTES * LARGE_MESSAGE:  # the large message takes less than 1.0 s
-        large = torch.zeros(LARGE_MESSAGE, device=pair.device)
-        seconds = min(pair.there_and_back(large) for _ in range(3))
+        large = torch.zeros(LARGE_MESSAGE, device=link_pair.device)
+        seconds = min(link_pair.there_and_back(large) for _ in range(3))
         bandwidth = FLOAT_BYTES * LARGE_MESSAGE / seconds
     return {"latency_s": latency, "bytes_per_s": bandwidth}
 
 
-def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
+def _agree_on_bandwidth(link_pair: Pair, bandwidth: float) -> float:
     """Return the bandwidth that the first of both ranks has measured, on both."""
-    message = torch.tensor([bandwidth], device=pair.device)
-    if pair.first:
-        pair.send(message)
+    message = torch.tensor([bandwidth], device=link_pair.device)
+    if link_pair.first:
+        link_pair.send(message)
     else:
-        pair.receive(message)
+        link_pair.receive(message)
     return float(message)
 
 
@@ -234,45 +213,44 @@ def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
     """Yield the findings about each axis."""
     records_by_axis: dict[str, list[Record]] = {}
     for answer in answers:
-        for record in answer:
-            records_by_axis.setdefault(record["axis"], []).append(record)
+        for link_record in answer:
+            records_by_axis.setdefault(link_record["axis"], []).append(link_record)
     if not records_by_axis:
         yield not_tried("links", "one rank only: it has no links")
 
     for axis, records in records_by_axis.items():
-        links = [record for record in records if "collective" not in record]
-        collectives = [record for record in records if "collective" in record]
-        problems = [*_judge_links(axis, links), *_judge_collectives(axis, collectives)]
-        yield from problems or [_summarize(axis, links, collectives)]
+        links_facts = [link_record for link_record in records if "collective" not in link_record]
+        collectives = [link_record for link_record in records if "collective" in link_record]
+        problems = [*_judge_links(axis, links_facts), *_judge_collectives(axis, collectives)]
+        yield from problems or [_summarize(axis, links_facts, collectives)]
 
 
-def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
-    measured = [link for link in links if "error" not in link]
-    for link in links:
-        local = _is_local(link)
+def _judge_links(axis: str, links_facts: Sequence[Record]) -> Iterator[Finding]:
+    measured = [link_facts for link_facts in links_facts if "error" not in link_facts]
+    for link_facts in links_facts:
+        # links within a host go through memory: another kind than those between hosts
+        local = _is_local(link_facts)
         similar = [other for other in measured if _is_local(other) == local]
         problem: str | None
-        if "error" in link:
-            problem = link["error"]
-        elif link["order"]:
-            problem = f"messages out of order: {link['order']}"
+        if "error" in link_facts:
+            problem = link_facts["error"]
         else:
-            problem = slow(link, similar) or None
+            problem = slow(link_facts, similar) or None
         if problem is not None:
             remedy = LOCAL_REMEDY if local else REMEDY
-            message = f"{_format_ends(link)}: {problem}"
-            yield wrong(f"links {axis}", message, remedy, **link)
+            message = f"{_format_ends(link_facts)}: {problem}"
+            yield wrong(f"links {axis}", message, remedy, **link_facts)
 
 
-def slow(link: Record, similar: Sequence[Record]) -> str:
+def slow(link_facts: Record, similar: Sequence[Record]) -> str:
     """Return why a link is too slow, by itself or beside at least two others of its kind.
 
     "" if it is not. similar: the links of its kind, itself among them.
     """
-    bandwidth = link["bytes_per_s"]
-    latency = link["latency_s"]
-    least_bandwidth = LEAST_BANDWIDTH[link["device"]]
-    longest_latency = LONGEST_LATENCY[link["device"]]
+    bandwidth = link_facts["bytes_per_s"]
+    latency = link_facts["latency_s"]
+    least_bandwidth = LEAST_BANDWIDTH[link_facts["device"]]
+    longest_latency = LONGEST_LATENCY[link_facts["device"]]
     if bandwidth < least_bandwidth:
         return f"{size(bandwidth)}/s, and less than {size(least_bandwidth)}/s is a broken link"
     if latency > longest_latency:
@@ -288,28 +266,28 @@ def slow(link: Record, similar: Sequence[Record]) -> str:
     return ""
 
 
-def _is_local(link: Record) -> bool:
+def _is_local(link_facts: Record) -> bool:
     """Return True for a link within a host: those are of another kind than links between hosts."""
-    return link["hosts"][0] == link["hosts"][1]
+    return link_facts["hosts"][0] == link_facts["hosts"][1]
 
 
-def _format_ends(link: Record) -> str:
-    first_rank, second_rank = link["ranks"]
-    first_host, second_host = link["hosts"]
+def _format_ends(link_facts: Record) -> str:
+    first_rank, second_rank = link_facts["ranks"]
+    first_host, second_host = link_facts["hosts"]
     return f"rank {first_rank} on {first_host} and rank {second_rank} on {second_host}"
 
 
 def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Finding]:
     check = f"links {axis}"
-    for record in collectives:
-        rank = f"rank {record['rank']} on {record['host']}"
-        if "error" in record:
-            yield wrong(check, f"{rank}: sums of the axis fail: {record['error']}", REMEDY)
+    for link_record in collectives:
+        rank = f"rank {link_record['rank']} on {link_record['host']}"
+        if "error" in link_record:
+            yield wrong(check, f"{rank}: sums of the axis fail: {link_record['error']}", REMEDY)
             continue
 
-        if not record["right"]:
+        if not link_record["right"]:
             problem = "a sum is wrong"
-        elif not record["in_order"]:
+        elif not link_record["in_order"]:
             problem = "gathered parts are not in the order of ranks"
         else:
             continue
@@ -317,20 +295,20 @@ def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Fin
         yield wrong(check, f"{rank}: {problem}", remedy)
 
 
-def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]) -> Finding:
+def _summarize(axis: str, links_facts: Sequence[Record], collectives: Sequence[Record]) -> Finding:
     """Return the finding of an axis without problems, with its worst figures."""
-    latency = max(link["latency_s"] for link in links)
-    bandwidth = min(link["bytes_per_s"] for link in links)
-    seconds = max(record["sum_s"] for record in collectives)
-    backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
+    latency = max(link_facts["latency_s"] for link_facts in links_facts)
+    bandwidth = min(link_facts["bytes_per_s"] for link_facts in links_facts)
+    seconds = max(link_record["sum_s"] for link_record in collectives)
+    backend = "NCCL" if links_facts[0]["device"] == "cuda" else "gloo"
     worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
     sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"
-    message = f"{backend}, {counted(len(links), 'link')}: {worst}, messages in order; {sum_time}"
+    message = f"{backend}, {counted(len(links_facts), 'link')}: {worst}; {sum_time}"
     return ok(
         f"links {axis}",
         message,
         latency_s=latency,
         bytes_per_s=bandwidth,
         sum_s=seconds,
-        links=list(links),
+        links=list(links_facts),
     )

@@ -20,7 +20,7 @@ from megaprec.resources import cores
 from megaprec.tested_versions import untested
 from tools.console.units import counted
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext, format_ranks
+from tools.doctor.questions import Answer, RankContext, format_ranks
 from tools.training.launch import share_of_cores
 
 # facts that must be the same on all ranks
@@ -49,6 +49,7 @@ def facts(context: RankContext) -> Answer:
         "host": context.host,
         "untested": [*untested()],
     }
+    # on a CPU there is nothing that could differ beside the versions
     if context.device == "cuda":
         machine |= _gpu_facts(context.local)
     return machine
@@ -57,17 +58,16 @@ def facts(context: RankContext) -> Answer:
 def _gpu_facts(local_rank: int) -> Answer:
     """Return the GPU of this rank, its memory in bytes, and the versions of NCCL and the driver."""
     # A launcher may show each rank its own GPU only, which is then number 0.
-    number = local_rank if torch.cuda.device_count() > 1 else 0
-    free, total = torch.cuda.mem_get_info(number)
-    properties = torch.cuda.get_device_properties(number)
-    reserved = torch.cuda.memory_reserved(number)
+    gpu_number = local_rank if torch.cuda.device_count() > 1 else 0
+    free, total = torch.cuda.mem_get_info(gpu_number)
+    properties = torch.cuda.get_device_properties(gpu_number)
+    reserved = torch.cuda.memory_reserved(gpu_number)
     return {
         "gpu": properties.name,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(number))),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(gpu_number))),
         "memory": total,
         "used_by_others": max(0, total - free - reserved),
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
-        "uuid": str(getattr(properties, "uuid", "")),
     }
 
 
@@ -78,98 +78,110 @@ def _installed_version(package: str) -> str:
         return "not installed"
 
 
-def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
+def judge(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about versions and devices."""
-    yield from _judge_versions(answers)
-    yield from _judge_untested(answers)
-    yield from _judge_devices(answers)
-    yield from _judge_threads(answers)
+    yield from _judge_versions(rank_answers)
+    yield from _judge_untested(rank_answers)
+    yield from _judge_devices(rank_answers)
+    yield from _judge_threads(rank_answers)
 
 
-def _hosts_by_rank(answers: Sequence[Answer]) -> dict[int, str]:
-    return {answer["rank"]: answer["host"] for answer in answers}
+def _hosts_by_rank(rank_answers: Sequence[Answer]) -> dict[int, str]:
+    return {rank_answer["rank"]: rank_answer["host"] for rank_answer in rank_answers}
 
 
-def _judge_versions(answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_versions(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = list[Finding]()
-    for name in SAME_ON_ALL:
-        problems.extend(_different_versions(name, answers))
-    yield from problems or [_summarize_versions(answers)]
+    for fact_name in SAME_ON_ALL:
+        problems.extend(_different_versions(fact_name, rank_answers))
+    yield from problems or [_summarize_versions(rank_answers)]
 
 
-def _different_versions(name: str, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Yield a line about each version of `name` that is not the most frequent one."""
-    counts = Counter(answer.get(name, "") for answer in answers)
+def _different_versions(fact_name: str, rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield a line about each version of `fact_name` that is not the most frequent one."""
+    counts = Counter(rank_answer.get(fact_name, "") for rank_answer in rank_answers)
     # Of equally frequent ones the first, that of rank 0's host.
-    usual = counts.most_common(1)[0][0]
+    usual_value = counts.most_common(1)[0][0]
     for unusual in counts:
-        if unusual == usual:
+        if unusual == usual_value:
             continue
-        affected = [answer for answer in answers if answer.get(name, "") == unusual]
-        ranks = format_ranks(_hosts_by_rank(affected))
-        message = (
-            f"{name} {unusual or 'is not there'} on {ranks}, {usual or 'is not there'} on the "
-            "others"
+        affected = [
+            rank_answer for rank_answer in rank_answers if rank_answer.get(fact_name, "") == unusual
+        ]
+        rank_names = format_ranks(_hosts_by_rank(affected))
+        others = f"{usual_value or 'is not there'} on the others"
+        message = f"{fact_name} {unusual or 'is not there'} on {rank_names}, {others}"
+        yield wrong(
+            "versions", message, f"install the same {fact_name} on all hosts", differs=fact_name
         )
-        yield wrong("versions", message, f"install the same {name} on all hosts", differs=name)
 
 
-def _summarize_versions(answers: Sequence[Answer]) -> Finding:
-    first = answers[0]
-    hosts = len({answer["host"] for answer in answers})
-    extent = f", the same on {len(answers)} ranks of {hosts} hosts" if hosts > 1 else ""
-    installed = [name for name in SUMMARIZED if first.get(name)]
-    versions = ", ".join(f"{name} {first[name]}" for name in installed)
-    numbers = {name: first.get(name, "") for name in (*SAME_ON_ALL, "system")}
-    return ok("versions", f"{versions} on {first['system']}{extent}", **numbers)
+def _summarize_versions(rank_answers: Sequence[Answer]) -> Finding:
+    first_answer = rank_answers[0]
+    hosts = len({rank_answer["host"] for rank_answer in rank_answers})
+    extent = f", the same on {len(rank_answers)} ranks of {hosts} hosts" if hosts > 1 else ""
+    installed = [fact_name for fact_name in SUMMARIZED if first_answer.get(fact_name)]
+    versions = ", ".join(f"{fact_name} {first_answer[fact_name]}" for fact_name in installed)
+    numbers = {fact_name: first_answer.get(fact_name, "") for fact_name in (*SAME_ON_ALL, "system")}
+    return ok("versions", f"{versions} on {first_answer['system']}{extent}", **numbers)
 
 
-def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_untested(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about each package of a version that megaprec is not tested with.
 
     It may work.
     """
     answers_by_message: dict[str, list[Answer]] = {}
-    for answer in answers:
-        for message in answer.get("untested", ()):
-            answers_by_message.setdefault(message, []).append(answer)
+    for rank_answer in rank_answers:
+        for message in rank_answer.get("untested", ()):
+            answers_by_message.setdefault(message, []).append(rank_answer)
 
     for message, affected in sorted(answers_by_message.items()):
-        if len(affected) < len(answers):
+        if len(affected) < len(rank_answers):
             message += f" ({format_ranks(_hosts_by_rank(affected))})"
         yield not_tried("versions", message)
 
 
-def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_devices(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
-        *_unused_gpus(answers),
-        *_shared_gpus(answers),
-        *_busy_gpus(answers),
-        *_different_gpus(answers),
+        *_unused_gpus(rank_answers),
+        *_busy_gpus(rank_answers),
+        *_different_gpus(rank_answers),
     ]
-    yield from problems or [_summarize_devices(answers)]
+    yield from problems or [_summarize_devices(rank_answers)]
 
 
-def _summarize_devices(answers: Sequence[Answer]) -> Finding:
-    kinds = Counter(
-        answer.get("gpu") or f"CPU of {counted(answer['cores'], 'core')}" for answer in answers
+def _summarize_devices(rank_answers: Sequence[Answer]) -> Finding:
+    device_kinds = Counter(
+        rank_answer.get("gpu") or f"CPU of {counted(rank_answer['cores'], 'core')}"
+        for rank_answer in rank_answers
     )
-    ranks_by_kind = [f"{counted(count, 'rank')} on {kind}" for kind, count in kinds.items()]
+    ranks_by_kind = [
+        f"{counted(count, 'rank')} on {device_kind}" for device_kind, count in device_kinds.items()
+    ]
     message = ", ".join(ranks_by_kind)
-    return ok("devices", message, ranks=[_device_facts(answer) for answer in answers])
+    return ok(
+        "devices", message, ranks=[_device_facts(rank_answer) for rank_answer in rank_answers]
+    )
 
 
-def _device_facts(answer: Answer) -> Answer:
-    return {name: answer.get(name) for name in ("rank", "host", "gpu", "memory")}
+def _device_facts(rank_answer: Answer) -> Answer:
+    return {
+        fact_name: rank_answer.get(fact_name) for fact_name in ("rank", "host", "gpu", "memory")
+    }
 
 
-def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+def _unused_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line if a driver is there, but torch sees no GPU."""
-    affected = [answer for answer in answers if answer["gpu_tool"] and answer["device"] == "cpu"]
+    affected = [
+        rank_answer
+        for rank_answer in rank_answers
+        if rank_answer["gpu_tool"] and rank_answer["device"] == "cpu"
+    ]
     if not affected:
         return
     blind = _hosts_by_rank(affected)  # they have a driver, and train on the CPU
-    if answers[min(blind)]["cuda"]:
+    if rank_answers[min(blind)]["cuda"]:
         reason = "sees no GPU, or fewer than ranks"
     else:
         reason = "is built without CUDA"
@@ -178,64 +190,60 @@ def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     yield wrong("devices", message, remedy)
 
 
-def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
-    ranks_by_gpu: dict[str, dict[int, str]] = {}
-    for answer in answers:
-        if answer.get("uuid"):
-            ranks_by_gpu.setdefault(answer["uuid"], {})[answer["rank"]] = answer["host"]
-    for uuid, ranks in ranks_by_gpu.items():
-        if len(ranks) > 1:
-            message = f"{format_ranks(ranks)} share GPU {uuid}"
-            yield wrong("devices", message, "give each local rank a GPU of its own")
-
-
-def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
-    for answer in answers:
+def _busy_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+    for rank_answer in rank_answers:
         # A display or a monitor may take a little: only a noticeable share is named.
-        used = answer.get("used_by_others", 0)
-        if used > BUSY_SHARE * answer.get("memory", 1):
-            rank = format_ranks(_hosts_by_rank([answer]))
+        used = rank_answer.get("used_by_others", 0)
+        if used > BUSY_SHARE * rank_answer.get("memory", 1):
+            rank = format_ranks(_hosts_by_rank([rank_answer]))
             message = f"other processes use {used / 2**30:.1f} GiB of the GPU of {rank}"
             yield wrong("devices", message, "end them: nvidia-smi lists them")
 
 
-def _different_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
-    kinds = Counter(answer.get("gpu", "a CPU") for answer in answers)
-    usual = kinds.most_common(1)[0][0]
-    for kind in kinds:
-        if kind == usual:
+def _different_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+    device_kinds = Counter(rank_answer.get("gpu", "a CPU") for rank_answer in rank_answers)
+    usual_value = device_kinds.most_common(1)[0][0]
+    for device_kind in device_kinds:
+        if device_kind == usual_value:
             continue
-        affected = [answer for answer in answers if answer.get("gpu", "a CPU") == kind]
-        ranks = format_ranks(_hosts_by_rank(affected))
-        message = f"{ranks} has {kind}, the others {usual}"
+        affected = [
+            rank_answer
+            for rank_answer in rank_answers
+            if rank_answer.get("gpu", "a CPU") == device_kind
+        ]
+        rank_names = format_ranks(_hosts_by_rank(affected))
+        message = f"{rank_names} has {device_kind}, the others {usual_value}"
         yield wrong("devices", message, "use hosts of one kind")
 
 
-def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_threads(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about CPU threads: more than cores slow every rank of a host."""
     # One thread a rank is the least: then there is nothing to mend.
     crowded = {
-        answer["host"]: answer
-        for answer in answers
-        if answer["threads"] > 1 and _all_threads(answer) > answer["cores"]
+        rank_answer["host"]: rank_answer
+        for rank_answer in rank_answers
+        if rank_answer["threads"] > 1 and _all_threads(rank_answer) > rank_answer["cores"]
     }
-    for host, answer in crowded.items():
-        threads = max(1, answer["cores"] // answer["local_ranks"])
-        message = f"{_format_threads(answer)} of {host}"
+    for host, rank_answer in crowded.items():
+        threads = max(1, rank_answer["cores"] // rank_answer["local_ranks"])
+        message = f"{_format_threads(rank_answer)} of {host}"
         yield wrong("threads", message, f"set OMP_NUM_THREADS={threads}")
     if not crowded:
-        first = answers[0]
-        message = f"{_format_threads(first)}, load {first['load']}"
-        numbers = {name: first[name] for name in ("cores", "threads", "local_ranks", "load")}
+        first_answer = rank_answers[0]
+        message = f"{_format_threads(first_answer)}, load {first_answer['load']}"
+        numbers = {
+            fact_name: first_answer[fact_name]
+            for fact_name in ("cores", "threads", "local_ranks", "load")
+        }
         yield ok("threads", message, **numbers)
 
 
-def _all_threads(answer: Answer) -> int:
-    return answer["threads"] * answer["local_ranks"]
+def _all_threads(rank_answer: Answer) -> int:
+    return rank_answer["threads"] * rank_answer["local_ranks"]
 
 
-def _format_threads(answer: Answer) -> str:
+def _format_threads(rank_answer: Answer) -> str:
     """Return the threads of a host's ranks and the cores that they share."""
-    ranks = counted(answer["local_ranks"], "local rank")
-    threads = counted(answer["threads"], "thread")
-    return f"{ranks} x {threads} on {counted(answer['cores'], 'core')}"
+    rank_names = counted(rank_answer["local_ranks"], "local rank")
+    threads = counted(rank_answer["threads"], "thread")
+    return f"{rank_names} x {threads} on {counted(rank_answer['cores'], 'core')}"

@@ -21,8 +21,7 @@ from parallel.joining import join
 from tools.console.units import counted
 from tools.doctor import clocks, disk, kernels, links, machine, shared
 from tools.doctor.finding import Finding, ok
-from tools.doctor.place import RankContext
-from tools.doctor.questions import Check, conduct
+from tools.doctor.questions import Check, RankContext, conduct
 
 JOIN_SECONDS = 30.0  # in which all ranks must join
 MESSAGE_SECONDS = 12.0  # that a message between ranks may take
@@ -60,6 +59,7 @@ def take_part(request: DoctorRequest) -> tuple[RankContext, list[Finding], bool]
         # A launcher may show each rank its own GPU only, which is then number 0.
         torch.cuda.set_device(local_rank if gpus > 1 else 0)
 
+    # without a run file: tensor ranks within a host, where links are fast
     layout = request.layout if all(request.layout) else (1, size // local_size, local_size)
     context = RankContext(
         rank,

@@ -15,7 +15,7 @@ from pathlib import Path
 from megaprec.durable import sync, write_file
 from tools.console.units import duration
 from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.place import Answer, RankContext
+from tools.doctor.questions import Answer, RankContext
 
 # seconds in which a change must be seen; attribute caches of NFS last 3 to 60
 VISIBLE_SECONDS = 8.0
@@ -38,32 +38,32 @@ def probe(context: RankContext) -> Answer:
 def _write(context: RankContext, readers: Sequence[int]) -> Answer:
     """Write, replace and lock the file; after each wait until all readers have looked."""
     name = f".megaprec_doctor_shared_{os.getpid()}_{time.time_ns()}"
-    folder = context.folder.absolute() / name
-    folder.mkdir(parents=True)
+    shared_folder = context.folder.absolute() / name
+    shared_folder.mkdir(parents=True)
     try:
-        _publish(folder, b"one")
-        context.tell("shared/one", str(folder))
+        _publish(shared_folder, b"one")
+        context.tell("shared/one", str(shared_folder))
         _await_readers(context, "one", readers)
 
-        _publish(folder, b"two")
+        _publish(shared_folder, b"two")
         context.tell("shared/two", "")
         _await_readers(context, "two", readers)
 
-        with (folder / "file").open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (shared_folder / "file").open("rb+") as shared_file:
+            fcntl.flock(shared_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             context.tell("shared/locked", "")
             # The lock is held until the file is closed, and so until all have tried it.
             _await_readers(context, "locked", readers)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(shared_folder, ignore_errors=True)
     return {"host": context.host, "folder": str(context.folder), "writer": True}
 
 
-def _publish(folder: Path, content: bytes) -> None:
+def _publish(shared_folder: Path, content: bytes) -> None:
     """Replace the file by one of this content, as checkpoints are published: by a rename."""
-    write_file(folder / "new", content)
-    os.replace(folder / "new", folder / "file")
-    sync(folder)
+    write_file(shared_folder / "new", content)
+    os.replace(shared_folder / "new", shared_folder / "file")
+    sync(shared_folder)
 
 
 def _await_readers(context: RankContext, step: str, readers: Sequence[int]) -> None:
@@ -76,17 +76,17 @@ def _read(context: RankContext) -> Answer:
 
     Return the seconds until each change is seen, None if it is not.
     """
-    file = Path(context.told("shared/one", 10.0)) / "file"
-    written_s = _seconds_until(file, b"one")
+    shared_file = Path(context.told("shared/one", 10.0)) / "file"
+    written_s = _seconds_until(shared_file, b"one")
     context.tell(f"shared/one/{context.rank}", 1)
 
     context.told("shared/two", VISIBLE_SECONDS + 4)
     # A file that was not seen cannot be seen replaced: looking for it would take its full time.
-    replaced_s = None if written_s is None else _seconds_until(file, b"two")
+    replaced_s = None if written_s is None else _seconds_until(shared_file, b"two")
     context.tell(f"shared/two/{context.rank}", 1)
 
     context.told("shared/locked", VISIBLE_SECONDS + 4)
-    locked = _is_locked(file)
+    locked = _is_locked(shared_file)
     context.tell(f"shared/locked/{context.rank}", 1)
     return {
         "host": context.host,
@@ -97,12 +97,12 @@ def _read(context: RankContext) -> Answer:
     }
 
 
-def _seconds_until(file: Path, content: bytes) -> float | None:
+def _seconds_until(shared_file: Path, content: bytes) -> float | None:
     """Return the seconds until the file has this content, None if it has not in time."""
     start = time.monotonic()
     while (waited := time.monotonic() - start) < VISIBLE_SECONDS:
         try:
-            if file.read_bytes() == content:
+            if shared_file.read_bytes() == content:
                 return waited
         except OSError:
             pass  # not there yet, or being replaced (ESTALE of NFS)
@@ -110,10 +110,10 @@ def _seconds_until(file: Path, content: bytes) -> float | None:
     return None
 
 
-def _is_locked(file: Path) -> bool | None:
+def _is_locked(shared_file: Path) -> bool | None:
     """Return True if another process holds the file's lock, None if the file is not there."""
     try:
-        with file.open("rb+") as opened:
+        with shared_file.open("rb+") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -124,47 +124,51 @@ def _is_locked(file: Path) -> bool | None:
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about each host's view."""
-    writer = answers[0]
+    writer_answer = answers[0]
     readers = [answer for answer in answers[1:] if answer]
     if not readers:
         yield not_tried("shared disk", "one host only: there is nothing to share")
         return
     problems = list[Finding]()
-    for reader in readers:
-        problems.extend(_judge_reader(reader, writer))
-    yield from problems or [_summarize(readers, writer)]
+    for reader_answer in readers:
+        problems.extend(_judge_reader(reader_answer, writer_answer))
+    yield from problems or [_summarize(readers, writer_answer)]
 
 
-def _judge_reader(reader: Answer, writer: Answer) -> Iterator[Finding]:
-    folder = f"{reader['folder']} on {reader['host']}"
-    if reader["written_s"] is None:
-        message = f"{folder}: a file that {writer['host']} wrote there is not seen"
+def _judge_reader(reader_answer: Answer, writer_answer: Answer) -> Iterator[Finding]:
+    shared_folder = f"{reader_answer['folder']} on {reader_answer['host']}"
+    if reader_answer["written_s"] is None:
+        message = f"{shared_folder}: a file that {writer_answer['host']} wrote there is not seen"
         yield wrong("shared disk", message, SHARE_REMEDY)
         return
 
-    if reader["replaced_s"] is None:
+    if reader_answer["replaced_s"] is None:
         message = (
-            f"{folder}: the old content is seen after {VISIBLE_SECONDS:g} s, although "
-            f"{writer['host']} has replaced the file"
+            f"{shared_folder}: the old content is seen after {VISIBLE_SECONDS:g} s, although "
+            f"{writer_answer['host']} has replaced the file"
         )
         yield wrong("shared disk", message, CACHE_REMEDY)
-    elif reader["replaced_s"] > LATE_SECONDS:
-        message = f"{folder}: a replaced file is seen after {reader['replaced_s']:.1f} s"
+    elif reader_answer["replaced_s"] > LATE_SECONDS:
+        message = (
+            f"{shared_folder}: a replaced file is seen after {reader_answer['replaced_s']:.1f} s"
+        )
         yield wrong("shared disk", message, CACHE_REMEDY)
 
-    if reader["locked"] is False:  # None: the file is not there, and was judged above
-        message = f"{folder}: a file that {writer['host']} has locked can be locked again"
+    if reader_answer["locked"] is False:  # None: the file is not there, and was judged above
+        message = (
+            f"{shared_folder}: a file that {writer_answer['host']} has locked can be locked again"
+        )
         remedy = "mount it with locks across hosts (NFS: no nolock, Lustre: flock)"
         yield wrong("shared disk", message, remedy)
 
 
-def _summarize(readers: Sequence[Answer], writer: Answer) -> Finding:
+def _summarize(readers: Sequence[Answer], writer_answer: Answer) -> Finding:
     """Return the finding of a shared filesystem without problems, with the latest change."""
-    latest_written = max(reader["written_s"] for reader in readers)
-    latest_replaced = max(reader["replaced_s"] for reader in readers)
+    latest_written = max(reader_answer["written_s"] for reader_answer in readers)
+    latest_replaced = max(reader_answer["replaced_s"] for reader_answer in readers)
     latest = max(latest_written, latest_replaced)
     message = (
-        f"{writer['folder']}: {len(readers) + 1} hosts see each other's files and locks, at the "
-        f"latest after {duration(latest)}"
+        f"{writer_answer['folder']}: {len(readers) + 1} hosts see each other's files and locks, "
+        f"at the latest after {duration(latest)}"
     )
     return ok("shared disk", message, latest_s=latest)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.data.files import write_whole
-from megaprec.optim.step_report import to_json
+from megaprec.durable import file_error, naming_file
+from megaprec.errors import UserError
 from tools.console.progress_bar import Steps
+from tools.console.tables import to_json
 from tools.console.units import flops
-from tools.journal.lines import Lines
 from tools.journal.records import (
     DIGEST,
     DIGESTS,
@@ -32,10 +33,64 @@ from tools.journal.trackers import Feed
 PACE_STEPS = 20  # number of newest steps whose mean time the ETA is estimated from
 
 
+class LinesLost(UserError):
+    """Lines of a run's records that could not be written at its end."""
+
+
+class Lines:
+    """The file `path`, opened for appending on a disk that may be full for a while.
+
+    Lines that cannot be written are kept in memory and written before the next ones, in order; a
+    warning says so once, and a note says when the file is complete again. Only if they cannot be
+    written at the end are they lost, which is an error. Raises OSError if the file cannot be
+    opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten = b""
+        with naming_file(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def write(self, record_line: str) -> None:
+        """Append a line, or keep it for later."""
+        was_waiting = bool(self._unwritten)
+        self._unwritten += f"{record_line}\n".encode()
+        error = self._write_waiting()
+        if error and not was_waiting:
+            effect = "its lines are kept in memory until they can be written; training goes on"
+            print(f"warning    {file_error(error)}; {effect}", file=sys.stderr, flush=True)
+        if was_waiting and not error:
+            print(
+                f"note       {self._path}: all lines that were kept in memory are written",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Close the file. Raises LinesLost if lines could not be written."""
+        error = self._write_waiting()
+        os.close(self._descriptor)
+        if error:
+            lost = self._unwritten.count(b"\n")
+            raise LinesLost(f"{file_error(error)}; the last {lost} lines of it are lost")
+
+    def _write_waiting(self) -> OSError | None:
+        """Write the lines that wait; return the error that stopped this, if one did."""
+        try:
+            while self._unwritten:
+                with naming_file(self._path):  # on a full disk a part of a line may be written
+                    written = os.write(self._descriptor, self._unwritten)
+                    self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            return error
+        return None
+
+
 class Journal(AbstractContextManager["Journal"]):
     """Writer of a record per step.
 
-    After a resume from `start`, records of later steps are removed: they are taken again.
+    After a resume from `start_step`, records of later steps are removed: they are taken again.
 
     With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as
     metrics.jsonl.old.
@@ -44,26 +99,26 @@ class Journal(AbstractContextManager["Journal"]):
     def __init__(
         self,
         folder: Path,
-        start: int,
+        start_step: int,
         total: int,
         every: int,
         progress: bool,
         trackers: Sequence[Feed] = (),
     ) -> None:
         metrics_path = folder / METRICS
-        if start == 0:  # records that are there belong to another run
+        if start_step == 0:  # records that are there belong to another run
             _put_aside(metrics_path, folder / EVENTS, folder / DIGESTS)
-        _print_note(_repeated_steps(metrics_path, start))
-        self._metrics = _reopen(metrics_path, start)
-        self._events = _reopen(folder / EVENTS, start)
-        self._digests = _LazyLines(folder / DIGESTS, start)
-        _print_note(lost_steps(metrics_path, start))
+        _print_note(_repeated_steps(metrics_path, start_step))
+        self._metrics = _reopen(metrics_path, start_step)
+        self._events = _reopen(folder / EVENTS, start_step)
+        self._digests = _LazyLines(folder / DIGESTS, start_step)
+        _print_note(lost_steps(metrics_path, start_step))
         self._trackers = trackers
-        self._newest = start
+        self._newest = start_step
         self._total = total
         self._every = every
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
-        self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
+        self._bar = Steps(start_step, total) if progress and sys.stdout.isatty() else None
 
     def __exit__(self, *error: object) -> None:
         # Called in the reverse order: whatever fails, the others are closed.
@@ -76,16 +131,17 @@ class Journal(AbstractContextManager["Journal"]):
             closing.callback(self._events.close)
             closing.callback(self._digests.close)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Write the record of a step. record: the fields of metrics.jsonl."""
-        step = record["step"]
-        self._metrics.write(to_json(record))
-        self._newest = step
+    def write(self, step_record: dict[str, Any]) -> None:
+        """Write the record of a step. step_record: the fields of metrics.jsonl."""
+        step_number = step_record["step"]
+        self._metrics.write(to_json(step_record))
+        # for `__exit__`, which tells trackers if the run is complete
+        self._newest = step_number
         for tracker in self._trackers:
-            tracker.log(record)
-        self._step_seconds.append(record["seconds"])
-        left = self._total - step
-        self._show(record, left * sum(self._step_seconds) / len(self._step_seconds))
+            tracker.log(step_record)
+        self._step_seconds.append(step_record["seconds"])
+        left = self._total - step_number
+        self._show(step_record, left * sum(self._step_seconds) / len(self._step_seconds))
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
@@ -97,27 +153,37 @@ class Journal(AbstractContextManager["Journal"]):
         else:
             self._events.write(to_json(event))
 
-    def _show(self, record: dict[str, Any], eta: float) -> None:
+    def _show(self, step_record: dict[str, Any], eta: float) -> None:
         """Print the line of a step, if it has one.
 
         On a terminal above a bar, which shows the newest step.
 
         eta: seconds until the end of the run.
         """
-        step = record["step"]
+        step_number = step_record["step"]
         remaining = f"ETA {_format_clock(eta)}"
-        events = _format_events(record)
-        columns = [f"step {step}/{self._total}", *_format_numbers(record), remaining, *events]
-        line = "  ".join(columns)
+        events = _format_events(step_record)
+        columns = [
+            f"step {step_number}/{self._total}",
+            *_format_numbers(step_record),
+            remaining,
+            *events,
+        ]
+        record_line = "  ".join(columns)
         # A step with an event has a line, whatever `log.every` is.
-        due = step % self._every == 0 or step == self._total or events
+        due = step_number % self._every == 0 or step_number == self._total or events
         if self._bar:
-            bar = [_format_loss(record), _format_speed(record), *_format_mfu(record), remaining]
-            self._bar.update(step, bar)
+            bar = [
+                _format_loss(step_record),
+                _format_speed(step_record),
+                *_format_mfu(step_record),
+                remaining,
+            ]
+            self._bar.update(step_number, bar)
             if due:
-                self._bar.say(line)
+                self._bar.say(record_line)
         elif due:
-            print(line, flush=True)
+            print(record_line, flush=True)
 
 
 class _LazyLines:
@@ -126,29 +192,29 @@ class _LazyLines:
     One that is there loses the records of later steps.
     """
 
-    def __init__(self, path: Path, start: int) -> None:
+    def __init__(self, path: Path, start_step: int) -> None:
         self._path = path
-        self._start = start
-        self._lines = _reopen(path, start) if path.is_file() else None
+        self._start = start_step
+        self._lines = _reopen(path, start_step) if path.is_file() else None
 
-    def write(self, line: str) -> None:
+    def write(self, record_line: str) -> None:
         if self._lines is None:
             self._lines = _reopen(self._path, self._start)
-        self._lines.write(line)
+        self._lines.write(record_line)
 
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
 
 
-def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
-    """Remove the records of steps after `step`, which are taken again, and add an event.
+def rewind(folder: Path, step_number: int, event: dict[str, Any]) -> None:
+    """Remove the records of steps after `step_number`, which are taken again, and add an event.
 
     No other process may write them.
     """
-    _reopen(folder / METRICS, step).close()
-    _LazyLines(folder / DIGESTS, step).close()
-    events = _reopen(folder / EVENTS, step)
+    _reopen(folder / METRICS, step_number).close()
+    _LazyLines(folder / DIGESTS, step_number).close()
+    events = _reopen(folder / EVENTS, step_number)
     events.write(to_json(event))
     events.close()
 
@@ -176,7 +242,9 @@ def _put_aside(*paths: Path) -> None:
 
 
 def _has_records_of_steps(path: Path) -> bool:
-    return any(line.record is None or line.record["step"] for line in read_lines(path))
+    return any(
+        record_line.record is None or record_line.record["step"] for record_line in read_lines(path)
+    )
 
 
 def _free_old_path(path: Path) -> Path:
@@ -188,8 +256,8 @@ def _free_old_path(path: Path) -> Path:
     return old_path
 
 
-def _reopen(path: Path, start: int) -> Lines:
-    """Open a file of records for appending, without the records of steps after `start`.
+def _reopen(path: Path, start_step: int) -> Lines:
+    """Open a file of records for appending, without the records of steps after `start_step`.
 
     These steps are taken again.
     """
@@ -201,22 +269,24 @@ def _reopen(path: Path, start: int) -> Lines:
             f"note       {path} was a link, and is a file of this run now; {target} stays as it is"
         )
     retained = [
-        line.content for line in lines if line.record is None or _is_retained(line.record, start)
+        record_line.content
+        for record_line in lines
+        if record_line.record is None or _is_retained(record_line.record, start_step)
     ]
     write_whole(path, b"".join(content + b"\n" for content in retained))
     _print_note(odd_lines(path))
     return Lines(path)
 
 
-def _repeated_steps(path: Path, start: int) -> str:
+def _repeated_steps(path: Path, start_step: int) -> str:
     """Return a line about the records that go, for their steps are taken again.
 
     Empty if there are none.
     """
     steps = [
-        line.record["step"]
-        for line in read_lines(path)
-        if line.record and not _is_retained(line.record, start)
+        record_line.record["step"]
+        for record_line in read_lines(path)
+        if record_line.record and not _is_retained(record_line.record, start_step)
     ]
     if not steps:
         return ""
@@ -226,65 +296,65 @@ def _repeated_steps(path: Path, start: int) -> str:
     return f"{path}: {first_to_last} are taken again, so the lines of these steps go"
 
 
-def _is_retained(record: dict[str, Any], start: int) -> bool:
-    return record["step"] <= start or record.get("event") in LASTING
+def _is_retained(step_record: dict[str, Any], start_step: int) -> bool:
+    return step_record["step"] <= start_step or step_record.get("event") in LASTING
 
 
-def _format_numbers(record: dict[str, Any]) -> list[str]:
+def _format_numbers(step_record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that every step has."""
-    parts = [_format_loss(record)]
-    if "mtp_loss" in record:  # of the modules of multi-token prediction
-        parts.append(f"mtp loss {record['mtp_loss']:.4f}")
-    parts += [
-        f"lr {record['lr']:.3g}",
-        f"grad norm {record['grad_norm']:.3g}",
-        f"scale {_format_scale(record['loss_scale'])}",
-        _format_speed(record),
+    line_parts = [_format_loss(step_record)]
+    if "mtp_loss" in step_record:  # of the modules of multi-token prediction
+        line_parts.append(f"mtp loss {step_record['mtp_loss']:.4f}")
+    line_parts += [
+        f"lr {step_record['lr']:.3g}",
+        f"grad norm {step_record['grad_norm']:.3g}",
+        f"scale {_format_scale(step_record['loss_scale'])}",
+        _format_speed(step_record),
     ]
-    if "tflops" in record:
-        parts.append(f"{flops(record['tflops'] * 1e12)}/s")
-    return [*parts, *_format_mfu(record)]
+    if "tflops" in step_record:
+        line_parts.append(f"{flops(step_record['tflops'] * 1e12)}/s")
+    return [*line_parts, *_format_mfu(step_record)]
 
 
-def _format_loss(record: dict[str, Any]) -> str:
-    return f"loss {record['loss']:.4f}"
+def _format_loss(step_record: dict[str, Any]) -> str:
+    return f"loss {step_record['loss']:.4f}"
 
 
-def _format_speed(record: dict[str, Any]) -> str:
-    return f"{record['tokens_per_s']:,.0f} tokens/s"
+def _format_speed(step_record: dict[str, Any]) -> str:
+    return f"{step_record['tokens_per_s']:,.0f} tokens/s"
 
 
-def _format_mfu(record: dict[str, Any]) -> list[str]:
-    return [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
+def _format_mfu(step_record: dict[str, Any]) -> list[str]:
+    return [f"MFU {step_record['mfu']:.1%}"] if "mfu" in step_record else []
 
 
-def _format_events(record: dict[str, Any]) -> list[str]:
+def _format_events(step_record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that are not printed for every step."""
-    events = _format_evaluations(record)
-    if "shadow_loss_gap" in record:
-        gap = f"loss gap {record['shadow_loss_gap']:+.3%}"
-        events.append(f"FP8 shadow: {gap}, lowest cosine {record['shadow_cosine']:.3f}")
-    if "shadow_alarm" in record:
-        events.append(f"FP8 ALARM: {record['shadow_alarm']}")
-    if "straggler" in record:
-        events.append(f"warning: {record['straggler']}")
-    if record["outcome"] != "applied":
-        location = f" in {record['overflow_in']}" if "overflow_in" in record else ""
-        events.append(f"{record['outcome']}{location} ({record['skipped_total']} so far)")
+    events = _format_evaluations(step_record)
+    if "shadow_loss_gap" in step_record:
+        gap = f"loss gap {step_record['shadow_loss_gap']:+.3%}"
+        events.append(f"FP8 shadow: {gap}, lowest cosine {step_record['shadow_cosine']:.3f}")
+    if "shadow_alarm" in step_record:
+        events.append(f"FP8 ALARM: {step_record['shadow_alarm']}")
+    if "straggler" in step_record:
+        events.append(f"warning: {step_record['straggler']}")
+    if step_record["outcome"] != "applied":
+        location = f" in {step_record['overflow_in']}" if "overflow_in" in step_record else ""
+        events.append(f"{step_record['outcome']}{location} ({step_record['skipped_total']} so far)")
     return events
 
 
-def _format_evaluations(record: dict[str, Any]) -> list[str]:
+def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
     """Return the losses of the held-out part and of the validation sets, then results of tasks."""
     losses = list[str]()
     tasks = list[str]()
-    if "eval_loss" in record:
-        losses.append(f"held-out loss {record['eval_loss']:.4f}")
-    for key, value in record.items():
-        if key.startswith(VALIDATION_PREFIX):
-            losses.append(f"{key.removeprefix(VALIDATION_PREFIX)} loss {value:.4f}")
-        elif key.startswith(TASK_PREFIX):
-            name = key.removeprefix(TASK_PREFIX).replace("/", " ")
+    if "eval_loss" in step_record:
+        losses.append(f"held-out loss {step_record['eval_loss']:.4f}")
+    for field_name, value in step_record.items():
+        if field_name.startswith(VALIDATION_PREFIX):
+            losses.append(f"{field_name.removeprefix(VALIDATION_PREFIX)} loss {value:.4f}")
+        elif field_name.startswith(TASK_PREFIX):
+            name = field_name.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")
     return losses + tasks
 

@@ -25,31 +25,32 @@ MICROSECONDS = 1e6
 
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
     """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
-    ranks = sorted({span.rank for span in spans})
-    events: list[dict[str, Any]] = [
+    # a viewer shows threads in this order
+    ranks = sorted({timeline_span.rank for timeline_span in spans})
+    trace_events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
     ]
     for rank in ranks:
         name = {"name": f"pipeline rank {rank}"}
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
-    events += (_event(span) for span in spans)
-    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+        trace_events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+    trace_events += (_event(timeline_span) for timeline_span in spans)
+    write_whole(path, json.dumps({"traceEvents": trace_events, "displayTimeUnit": "ms"}).encode())
 
 
 def read_trace(path: Path) -> list[Span]:
     """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any
     other file."""
     try:
-        events = parse_json(read_text(path))["traceEvents"]
-        return [_span(event) for event in events if event["ph"] == "X"]
+        trace_events = parse_json(read_text(path))["traceEvents"]
+        return [_span(trace_event) for trace_event in trace_events if trace_event["ph"] == "X"]
     except OSError as error:
         raise UserError.of("plots.trace_unreadable", path=path, strerror=error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError.of("plots.trace_foreign", path=path) from error
 
 
-def _event(span: Span) -> dict[str, Any]:
-    instruction = span.instruction
+def _event(timeline_span: Span) -> dict[str, Any]:
+    instruction = timeline_span.instruction
     args: dict[str, Any] = {"stage": instruction.stage}
     if instruction.op is not Op.REDUCE:  # one of all micro-batches
         args["micro-batch"] = instruction.microbatch
@@ -61,14 +62,16 @@ def _event(span: Span) -> dict[str, Any]:
         "cat": CATEGORIES.get(instruction.op, "transfer"),
         "ph": "X",
         "pid": 0,
-        "tid": span.rank,
-        "ts": span.start * MICROSECONDS,
-        "dur": (span.end - span.start) * MICROSECONDS,
+        "tid": timeline_span.rank,
+        "ts": timeline_span.start * MICROSECONDS,
+        "dur": (timeline_span.end - timeline_span.start) * MICROSECONDS,
         "args": args,
     }
 
 
-def _span(event: dict[str, Any]) -> Span:
-    start = float(event["ts"]) / MICROSECONDS
-    seconds = float(event["dur"]) / MICROSECONDS
-    return Span(int(event["tid"]), Instruction.parse(event["name"]), start, start + seconds)
+def _span(trace_event: dict[str, Any]) -> Span:
+    start = float(trace_event["ts"]) / MICROSECONDS
+    seconds = float(trace_event["dur"]) / MICROSECONDS
+    return Span(
+        int(trace_event["tid"]), Instruction.parse(trace_event["name"]), start, start + seconds
+    )

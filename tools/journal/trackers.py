@@ -3,9 +3,16 @@
 A tracker is any object with the three methods of `Tracker`. Rank 0 alone has trackers. Each runs in
 a thread of its own, so that training neither waits for one that is slow nor ends with one that
 fails: that is a warning, and the numbers are in metrics.jsonl in any case.
+
+TensorBoard gets event files in the folder tensorboard of the run. Weights & Biases is sent the
+run's configuration and numbers, over the network or, with WANDB_MODE=offline, into the folder
+wandb of the run, and nothing else: no environment, command line, code, git remote, console output
+or facts of the machine.
 """
 
+import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -14,15 +21,30 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Protocol
 
+from megaprec.durable import file_error
 from megaprec.errors import UserError, did_you_mean
 from megaprec.user_functions import find_function
-from tools.journal.tensorboard_tracker import TensorBoard
-from tools.journal.wandb_tracker import Wandb, require_account
 
 # steps whose numbers wait for a slow tracker; those of further ones are left out
 MOST_WAITING = 100_000
 FINISH_SECONDS = 60.0  # that a tracker may take at the end of a run for what still waits
 LONGEST_MESSAGE = 300  # characters of a tracker's error that are printed
+
+WANDB_PROJECT = "megaprec"
+WANDB_ID = "id.txt"  # in the folder wandb of the run
+WANDB_SECONDS = 60  # time limit of each exchange with the service
+# settings that keep everything but configuration and numbers here
+WANDB_PRIVATE = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "host": "",
+    "save_code": False,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+}
 
 Numbers = Mapping[str, float]
 
@@ -33,15 +55,15 @@ class Tracker(Protocol):
     All three methods are called in one thread, which is not that of the training.
     """
 
-    def start(self, configuration: Mapping[str, Any], step: int) -> None:
+    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
         """Begin, before any numbers.
 
-        configuration: the tables of the run file with all their keys. step: 0 for a new run, or the
-        step from which the run resumes; what was logged of later steps is void, for these steps are
-        taken again.
+        configuration: the tables of the run file with all their keys. step_number: 0 for a new run,
+        or the step from which the run resumes; what was logged of later steps is void, for these
+        steps are taken again.
         """
 
-    def log(self, step: int, numbers: Numbers) -> None:
+    def log(self, step_number: int, numbers: Numbers) -> None:
         """Receive the numbers of a step, by the field's name in metrics.jsonl.
 
         They may be inf or NaN.
@@ -54,42 +76,134 @@ class Tracker(Protocol):
         """
 
 
+class _TensorBoard:
+    """Writer of the numbers of a run as scalars of TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
+
+        self._make_writer = SummaryWriter
+        self._folder = folder / "tensorboard"
+
+    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
+        """Open a file. TensorBoard then hides the events of an earlier, longer run after
+        `step_number`."""
+        self._writer = self._make_writer(str(self._folder), purge_step=step_number + 1)
+
+    def log(self, step_number: int, numbers: Mapping[str, float]) -> None:
+        """Write a scalar for each number."""
+        for tracker_name, field_value in numbers.items():
+            self._writer.add_scalar(tracker_name, field_value, step_number)
+
+    def finish(self, complete: bool) -> None:
+        """Write what waits, and close the file."""
+        self._writer.close()
+
+
+class _Wandb:
+    """Sender of the numbers of a run to Weights & Biases.
+
+    A resumed run has the id of the run before, and its steps. Steps that were taken again are shown
+    as they were first: the service keeps the first value of a step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import wandb  # noqa: PLC0415  # optional, and slow to import
+
+        self._wandb = wandb
+        self._folder = folder
+
+    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
+        """Begin a run, or go on with that of this folder."""
+        settings = self._wandb.Settings(
+            silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, **WANDB_PRIVATE
+        )
+        self._run = self._wandb.init(
+            id=_run_id(self._folder / "wandb" / WANDB_ID, step_number),
+            name=self._folder.resolve().name,
+            project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
+            dir=str(self._folder),
+            config=dict(configuration),
+            resume="allow",
+            settings=settings,
+        )
+
+    def log(self, step_number: int, numbers: Mapping[str, float]) -> None:
+        """Send the numbers of a step."""
+        self._run.log(dict(numbers), step=step_number)
+
+    def finish(self, complete: bool) -> None:
+        """Send what waits, and end the run: as failed if it is not complete."""
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+def _require_wandb_account() -> None:
+    """Raise UserError if the service would ask for an account in the middle of a run."""
+    import wandb  # noqa: PLC0415  # optional, and slow to import
+
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    try:
+        has_account = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise UserError.of("journal.wandb_key", error=error) from error
+    if not has_account:
+        raise UserError.of("journal.wandb_account")
+
+
+def _run_id(path: Path, step_number: int) -> str:
+    """Return the id of the run in the file `path`, a new one for a run that begins."""
+    try:
+        if step_number and path.is_file():
+            saved_id = path.read_text(encoding="utf-8").strip()
+            if saved_id.isalnum():
+                return saved_id
+        path.parent.mkdir(exist_ok=True)
+        new_id = uuid.uuid4().hex
+        path.write_text(f"{new_id}\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(file_error(error)) from error
+    return new_id
+
+
 Factory = Callable[[Path], Tracker]
-BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
+BUILT_IN: dict[str, Factory] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
     """Raise UserError for names of `log.to` that name no installed tracker, with a line each."""
     problems = [
-        f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1
+        f'log.to: "{tracker_name}" is named twice'
+        for tracker_name in sorted(set(names))
+        if names.count(tracker_name) > 1
     ]
-    for name in dict.fromkeys(names):
+    for tracker_name in dict.fromkeys(names):
         try:
-            _require_tracker(name)
+            _require_tracker(tracker_name)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
 
 
-def _require_tracker(name: str) -> None:
-    if name in BUILT_IN:
-        if not _is_installed(name):
-            raise UserError.of("journal.tracker_missing", name=name)
-        if name == "wandb":
-            require_account()
-    elif ":" not in name:
+def _require_tracker(tracker_name: str) -> None:
+    if tracker_name in BUILT_IN:
+        if not _is_installed(tracker_name):
+            raise UserError.of("journal.tracker_missing", name=tracker_name)
+        if tracker_name == "wandb":
+            _require_wandb_account()
+    elif ":" not in tracker_name:
         choices = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own'
-        hint = did_you_mean(name, BUILT_IN)
-        raise UserError.of("journal.tracker_unknown", name=name, choices=choices, hint=hint)
+        hint = did_you_mean(tracker_name, BUILT_IN)
+        raise UserError.of("journal.tracker_unknown", name=tracker_name, choices=choices, hint=hint)
     else:
-        find_function("log.to", name)
+        find_function("log.to", tracker_name)
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed(tracker_name: str) -> bool:
     """Return True if the package is there; a folder of its name, as trackers leave it, is none."""
     try:
-        spec = find_spec(name)
+        spec = find_spec(tracker_name)
     except (ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None
@@ -99,25 +213,29 @@ class Feed:
     """The numbers of a run on their way to one tracker."""
 
     def __init__(
-        self, name: str, folder: Path, configuration: Mapping[str, Any], step: int
+        self, tracker_name: str, folder: Path, configuration: Mapping[str, Any], step_number: int
     ) -> None:
-        self._name = name
+        self._name = tracker_name
         self._failed = False
         self._left_out = 0
         # the steps with their numbers, at last if the run is complete
         self._queue: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
-        arguments = (folder, configuration, step)
-        self._thread = Thread(target=self._run, args=arguments, name=f"tracker {name}", daemon=True)
+        arguments = (folder, configuration, step_number)
+        self._thread = Thread(
+            target=self._run, args=arguments, name=f"tracker {tracker_name}", daemon=True
+        )
         self._thread.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of the record of a step."""
         numbers = {
-            name: value
-            for name, value in record.items()
-            if name != "step" and type(value) in (int, float)  # not isinstance: true is no number
+            tracker_name: field_value
+            for tracker_name, field_value in record.items()
+            if tracker_name != "step"
+            and type(field_value) in (int, float)  # not isinstance: true is no number
         }
         try:
+            # never waits: training must not be as slow as a tracker
             self._queue.put_nowait((record["step"], numbers))
         except Full:
             self._left_out += 1
@@ -139,15 +257,15 @@ class Feed:
         elif self._left_out and not self._failed:
             _warn(f"{self._name} was too slow for {self._left_out:,} steps: it lacks their numbers")
 
-    def _run(self, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
+    def _run(self, folder: Path, configuration: Mapping[str, Any], step_number: int) -> None:
         """Make the tracker and call its methods, until it has ended or failed."""
         try:
             make_tracker = _factory(self._name)
             tracker = make_tracker(folder)
-            tracker.start(configuration, step)
+            tracker.start(configuration, step_number)
             while not isinstance(item := self._queue.get(), bool):
-                step, numbers = item
-                tracker.log(step, numbers)
+                step_number, numbers = item
+                tracker.log(step_number, numbers)
             tracker.finish(item)
         except BaseException as error:  # a tracker that calls sys.exit ends itself alone
             self._failed = True
@@ -157,8 +275,12 @@ class Feed:
                 pass
 
 
-def _factory(name: str) -> Factory:
-    return BUILT_IN[name] if name in BUILT_IN else find_function("log.to", name)
+def _factory(tracker_name: str) -> Factory:
+    return (
+        BUILT_IN[tracker_name]
+        if tracker_name in BUILT_IN
+        else find_function("log.to", tracker_name)
+    )
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -10,8 +10,7 @@ sequence. Each token is recorded as one number: the product of its features with
 that all layouts share. Different activations have different numbers, and the relative error of many
 numbers is that of the activations. Of large batches only some positions are recorded. Recomputed
 activations are not recorded: they are outside of a stage's forward pass. Virtual ranks
-(`models.decoder.virtual_stage`) are recorded one by one, and their values are those of their
-process.
+(`models.virtual_stage`) are recorded one by one, and their values are those of their process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +24,9 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
-from models.decoder.virtual_stage import VirtualStage
-from models.feed_forward.router import Router
+from megaprec.diagnose.module_trace import trace_modules
+from models.routing import Router
+from models.virtual_stage import VirtualStage
 from parallel.sequence_cut import positions
 
 Border = tuple[str, str]  # kind and name: ("activation", "layers.3.mlp>out")
@@ -74,21 +74,30 @@ class _Recorded(NamedTuple):
     values: Tensor
 
 
+class _SeenTensor(NamedTuple):
+    """A tensor and the border at which it was seen first.
+
+    The tensor is kept alive, so that no other one gets its id.
+    """
+
+    tensor: Tensor
+    border: str
+
+
 @dataclass(frozen=True)
 class _StageCall:
     """A forward pass of a stage in progress.
 
     step: number of the step. samples: numbers within the global batch.
     counts: by tp rank and border, how often the border was passed.
-    seen: by id of a tensor, the tensor and the border at which it was seen first. The tensor is
-        kept alive, so that no other one gets its id.
+    seen_tensors: by id of a tensor, where it was seen first.
     embedded: how often the embedding was called before.
     """
 
     step: int
     samples: list[int]
     counts: dict[tuple[int, str], int] = field(default_factory=dict)
-    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    seen_tensors: dict[int, _SeenTensor] = field(default_factory=dict)
     embedded: int = 0
 
 
@@ -104,14 +113,14 @@ class BorderRecorder:
         self,
         stages: Sequence[nn.Module],
         size: RunSize,
-        tp: Axis,
+        tp_axis: Axis,
         cp: Axis,
         rank: int,
         active_modules: list[str] | None = None,
     ) -> None:
         self.active_modules = [] if active_modules is None else active_modules
         self.size = size
-        self.tp = tp
+        self.tp = tp_axis
         self.cp = cp
         self.rank = rank
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
@@ -122,128 +131,140 @@ class BorderRecorder:
         # by kind, border and tp rank
         self._recorded: dict[tuple[str, str, int], _Recorded] = {}
         self._samples: set[int] = set()
-        self._call: _StageCall | None = None
+        self._stage_call: _StageCall | None = None
         for stage in stages:
-            stage.register_forward_pre_hook(self._begin_stage)
-            stage.register_forward_hook(self._end_stage)
-            for axis, shard in _tp_shards(stage, tp):
-                for module, name in name_modules(shard).items():
-                    module.register_forward_pre_hook(partial(self._enter_module, axis, name))
-                    module.register_forward_hook(partial(self._leave_module, axis, name))
+            trace_modules({"": stage}, self._end_stage, self._begin_stage)
+            for axis, shard in _tp_shards(stage, tp_axis):
+                trace_modules(
+                    {name: module for module, name in name_modules(shard).items()},
+                    partial(self._leave_module, axis),
+                    partial(self._enter_module, axis),
+                    self.active_modules,
+                )
 
-    def _begin_stage(self, stage: nn.Module, args: Sequence[Any]) -> None:
+    def _begin_stage(self, _: str, args: Sequence[Any], kwargs: object) -> None:
         microbatch = args[1] if len(args) > 1 else None
-        self._call = None
+        self._stage_call = None
         self.active_modules.clear()
         if microbatch is None:
             return
-        x = args[0]
-        is_first_stage = x.dtype == torch.int64
+        stage_input = args[0]
+        is_first_stage = stage_input.dtype == torch.int64
         # A later stage embeds tokens only for multi-token prediction, where one process calls the
         # embedding for the second time.
         embedded = 0 if is_first_stage else 1
-        call = _StageCall(microbatch.step, microbatch.samples.tolist(), embedded=embedded)
-        self._call = call
-        self._samples.update(call.samples)
+        stage_call = _StageCall(microbatch.step, microbatch.samples.tolist(), embedded=embedded)
+        self._stage_call = stage_call
+        self._samples.update(stage_call.samples)
         if is_first_stage:
             self.passed.setdefault(TOKENS_IN, "")
-            self._record((FORWARD, TOKENS_IN), self.tp, call, x.unsqueeze(-1), self.ones)
+            token_ids = stage_input.unsqueeze(-1)
+            self._record((FORWARD, TOKENS_IN), self.tp, stage_call, token_ids, self.ones)
 
-    def _end_stage(self, stage: nn.Module, args: object, output: object) -> None:
-        if self._call is not None:
-            self._call.seen.clear()  # hooks hold the call for as long as the graph lives
-        self._call = None
+    def _end_stage(self, _: str, output: object) -> None:
+        if self._stage_call is not None:
+            # hooks hold the call for as long as the graph lives
+            self._stage_call.seen_tensors.clear()
+        self._stage_call = None
 
-    def _enter_module(self, tp: Axis, name: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self.active_modules.append(name)
-        x = args[0] if args else None
-        self._pass_border(tp, f"{name}>in", x)
+    def _enter_module(self, tp_axis: Axis, name: str, args: Sequence[Any], kwargs: object) -> None:
+        self._pass_border(tp_axis, f"{name}>in", args[0] if args else None)
 
-    def _leave_module(
-        self, tp: Axis, name: str, module: nn.Module, args: object, output: Any
-    ) -> None:
-        if self.active_modules:  # empty in a recomputation, which does not enter its stage anew
-            self.active_modules.pop()
-        x = output[0] if isinstance(output, tuple) else output
-        self._pass_border(tp, f"{name}>out", x)
+    def _leave_module(self, tp_axis: Axis, name: str, output: Any) -> None:
+        self._pass_border(
+            tp_axis, f"{name}>out", output[0] if isinstance(output, tuple) else output
+        )
 
-    def _pass_border(self, tp: Axis, border: str, x: Any) -> None:
-        """Record `x` and later its gradient, unless the same tensor was seen before."""
-        call = self._call
-        if call is None or not isinstance(x, Tensor):
+    def _pass_border(self, tp_axis: Axis, border: str, activation: Any) -> None:
+        """Record an activation and later its gradient, unless the same tensor was seen before."""
+        stage_call = self._stage_call
+        if stage_call is None or not isinstance(activation, Tensor):
             return
-        if not self._is_residual(x, tp, len(call.samples)):
+        if not self._is_residual(activation, tp_axis, len(stage_call.samples)):
             return
-        before = call.embedded if border == EMBEDDED else 0
-        count = call.counts.get((tp.rank, border), before) + 1
-        call.counts[tp.rank, border] = count
+        earlier_calls = stage_call.embedded if border == EMBEDDED else 0
+        count = stage_call.counts.get((tp_axis.rank, border), earlier_calls) + 1
+        stage_call.counts[tp_axis.rank, border] = count
         label = border if count == 1 else f"{border} {count}"
-        if id(x) in call.seen:
-            self.passed.setdefault(label, call.seen[id(x)][1])
+        # one tensor is often the output of a module and the input of the next: recorded once
+        if id(activation) in stage_call.seen_tensors:
+            self.passed.setdefault(label, stage_call.seen_tensors[id(activation)].border)
             return
         self.passed.setdefault(label, "")
-        # one tensor is often the output of a module and the input of the next: recorded once
-        call.seen[id(x)] = (x, label)
-        self._record((FORWARD, label), tp, call, x, self.direction)
-        if x.requires_grad:
-            x.register_hook(
-                lambda grad: self._record((BACKWARD, label), tp, call, grad, self.direction)
-            )
+        stage_call.seen_tensors[id(activation)] = _SeenTensor(activation, label)
+        self._record((FORWARD, label), tp_axis, stage_call, activation, self.direction)
+        if activation.requires_grad:
+            activation.register_hook(partial(self._record_gradient, tp_axis, stage_call, label))
 
-    def _is_residual(self, x: Tensor, tp: Axis, samples: int) -> bool:
-        """Return True if `x` is shaped like the residual stream, or tp's part of its sequence."""
-        if x.dim() != 3 or not x.is_floating_point():
+    def _record_gradient(
+        self, tp_axis: Axis, stage_call: _StageCall, label: str, gradient: Tensor
+    ) -> None:
+        self._record((BACKWARD, label), tp_axis, stage_call, gradient, self.direction)
+
+    def _is_residual(self, activation: Tensor, tp_axis: Axis, num_samples: int) -> bool:
+        """Return True if a tensor is shaped like the residual stream, or tp's part of its
+        sequence."""
+        if activation.dim() != 3 or not activation.is_floating_point():
             return False
-        s, b, hidden = x.shape
+        length, batch, hidden = activation.shape
         local_length = self.size.length // self.cp.size
-        if s not in (local_length, local_length // tp.size):
+        if length not in (local_length, local_length // tp_axis.size):
             return False
-        return b == samples and hidden == self.size.hidden
+        return batch == num_samples and hidden == self.size.hidden
 
     @torch.no_grad()
     def _record(
-        self, border: Border, tp: Axis, call: _StageCall, x: Tensor, direction: Tensor
+        self,
+        border: Border,
+        tp_axis: Axis,
+        stage_call: _StageCall,
+        activation: Tensor,
+        direction: Tensor,
     ) -> None:
-        """Record a number for each token: its features, of `x` [s, b, features], times
+        """Record a number for each token: its features, of `activation` [s, b, features], times
         `direction`."""
         local_length = self.size.length // self.cp.size
-        places = positions(self.cp, local_length)
-        if len(x) != local_length:
-            places = tp.chunk(places)  # the sequence is cut over tp
-        chosen = places % self.stride == 0
-        features = x.detach()[chosen.to(x.device)].double()
-        products = features @ direction.to(x.device)
-        key = (*border, tp.rank)
-        if key not in self._recorded:
+        token_positions = positions(self.cp, local_length)
+        if len(activation) != local_length:
+            token_positions = tp_axis.chunk(token_positions)  # the sequence is cut over tp
+        is_recorded = token_positions % self.stride == 0
+        features = activation.detach()[is_recorded.to(activation.device)].double()
+        products = features @ direction.to(activation.device)
+        recorded_key = (*border, tp_axis.rank)
+        if recorded_key not in self._recorded:
             shape = (self.size.steps, self.size.batch, len(products))
             values = torch.full(shape, torch.nan, dtype=torch.float64)
-            self._recorded[key] = _Recorded(places[chosen].tolist(), values)
-        step = call.step - self.size.first
-        self._recorded[key].values[step, call.samples] = products.t().cpu()
+            recorded_positions = token_positions[is_recorded].tolist()
+            self._recorded[recorded_key] = _Recorded(recorded_positions, values)
+        step = stage_call.step - self.size.first
+        self._recorded[recorded_key].values[step, stage_call.samples] = products.t().cpu()
 
     def border_values(self) -> Iterator[tuple[Border, BorderValues]]:
         """Return the values of each border that has a tensor of its own; of one seen by virtual
         ranks, of all."""
         samples = sorted(self._samples)
         by_border: dict[Border, list[_Recorded]] = {}
-        for (kind, border, _), part in self._recorded.items():
-            by_border.setdefault((kind, border), []).append(part)
-        for border, parts in by_border.items():
-            if all(part.positions == parts[0].positions for part in parts):
-                parts = parts[:1]  # each virtual rank saw the full sequence
-            places: list[int] = []
-            for part in parts:
-                places += part.positions
-            values = torch.cat([part.values for part in parts], dim=2)
-            yield border, BorderValues(self.rank, samples, places, values[:, samples])
+        for (kind, border, _), shard_values in self._recorded.items():
+            by_border.setdefault((kind, border), []).append(shard_values)
+        for border, values_by_shard in by_border.items():
+            if all(
+                shard_values.positions == values_by_shard[0].positions
+                for shard_values in values_by_shard
+            ):
+                values_by_shard = values_by_shard[:1]  # each virtual rank saw the full sequence
+            token_positions: list[int] = []
+            for shard_values in values_by_shard:
+                token_positions += shard_values.positions
+            values = torch.cat([shard_values.values for shard_values in values_by_shard], dim=2)
+            yield border, BorderValues(self.rank, samples, token_positions, values[:, samples])
 
 
-def _tp_shards(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
+def _tp_shards(stage: nn.Module, tp_axis: Axis) -> list[tuple[Axis, nn.Module]]:
     """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual
     ones, if any."""
     if isinstance(stage, VirtualStage):
         return [*zip(stage.lockstep.axes, stage.shards, strict=True)]
-    return [(tp, stage)]
+    return [(tp_axis, stage)]
 
 
 def name_modules(stage: nn.Module) -> Mapping[nn.Module, str]:
@@ -264,13 +285,15 @@ def name_modules(stage: nn.Module) -> Mapping[nn.Module, str]:
 
 def shared_name(module: nn.Module) -> str:
     """Return the dotted path that all parameters of a module share; "" if there is none."""
-    paths: list[list[str]] = []
+    parameter_paths: list[list[str]] = []
     for parameter in module.parameters():
         if has_layout(parameter):
-            paths += [part.name.split(".")[:-1] for part in layout_of(parameter).parts]
-    shared: list[str] = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
+            parameter_paths += [
+                shard_values.name.split(".")[:-1] for shard_values in layout_of(parameter).parts
+            ]
+    shared_path: list[str] = []
+    for path_level in zip(*parameter_paths, strict=False):
+        if len(set(path_level)) > 1:
             break
-        shared.append(level[0])
-    return ".".join(shared)
+        shared_path.append(path_level[0])
+    return ".".join(shared_path)

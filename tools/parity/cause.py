@@ -1,23 +1,175 @@
-"""The probable cause of a difference: from its place, from the tensors that differ and from their
-ratios.
+"""The place of the first difference between two runs, and its probable cause.
+
+A step goes forward through the modules to the loss, back through them to the gradients of weights,
+and on to their norm and the update. The first difference is caused where it arises: in a module
+whose input agrees and whose output does not; in a module whose output's gradient agrees and whose
+input's does not; or, if all of these agree, in the handling of gradients outside of the model.
 
 A fault in the parallel parts of training nearly always multiplies: a tensor is counted twice, a sum
-over ranks is missing, a mean is divided twice. The ratio of norms and the set of tensors are
-therefore telling. The place of the first difference is observed (`first.py`); its cause is a guess,
-and is presented as one.
+over ranks is missing, a mean is divided twice. The ratio of norms and the set of tensors that
+differ are therefore telling. The place is observed; its cause is a guess, and is presented as one.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tools.config.settings import Parallel
+from tools.parity.borders import BACKWARD, FORWARD
 from tools.parity.compare import Difference
-from tools.parity.first import HEAD, Origin, Phase, origin
-from tools.parity.gather import Record
+from tools.parity.record import Record
 
 NEAR = 0.02  # relative distance within which a ratio is named as a factor
+
+Phase = Literal[
+    "model",
+    "initial weights",
+    "data",
+    "forward",
+    "loss",
+    "backward",
+    "gradients",
+    "norm",
+    "decision",
+    "update",
+    "copies",
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+OF: dict[str, Phase] = {
+    "tensors": "model",
+    "initial weights": "initial weights",
+    "sample ids": "data",
+    FORWARD: "forward",
+    "loss": "loss",
+    BACKWARD: "backward",
+    "gradient": "gradients",
+    "each element counted once": "norm",
+    "zero count": "norm",
+    "gradient norm": "norm",
+    "found_inf": "decision",
+    "scaler": "decision",
+    "ranks agree": "decision",
+    "weights": "update",
+    "moments": "update",
+    "copies": "copies",
+}
+HEAD = "head and loss"  # everything after the last module, up to the loss
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place of the first difference. phase: part of a step.
+
+    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
+    nearly all. step: from 1, 0 before the first. difference: the first one.
+    """
+
+    phase: Phase
+    place: str
+    step: int
+    difference: Difference
+
+
+def origin(differences: Sequence[Difference], reference: Record) -> Origin:
+    """Return the origin of the first failing difference that `compare` found."""
+    first_difference = next(difference for difference in differences if difference.fails)
+    same_quantity = [
+        difference
+        for difference in differences
+        if difference.step == first_difference.step
+        and difference.quantity == first_difference.quantity
+    ]
+    step_phase = OF[first_difference.quantity]
+    if step_phase == "forward":
+        module_path = _locate_forward(first_difference, same_quantity, reference)
+    elif step_phase == "backward":
+        module_path = _locate_backward(first_difference, same_quantity, reference)
+    elif step_phase == "loss":
+        module_path = HEAD
+    elif step_phase in ("norm", "decision", "data"):
+        module_path = first_difference.name
+    else:
+        module_path = pattern(
+            [difference.name for difference in same_quantity if difference.fails],
+            len(same_quantity),
+        )
+    return Origin(step_phase, module_path, first_difference.step, first_difference)
+
+
+def module_of(border_name: str) -> str:
+    """Return the module of a border."""
+    return border_name.rpartition(">")[0]
+
+
+def _locate_forward(
+    first_difference: Difference, borders: Sequence[Difference], reference: Record
+) -> str:
+    """Return the module whose output is wrong; if its input is wrong too, the place between it and
+    the module before.
+    """
+    if ">in" not in first_difference.name:
+        return module_of(first_difference.name)
+    borders_before = [difference.name for difference in borders[: borders.index(first_difference)]]
+    alias_border = reference.aliases.get(first_difference.name)
+    if alias_border in borders_before:
+        previous_border = alias_border
+    elif borders_before:
+        previous_border = borders_before[-1]
+    else:
+        previous_border = ""
+    if previous_border:
+        return f"between {module_of(previous_border)} and {module_of(first_difference.name)}"
+    return module_of(first_difference.name)
+
+
+def _locate_backward(
+    first_difference: Difference, borders: Sequence[Difference], reference: Record
+) -> str:
+    """Return the module whose output's gradient is right and whose input's is not."""
+    agreeing = {difference.name for difference in borders if not difference.fails}
+    # all borders at which one process saw the same tensor
+    tensor = reference.aliases.get(first_difference.name, first_difference.name)
+    tensor_names = [difference.name for difference in borders]
+    shared_borders = [
+        tensor_name
+        for tensor_name in tensor_names
+        if reference.aliases.get(tensor_name, tensor_name) == tensor
+    ]
+    agreeing_borders = [border_name for border_name in shared_borders if border_name in agreeing]
+    if agreeing_borders:
+        return f"between {module_of(first_difference.name)} and {module_of(agreeing_borders[0])}"
+    consumers = [
+        module_of(border_name)
+        for border_name in shared_borders
+        if ">in" in border_name and border_name.replace(">in", ">out") in agreeing
+    ]
+    if consumers:
+        return max(consumers, key=len)  # the innermost of nested modules
+    if first_difference is borders[0]:
+        return HEAD
+    return f"after {module_of(first_difference.name)}"
+
+
+def pattern(names: Sequence[str], total: int) -> str:
+    """Return names as a short pattern: "all" if they are nearly all of `total`, otherwise without
+    the numbers of several layers.
+    """
+    if total > 1 and len(names) >= 0.9 * total:
+        return "all"
+    names_by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        without_number = re.sub(r"\.\d+\.", ".*.", name)
+        names_by_pattern.setdefault(without_number, []).append(name)
+    patterns = [
+        layer_pattern if len(matching) > 1 else matching[0]
+        for layer_pattern, matching in names_by_pattern.items()
+    ]
+    listed = ", ".join(patterns[:3])
+    if len(patterns) > 3:
+        return f"{listed} and {len(patterns) - 3} more"
+    return listed
 
 
 @dataclass(frozen=True)
@@ -47,9 +199,11 @@ class Case:
         ratios = list(self.gradient_ratios.values())
         if len(ratios) < 0.9 * self.num_gradients or not ratios:
             return None
-        median = sorted(ratios)[len(ratios) // 2]
-        alike = [ratio for ratio in ratios if abs(ratio - median) <= NEAR * abs(median)]
-        return median if len(alike) >= 0.9 * len(ratios) else None
+        median_ratio = sorted(ratios)[len(ratios) // 2]
+        same_quantity = [
+            ratio for ratio in ratios if abs(ratio - median_ratio) <= NEAR * abs(median_ratio)
+        ]
+        return median_ratio if len(same_quantity) >= 0.9 * len(ratios) else None
 
     def factors(self) -> dict[str, float]:
         """Return the numbers that a gradient may be multiplied or divided by, by name."""
@@ -61,13 +215,17 @@ class Case:
             "pp": parallel.pipeline,
             "micro-batches": self.microbatches,
         }
-        return {name: float(size) for name, size in sizes.items() if size > 1}
+        return {
+            tensor_name: float(axis_size)
+            for tensor_name, axis_size in sizes.items()
+            if axis_size > 1
+        }
 
 
 def make_case(
     differences: Sequence[Difference],
     ours: Record,
-    theirs: Record,
+    reference: Record,
     tied: str,
     parallel: Parallel,
     microbatches: int,
@@ -75,20 +233,20 @@ def make_case(
 ) -> Case:
     """Return the case of a layout that differs. differences: all, in order. microbatches: of a
     replica."""
-    first = origin(differences, theirs)
+    first_difference = origin(differences, reference)
     failed: list[Difference] = []
     gradient_ratios: dict[str, float] = {}
     for difference in differences:
-        if difference.fails and difference.step == first.step:
+        if difference.fails and difference.step == first_difference.step:
             failed.append(difference)
             if difference.quantity == "gradient":
                 gradient_ratios[difference.name] = difference.ratio
     return Case(
-        origin=first,
+        origin=first_difference,
         failed=failed,
         gradient_ratios=gradient_ratios,
-        num_gradients=len(theirs.tensors.get(f"gradient/{first.step - 1}", {})),
-        replicated=frozenset(theirs.names) - ours.tp_sliced,
+        num_gradients=len(reference.tensors.get(f"gradient/{first_difference.step - 1}", {})),
+        replicated=frozenset(reference.names) - ours.tp_sliced,
         tied=tied,
         parallel=parallel,
         microbatches=microbatches,
@@ -96,38 +254,45 @@ def make_case(
     )
 
 
-def near(ratio: float, factor: float) -> bool:
+def near(ratio: float, expected_factor: float) -> bool:
     """Return True if a measured ratio equals this factor within NEAR."""
-    return abs(ratio - factor) <= NEAR * factor
+    return abs(ratio - expected_factor) <= NEAR * expected_factor
 
 
 def describe_ratio(ratio: float, factors: Mapping[str, float]) -> str:
     """Return a ratio with the names of the factors that it resembles; empty if it is not finite."""
     if not math.isfinite(ratio):
         return ""
-    candidates = [(f"1/{name}", 1 / factor) for name, factor in factors.items()]
+    candidates = [
+        (f"1/{tensor_name}", 1 / expected_factor)
+        for tensor_name, expected_factor in factors.items()
+    ]
     candidates += factors.items()
     candidates += [("2", 2.0), ("1/2", 0.5), ("√2", math.sqrt(2)), ("1/√2", math.sqrt(0.5))]
-    matches = [name for name, factor in candidates if near(ratio, factor)]
+    matches = [
+        tensor_name for tensor_name, expected_factor in candidates if near(ratio, expected_factor)
+    ]
     return f"{ratio:.6g}" + (f" ({', '.join(matches)})" if matches else "")
 
 
-def _layer_of(name: str) -> str | None:
+def _layer_of(tensor_name: str) -> str | None:
     """Return the prefix of a tensor of a layer, "layers.3."; None if it belongs to none."""
-    match = re.match(r"layers\.\d+\.", name)
-    return match[0] if match else None
+    layer_match = re.match(r"layers\.\d+\.", tensor_name)
+    return layer_match[0] if layer_match else None
 
 
 def _missing_tensors(case: Case) -> str | None:
-    names = [difference.name for difference in case.failed if difference.quantity == "tensors"]
-    layers = {int(layer.split(".")[1]) for layer in map(_layer_of, names) if layer}
-    if layers:
-        numbers = ", ".join(map(str, sorted(layers)))
+    tensor_names = [
+        difference.name for difference in case.failed if difference.quantity == "tensors"
+    ]
+    layer_numbers = {int(layer.split(".")[1]) for layer in map(_layer_of, tensor_names) if layer}
+    if layer_numbers:
+        numbers = ", ".join(map(str, sorted(layer_numbers)))
         return (
             f"layer {numbers} is on no rank, or not all of it: look at how layers are dealt out to "
             "stages"
         )
-    return f"{names[0]} is not held as in one process: look at its Layout"
+    return f"{tensor_names[0]} is not held as in one process: look at its Layout"
 
 
 def _other_samples(case: Case) -> str | None:
@@ -146,13 +311,17 @@ def _initial_weights(case: Case) -> str | None:
 
 def _without_gradient(case: Case) -> str | None:
     """Return a cause if a layer has weights but no gradient."""
-    silent = [name for name, ratio in case.gradient_ratios.items() if ratio == 0]
-    layers = {_layer_of(name) or name for name in silent}
-    if len(layers) == 1:
-        return f"no gradient reaches {layers.pop()}*: the layer is left out of the computation"
-    if silent:
-        others = f" and {len(silent) - 1} others" if len(silent) > 1 else ""
-        return f"no gradient reaches {silent[0]}{others}"
+    without_gradient = [
+        tensor_name for tensor_name, ratio in case.gradient_ratios.items() if ratio == 0
+    ]
+    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in without_gradient}
+    if len(layer_numbers) == 1:
+        return (
+            f"no gradient reaches {layer_numbers.pop()}*: the layer is left out of the computation"
+        )
+    if without_gradient:
+        others = f" and {len(without_gradient) - 1} others" if len(without_gradient) > 1 else ""
+        return f"no gradient reaches {without_gradient[0]}{others}"
     return None
 
 
@@ -169,17 +338,17 @@ def _stale_weights(case: Case) -> str | None:
 
 
 def _between_modules(case: Case) -> str | None:
-    place = case.origin.place
-    if not place.startswith("between "):
+    module_path = case.origin.place
+    if not module_path.startswith("between "):
         return None
     # two layers as such, not two modules of layers
-    are_layers = re.fullmatch(r"between layers\.\d+ and layers\.\d+", place)
+    are_layers = re.fullmatch(r"between layers\.\d+ and layers\.\d+", module_path)
     if are_layers and case.parallel.pipeline > 1:
         return (
-            f"{place}: the message from one pipeline stage to the next is another one's, or is "
-            "changed on its way"
+            f"{module_path}: the message from one pipeline stage to the next is another one's, or "
+            "is changed on its way"
         )
-    return f"{place}: the sum of the residual stream, dropout, or a scale between them"
+    return f"{module_path}: the sum of the residual stream, dropout, or a scale between them"
 
 
 def _wrong_forward(case: Case) -> str | None:
@@ -194,9 +363,9 @@ def _divided_by_local_tokens(case: Case) -> str | None:
     """Return a cause if the loss is larger by about the number of ranks with tokens of their
     own."""
     ratio = case.origin.difference.ratio
-    copies = case.parallel.copies
+    num_copies = case.parallel.copies
     # replicas have about as many tokens as each other, not just as many
-    if copies > 1 and abs(ratio - copies) < 0.2 * copies:
+    if num_copies > 1 and abs(ratio - num_copies) < 0.2 * num_copies:
         return (
             f"the loss is about {_name_copies(case.parallel)} times too large: each replica "
             "divides by its own tokens, not by those of all"
@@ -223,16 +392,17 @@ def _scaled_gradients(case: Case) -> str | None:
     ratio = case.common_ratio()
     if ratio is None:
         return None
-    for name, size in case.factors().items():
-        if near(ratio, 1 / size):
+    for factor_name, factor in case.factors().items():
+        if near(ratio, 1 / factor):
             return (
-                f"every gradient is 1/{name}: it is averaged over {name} although the loss already "
-                "is a mean over all"
+                f"every gradient is 1/{factor_name}: it is averaged over {factor_name} although "
+                "the loss already is a mean over all"
             )
-        if near(ratio, size):
+        if near(ratio, factor):
             return (
-                f"every gradient is {name} times too large: the loss is divided by one rank's own "
-                f"tokens or samples, not by those of all, or summed over {name} once too often"
+                f"every gradient is {factor_name} times too large: the loss is divided by one "
+                "rank's own tokens or samples, not by those of all, or summed over "
+                f"{factor_name} once too often"
             )
     if abs(ratio - 1) < 0.5:
         return (
@@ -253,21 +423,21 @@ def _wrong_head_gradient(case: Case) -> str | None:
 
 
 def _wrong_backward(case: Case) -> str | None:
-    place = case.origin.place
+    module_path = case.origin.place
     if case.parallel.recompute != "none":
-        again = "; or what is made again for its backward pass is something else"
+        recomputed_note = "; or what is made again for its backward pass is something else"
     else:
-        again = ""
-    if place.startswith("after "):
+        recomputed_note = ""
+    if module_path.startswith("after "):
         return (
-            f"the first gradient that differs is of what {place.removeprefix('after ')} makes: "
-            "what is done with that (dropout, a scale, the sum of the residual stream) goes "
-            f"another way back{again}"
+            f"the first gradient that differs is of what {module_path.removeprefix('after ')} "
+            "makes: what is done with that (dropout, a scale, the sum of the residual stream) goes "
+            f"another way back{recomputed_note}"
         )
     return (
-        f"the gradient of what {place} makes agrees, and of what it is given does not: in its "
-        "backward pass a sum over tp is missing (the input's gradient of a column-parallel layer), "
-        f"doubled or of something else{again}"
+        f"the gradient of what {module_path} makes agrees, and of what it is given does not: in "
+        "its backward pass a sum over tp is missing (the input's gradient of a column-parallel "
+        f"layer), doubled or of something else{recomputed_note}"
     )
 
 
@@ -297,9 +467,9 @@ def _unsummed_over_tp(case: Case) -> str | None:
 
 def _single_layer(case: Case) -> str | None:
     """Return a cause if all differences are in one layer."""
-    layers = {_layer_of(name) or name for name in case.gradient_ratios}
-    if len(layers) == 1:
-        return f"all gradients that differ are of {layers.pop()}*: look there"
+    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in case.gradient_ratios}
+    if len(layer_numbers) == 1:
+        return f"all gradients that differ are of {layer_numbers.pop()}*: look there"
     return None
 
 

@@ -19,14 +19,12 @@ from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.parity.borders import BACKWARD, FORWARD
-from tools.parity.cause import describe_ratio, likely_cause, make_case
+from tools.parity.cause import OF, describe_ratio, likely_cause, make_case
 from tools.parity.compare import Difference, worst
-from tools.parity.first import OF
-from tools.parity.gather import Record
 from tools.parity.layouts import Layout
 from tools.parity.noise import count_rounding_elements
 from tools.parity.ranks import Failure
-from tools.parity.record import Plan
+from tools.parity.record import Plan, Record
 
 FORMAT = "megaprec parity 2"
 SHOWN = 24  # number of differences of a layout that are listed
@@ -41,23 +39,28 @@ Certificate = dict[str, Any]
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout compared with one process. run: in this layout. found: the result of `compare`."""
+    """A layout compared with one process. run: in this layout. differences: from `compare`."""
 
     layout: Layout
     precision: str
     run: RunConfig
-    found: Sequence[Difference]
+    differences: Sequence[Difference]
     ours: Record
     theirs: Record
 
 
 def entry(compared: Compared) -> dict[str, Any]:
     """Return the entry of a layout."""
-    failed = [difference for difference in compared.found if difference.fails]
+    failed = [difference for difference in compared.differences if difference.fails]
     # what a layout must show, whether compared or not, and whatever else failed
-    names = [name for name in OF if name not in ("copies", "ranks agree")]
+    names = [
+        quantity_name for quantity_name in OF if quantity_name not in ("copies", "ranks agree")
+    ]
     names += [difference.quantity for difference in failed]
-    quantities = {name: _quantity_fields(compared, name) for name in dict.fromkeys(names)}
+    quantities = {
+        quantity_name: _quantity_fields(compared, quantity_name)
+        for quantity_name in dict.fromkeys(names)
+    }
     verdict = _verdict(failed, quantities)
     fields = {
         **_layout_fields(compared.layout, compared.precision),
@@ -66,11 +69,17 @@ def entry(compared: Compared) -> dict[str, Any]:
     }
     if verdict == PROVEN:
         fields["equal_bits"] = not any(
-            difference.error for difference in compared.found if difference.quantity != WITHIN
+            difference.error for difference in compared.differences if difference.quantity != WITHIN
         )
     if verdict == NOT_TRIED:
-        untried = [name for name in NEEDED if quantities[name]["verdict"] == NOT_TRIED]
-        fields["why"] = "; ".join(f"{name}: {quantities[name]['why']}" for name in untried)
+        untried = [
+            quantity_name
+            for quantity_name in NEEDED
+            if quantities[quantity_name]["verdict"] == NOT_TRIED
+        ]
+        fields["why"] = "; ".join(
+            f"{quantity_name}: {quantities[quantity_name]['why']}" for quantity_name in untried
+        )
     if failed:
         fields |= _failure_fields(compared, failed)
     return fields
@@ -79,8 +88,8 @@ def entry(compared: Compared) -> dict[str, Any]:
 def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:
     """Return the fields of a layout that differs: where the difference arises, and what follows."""
     model = compared.run.model
-    case = make_case(
-        compared.found,
+    difference_case = make_case(
+        compared.differences,
         compared.ours,
         compared.theirs,
         "embedding.weight" if model.tied else "",
@@ -88,17 +97,17 @@ def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[st
         compared.run.num_microbatches,
         fixed=not (model.dropout or model.attention_dropout),
     )
-    factors = case.factors()
-    first = case.origin
+    factors = difference_case.factors()
+    first_origin = difference_case.origin
     return {
         "first": {
-            "phase": first.phase,
-            "place": first.place,
-            **_difference_fields(first.difference, factors),
+            "phase": first_origin.phase,
+            "place": first_origin.place,
+            **_difference_fields(first_origin.difference, factors),
         },
         "worst": _difference_fields(worst(failed), factors),
-        "likely_cause": likely_cause(case),
-        "way": list(_stations(compared.found, first.step)),
+        "likely_cause": likely_cause(difference_case),
+        "way": list(_stations(compared.differences, first_origin.step)),
         "differing": [_difference_fields(difference, factors) for difference in failed[:SHOWN]],
         "num_differing": len(failed),
     }
@@ -116,7 +125,7 @@ def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
 def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
     if failed:
         return WRONG
-    if any(quantities[name]["verdict"] == NOT_TRIED for name in NEEDED):
+    if any(quantities[quantity_name]["verdict"] == NOT_TRIED for quantity_name in NEEDED):
         return NOT_TRIED
     return PROVEN
 
@@ -125,9 +134,10 @@ def _quantity_fields(compared: Compared, quantity: str) -> dict[str, Any]:
     """Return the results of one quantity: numbers of compared and differing values and the worst
     one, or why none was compared.
     """
-    differences = [item for item in compared.found if item.quantity == quantity]
+    differences = [item for item in compared.differences if item.quantity == quantity]
     if not differences:
         return {"verdict": NOT_TRIED, "why": _why_not_compared(compared, quantity)}
+    # compared, but with a bound that rounding alone may reach
     inconclusive = [item for item in differences if item.inconclusive]
     num_failed = sum(item.fails for item in differences)
     if num_failed:
@@ -153,7 +163,7 @@ def _why_not_compared(compared: Compared, quantity: str) -> str:
         return "no module with parameters is passed by a tensor [s, b, hidden]"
     if quantity == "zero count":
         return "in this precision rounding decides which elements are zero"
-    if quantity == "moments" and any(item.quantity == "weights" for item in compared.found):
+    if quantity == "moments" and any(item.quantity == "weights" for item in compared.differences):
         return "the optimizer keeps no averages"
     if quantity in ("weights", "moments"):
         return (
@@ -165,17 +175,18 @@ def _why_not_compared(compared: Compared, quantity: str) -> str:
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
     """Return the entry of a layout whose ranks did not finish: they hung, failed or were
     stopped."""
+    # the user ended it: that says nothing about the layout
     if failure.stopped:
         return not_tried(layout, precision, failure.why)
-    hangs = bool(failure.where)
-    if hangs:
-        cause = (
+    is_hang = bool(failure.where)
+    if is_hang:
+        likely_reason = (
             "ranks do not enter the same collectives in the same order: look at who waits for what"
         )
     else:
-        cause = "the layout cannot be trained: its ranks fail"
-    first = {
-        "phase": "hang" if hangs else "failure",
+        likely_reason = "the layout cannot be trained: its ranks fail"
+    first_origin = {
+        "phase": "hang" if is_hang else "failure",
         "place": "; ".join(failure.where),
         "note": failure.why,
     }
@@ -183,8 +194,8 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         **_layout_fields(layout, precision),
         "verdict": WRONG,
         "quantities": {},
-        "first": first,
-        "likely_cause": cause,
+        "first": first_origin,
+        "likely_cause": likely_reason,
         "ranks_at": list(failure.where),
     }
 
@@ -205,14 +216,14 @@ def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str
         if difference.quantity in (FORWARD, "loss", BACKWARD):
             yield _station(difference, difference.name or difference.quantity)
     for quantity in ("gradient", WITHIN, "gradient norm", "weights", "moments"):
-        alike = of_step.get(quantity)
-        if alike:
-            failed = [difference for difference in alike if difference.fails]
-            name = "gradients" if quantity == "gradient" else quantity
-            yield _station(worst(failed or alike), name)
+        of_quantity = of_step.get(quantity)
+        if of_quantity:
+            failed = [difference for difference in of_quantity if difference.fails]
+            quantity_name = "gradients" if quantity == "gradient" else quantity
+            yield _station(worst(failed or of_quantity), quantity_name)
 
 
-def _station(difference: Difference, name: str) -> dict[str, Any]:
+def _station(difference: Difference, quantity_name: str) -> dict[str, Any]:
     if difference.inconclusive:
         verdict = NOT_TRIED
     elif difference.fails:
@@ -221,7 +232,7 @@ def _station(difference: Difference, name: str) -> dict[str, Any]:
         verdict = PROVEN
     return {
         "phase": OF[difference.quantity],
-        "name": name,
+        "name": quantity_name,
         "verdict": verdict,
         "error": _finite(difference.error),
     }
@@ -259,13 +270,13 @@ def certificate(
     compared: RunConfig,
     changes: dict[str, tuple[Any, Any]],
     plan: Plan,
-    truth: Record,
+    float64_record: Record,
     shaken: Record,
 ) -> Certificate:
     """Return the certificate without its layouts.
 
     config: the user's run. compared: the run on one process. changes: the keys that differ between
-    them. truth: one process in float64. shaken: the same from weights moved by rounding.
+    them. float64_record: one process in float64. shaken: the same from weights moved by rounding.
     """
     return {
         "format": FORMAT,
@@ -279,11 +290,13 @@ def certificate(
         },
         "changes": {key: [toml(old), toml(new)] for key, (old, new) in changes.items()},
         "steps": plan.steps,
-        "applied": len(truth.applied),
-        "clipped": _count_clipped(compared, truth),
-        "tensors": len(truth.names),
-        "elements": sum(weight.numel() for weight in truth.tensors["before/weight"].values()),
-        "rounding": count_rounding_elements(truth, shaken),
+        "applied": len(float64_record.applied),
+        "clipped": _count_clipped(compared, float64_record),
+        "tensors": len(float64_record.names),
+        "elements": sum(
+            weight.numel() for weight in float64_record.tensors["before/weight"].values()
+        ),
+        "rounding": count_rounding_elements(float64_record, shaken),
         "not_tried": [list(pair) for pair in _uncovered(config, compared, plan)],
         "layouts": [],
     }
@@ -304,9 +317,9 @@ def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[t
         yield "GPUs and NCCL", "ranks are processes on CPUs, over gloo"
 
 
-def _count_clipped(config: RunConfig, truth: Record) -> int:
+def _count_clipped(config: RunConfig, float64_record: Record) -> int:
     """Return the number of applied steps that were clipped."""
-    norms = [truth.steps[step]["grad_norm"] for step in truth.applied]
+    norms = [float64_record.steps[step]["grad_norm"] for step in float64_record.applied]
     return sum(0 < config.optimizer.clip < norm for norm in norms)
 
 
@@ -321,32 +334,33 @@ def versions() -> dict[str, str]:
     }
 
 
-def _version(name: str) -> str:
+def _version(quantity_name: str) -> str:
     try:
-        return version(name)
+        return version(quantity_name)
     except PackageNotFoundError:
         return "not installed"
 
 
 def run_digest(config: RunConfig) -> str:
     """Return the SHA-256 of every key of the run, except the paths of its files."""
-    tables = config.model_dump(mode="json")
+    # as JSON: the digest must not depend on Python's types
+    run_tables = config.model_dump(mode="json")
     for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):
-        del tables[table][key]  # the same run in another folder is the same
-    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()
+        del run_tables[table][key]  # the same run in another folder is the same
+    return hashlib.sha256(json.dumps(run_tables, sort_keys=True).encode()).hexdigest()
 
 
 def write(folder: Path, texts: dict[str, str]) -> list[Path]:
     """Write files by name, each completely or not at all. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
+        for quantity_name, text in texts.items():
             # renamed when complete: a reader never sees half a file
-            unfinished = folder / f"{name}.tmp"
+            unfinished = folder / f"{quantity_name}.tmp"
             unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, folder / name)
+            os.replace(unfinished, folder / quantity_name)
     except OSError as error:
         raise UserError.of(
             "parity.certificate_not_written", folder=folder, strerror=error.strerror
         ) from error
-    return [folder / name for name in texts]
+    return [folder / quantity_name for quantity_name in texts]

@@ -33,8 +33,8 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. name: as a user would write it. parallel: the full table. left_out: keys of the
-    run that do not fit.
+    """One layout. name: as a user would write it. parallel: the full table. left_out: keys of
+    the run that do not fit.
     """
 
     name: str
@@ -53,42 +53,43 @@ def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any
     """
     layouts: list[dict[str, Any]] = []
     problems: list[str] = []
-    for text in texts:
-        keys: dict[str, Any] = {}
-        for part in text.split(","):
-            if not part.strip():
+    for layout_text in texts:
+        parallel_keys: dict[str, Any] = {}
+        for assignment in layout_text.split(","):
+            if not assignment.strip():
                 continue
-            name, _, value = part.partition("=")
-            name = name.strip()
-            key = SHORT.get(name, name)
-            if key in Parallel.model_fields:
-                keys[key] = _parse_value(value.strip())
+            given_name, _, key_value = assignment.partition("=")
+            given_name = given_name.strip()
+            axis_key = SHORT.get(given_name, given_name)
+            if axis_key in Parallel.model_fields:
+                parallel_keys[axis_key] = _parse_value(key_value.strip())
             else:
-                hint = did_you_mean(name, [*SHORT, *Parallel.model_fields])
-                problems.append(f'--layouts "{text}": no such key "{name}"{hint}')
-        layouts.append(keys)
-        problems += _value_problems(text, {**own.model_dump(), **keys})
+                hint = did_you_mean(given_name, [*SHORT, *Parallel.model_fields])
+                problems.append(f'--layouts "{layout_text}": no such key "{given_name}"{hint}')
+        # the other keys are those of the run, which may not fit these
+        layouts.append(parallel_keys)
+        problems += _value_problems(layout_text, {**own.model_dump(), **parallel_keys})
     if problems:
         raise UserError(*problems)
     return layouts
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(layout_text: str) -> Any:
     """Return a value as TOML has it; text without quotes is a string."""
     try:
-        return parse_toml(f"value = {text}")["value"]
+        return parse_toml(f"value = {layout_text}")["value"]
     except ValueError:
-        return text
+        return layout_text
 
 
-def _value_problems(text: str, table: Mapping[str, Any]) -> Iterator[str]:
+def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]:
     try:
         Parallel.model_validate(table)
     except ValidationError as error:
         for problem in error.errors(include_url=False):
             if problem["type"] != "extra_forbidden":  # `asked` names unknown keys
                 message = problem["msg"].replace("Input should", "must")
-                yield f'--layouts "{text}": {problem["loc"][0]}: {message}'
+                yield f'--layouts "{layout_text}": {problem["loc"][0]}: {message}'
 
 
 def every(most: int) -> list[dict[str, Any]]:
@@ -98,48 +99,50 @@ def every(most: int) -> list[dict[str, Any]]:
     """
     powers = [1 << exponent for exponent in range(most.bit_length())]
     sizes: list[tuple[int, ...]] = []
-    for tensor, pipeline, data, context in product(powers, repeat=4):
-        ranks = tensor * pipeline * data * context
-        is_wanted = context == 1 or (context == 2 and ranks <= 4)
+    for tensor_size, pipeline_size, data_size, context_size in product(powers, repeat=4):
+        ranks = tensor_size * pipeline_size * data_size * context_size
+        # cutting sequences multiplies the layouts: with one other axis it shows its faults
+        is_wanted = context_size == 1 or (context_size == 2 and ranks <= 4)
         if 1 < ranks <= most and is_wanted:
-            sizes.append((tensor, pipeline, data, context))
+            sizes.append((tensor_size, pipeline_size, data_size, context_size))
+    # so that the cheapest layouts, which show most faults, are named first
     sizes.sort(key=lambda size: (prod(size), size[3], size))
     layouts: list[dict[str, Any]] = []
-    for tensor, pipeline, data, context in sizes:
-        layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
-        if context > 1:
-            layout["context"] = context
+    for tensor_size, pipeline_size, data_size, context_size in sizes:
+        layout = {"tensor": tensor_size, "pipeline": pipeline_size, "data": data_size}
+        if context_size > 1:
+            layout["context"] = context_size
         layouts.append(layout)
     return layouts
 
 
-def largest(layouts: Sequence[Mapping[str, Any]], key: str) -> int:
+def largest(layouts: Sequence[Mapping[str, Any]], axis_key: str) -> int:
     """Return the largest size of one axis over these layouts."""
-    return max((int(layout.get(key, 1)) for layout in layouts), default=1)
+    return max((int(layout.get(axis_key, 1)) for layout in layouts), default=1)
 
 
-def fitted(config: RunConfig, keys: Mapping[str, Any]) -> Layout:
+def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> Layout:
     """Return the layout with these keys of [parallel]; see `tools.config.layouts.fitted`.
 
     A layout that the run cannot have keeps all keys, so that the reasons are those of the full
     table.
     """
-    fitting = layout_for(config, keys)
+    fitting = layout_for(config, parallel_keys)
     if fitting:
-        return Layout(_layout_name(keys), fitting.parallel, fitting.left_out)
-    table = {**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **keys}
-    return Layout(_layout_name(keys), Parallel.model_validate(table))
+        return Layout(_layout_name(parallel_keys), fitting.parallel, fitting.left_out)
+    table = {**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **parallel_keys}
+    return Layout(_layout_name(parallel_keys), Parallel.model_validate(table))
 
 
-def _layout_name(keys: Mapping[str, Any]) -> str:
+def _layout_name(parallel_keys: Mapping[str, Any]) -> str:
     """Return the layout as a user would write it: axes by their short names first."""
-    parts: list[str] = []
-    for short, key in SHORT.items():
-        default = Parallel.model_fields[key].default
-        if keys.get(key, default) != default:
-            parts.append(f"{short}={keys[key]}")
-    for key, value in keys.items():
-        if key not in SHORT.values():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            parts.append(f"{key}={text}")
-    return ",".join(parts) or "one process"
+    name_parts: list[str] = []
+    for short, axis_key in SHORT.items():
+        default = Parallel.model_fields[axis_key].default
+        if parallel_keys.get(axis_key, default) != default:
+            name_parts.append(f"{short}={parallel_keys[axis_key]}")
+    for axis_key, key_value in parallel_keys.items():
+        if axis_key not in SHORT.values():
+            layout_text = str(key_value).lower() if isinstance(key_value, bool) else str(key_value)
+            name_parts.append(f"{axis_key}={layout_text}")
+    return ",".join(name_parts) or "one process"

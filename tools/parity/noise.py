@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tools.parity.gather import Record, Tensors
+from tools.parity.record import Record, Tensors
 
 # In float64 another order of sums changes a result by some 1e-15; the layers multiply that.
 FLOAT64_TOLERANCE = 1e-12
@@ -51,9 +51,10 @@ EXPERTS = ".experts."
 class Noise:
     """The effect of rounding on a run.
 
-    shaken: of a run in float64, the same run from weights moved by rounding.
-    truth: of a run in another precision, the run in float64 on one process.
-    draws: the same runs as `truth` from weights moved by rounding of that precision.
+    perturbed_run: of a run in float64, the same run from weights moved by rounding.
+    float64_run: of a run in another precision, the run in float64 on one process.
+    perturbed_draws: the same runs as `float64_run` from weights moved by rounding of that
+        precision.
     epsilon: of the dtype of products.
     expert_tokens: tokens of an expert in a step, if there are experts: rounding sends a token that
         is undecided between two experts to the other one, and its part of all gradients with it.
@@ -61,9 +62,9 @@ class Noise:
     exact: True if no bit may differ.
     """
 
-    shaken: Record | None = None
-    truth: Record | None = None
-    draws: Sequence[Record] = ()
+    perturbed_run: Record | None = None
+    float64_run: Record | None = None
+    perturbed_draws: Sequence[Record] = ()
     epsilon: float = 0.0
     expert_tokens: float = math.inf
     state_epsilons: Mapping[str, float] = field(default_factory=dict)
@@ -75,53 +76,62 @@ class Noise:
         return math.sqrt(LOW_PRECISION_SLACK / self.expert_tokens)
 
     def number_bound(
-        self, theirs: float, shaken: float | None, truth: float | None, draws: Sequence[float] = ()
+        self,
+        reference: float,
+        perturbed_run: float | None,
+        float64_run: float | None,
+        perturbed_draws: Sequence[float] = (),
     ) -> float:
         """Return the bound of a number."""
         if self.exact:
             return 0.0
-        if truth is not None:
-            errors = [relative_error(number, truth) for number in (theirs, *draws)]
+        if float64_run is not None:
+            errors = [
+                relative_error(number, float64_run) for number in (reference, *perturbed_draws)
+            ]
             return LOW_PRECISION_SLACK * max(self.epsilon, *errors)
-        if shaken is not None:
-            return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * relative_error(shaken, theirs))
+        if perturbed_run is not None:
+            return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * relative_error(perturbed_run, reference))
         return FLOAT64_TOLERANCE
 
     def tensor_bounds(
         self,
-        theirs: Tensors,
-        shaken: Tensors | None,
-        truth: Tensors | None,
+        reference: Tensors,
+        perturbed_run: Tensors | None,
+        float64_run: Tensors | None,
         scales: Mapping[str, float],
-        draws: Sequence[Tensors] = (),
+        perturbed_draws: Sequence[Tensors] = (),
     ) -> dict[str, float]:
         """Return the bound of each tensor, relative to its entry of `scales`."""
         if self.exact:
-            return dict.fromkeys(theirs, 0.0)
-        if truth is None:
-            errors = _tensor_errors(theirs, shaken or {}, scales)
+            return dict.fromkeys(reference, 0.0)
+        if float64_run is None:
+            errors = _tensor_errors(reference, perturbed_run or {}, scales)
             return {
-                name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(name, 0.0))
-                for name in theirs
+                tensor_name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(tensor_name, 0.0))
+                for tensor_name in reference
             }
-        common = self.epsilon
+        common_error = self.epsilon
         largest: dict[str, float] = {}  # of all layers
-        for tensors in [theirs, *draws]:
-            errors = _tensor_errors(truth, tensors, scales)
-            common = max(common, _root_mean_square(errors.values()))
-            for name, error in errors.items():
-                kind = _tensor_kind(name)
-                largest[kind] = max(error, largest.get(kind, 0.0))
-        least = max(LOW_PRECISION_SLACK * common, self.routing_bound)
+        # the largest of several errors: one draw may be lucky
+        for tensors in [reference, *perturbed_draws]:
+            errors = _tensor_errors(float64_run, tensors, scales)
+            common_error = max(common_error, _root_mean_square(errors.values()))
+            for tensor_name, error in errors.items():
+                tensor_kind = _tensor_kind(tensor_name)
+                largest[tensor_kind] = max(error, largest.get(tensor_kind, 0.0))
+        least_bound = max(LOW_PRECISION_SLACK * common_error, self.routing_bound)
         return {
-            name: max(least, LOW_PRECISION_SLACK * largest.get(_tensor_kind(name), 0.0))
-            for name in theirs
+            tensor_name: max(
+                least_bound, LOW_PRECISION_SLACK * largest.get(_tensor_kind(tensor_name), 0.0)
+            )
+            for tensor_name in reference
         }
 
     @property
     def norm_bound(self) -> float:
         """Return the bound of a gradient norm against the layout's own gradients."""
-        if self.truth is not None or self.exact:
+        if self.float64_run is not None or self.exact:
             return LOW_PRECISION_NORM_TOLERANCE
         return FLOAT64_TOLERANCE
 
@@ -129,40 +139,42 @@ class Noise:
         """Return the bound of "weights" or "moments" against the same update on one process."""
         if self.exact:
             return 0.0
-        if self.truth is not None:
+        if self.float64_run is not None:
             return LOW_PRECISION_SLACK * self.state_epsilons[quantity]
         return FLOAT64_TOLERANCE
 
     def why_inconclusive(self, bound: float) -> str:
         """Return why a quantity with this bound proves nothing; empty if it proves something."""
-        widest = WIDEST_FLOAT64_BOUND if self.truth is None else WIDEST_LOW_PRECISION_BOUND
+        widest = WIDEST_FLOAT64_BOUND if self.float64_run is None else WIDEST_LOW_PRECISION_BOUND
         if bound <= widest:
             return ""
         return f"rounding alone may change it by {bound:.0e}"
 
 
-def relative_error(ours: float, theirs: float) -> float:
-    """Return the error of `ours` relative to `theirs`. NaN equals NaN."""
-    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+def relative_error(candidate: float, reference: float) -> float:
+    """Return the error of `candidate` relative to `reference`. NaN equals NaN."""
+    if candidate == reference or (math.isnan(candidate) and math.isnan(reference)):
         return 0.0
-    return abs(ours - theirs) / max(abs(theirs), 1e-300)
+    return abs(candidate - reference) / max(abs(reference), 1e-300)
 
 
-def tensor_error(ours: Tensor, theirs: Tensor, scale: float) -> float:
+def tensor_error(candidate: Tensor, reference: Tensor, scale: float) -> float:
     """Return the norm of the difference over `scale`: 0 if and only if all bits are equal, infinite
     if one is NaN."""
-    if torch.equal(ours, theirs):
+    if torch.equal(candidate, reference):
         return 0.0
-    error = (ours - theirs).norm().item() / scale
+    error = (candidate - reference).norm().item() / scale
     return math.inf if math.isnan(error) else max(error, SMALLEST_ERROR)
 
 
-def _tensor_errors(theirs: Tensors, ours: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
-    """Return the error of each tensor of `ours` that is in `theirs`, in the order of `ours`."""
+def _tensor_errors(
+    reference: Tensors, candidate: Tensors, scales: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the error of each tensor of `candidate` that is in `reference`, in its order."""
     return {
-        name: tensor_error(tensor, theirs[name], scales[name])
-        for name, tensor in ours.items()
-        if name in theirs
+        tensor_name: tensor_error(tensor, reference[tensor_name], scales[tensor_name])
+        for tensor_name, tensor in candidate.items()
+        if tensor_name in reference
     }
 
 
@@ -171,10 +183,10 @@ def error_scales(tensors: Tensors) -> dict[str, float]:
     its size."""
     average = average_element(tensors)
     scales: dict[str, float] = {}
-    for name, tensor in tensors.items():
-        least = MIN_NORM_FRACTION * average * math.sqrt(tensor.numel())
+    for tensor_name, tensor in tensors.items():
+        least_norm = MIN_NORM_FRACTION * average * math.sqrt(tensor.numel())
         # 1 if all tensors are zero, so that an error can be divided by it
-        scales[name] = max(tensor.norm().item(), least) or 1.0
+        scales[tensor_name] = max(tensor.norm().item(), least_norm) or 1.0
     return scales
 
 
@@ -185,56 +197,63 @@ def average_element(tensors: Tensors) -> float:
     return math.sqrt(squares / max(1, count))
 
 
-def rounding_mask(theirs: Tensor, shaken: Tensor) -> Tensor:
+def rounding_mask(reference: Tensor, perturbed: Tensor) -> Tensor:
     """Return a bool tensor of the elements of a float64 gradient that may be only rounding error.
 
     These are elements that are not far above the changes that rounding causes in their tensor. An
     element that is zero in both runs is a true zero, as of a token that never occurs, unless its
     entire tensor is rounding error.
     """
-    limit = FLOAT64_SLACK * (shaken - theirs).square().mean().sqrt()
-    small = theirs.abs() <= limit
-    if limit > 0 and small.all():
-        return small
-    return small & ~((theirs == 0) & (shaken == 0))
+    rounding_limit = FLOAT64_SLACK * (perturbed - reference).square().mean().sqrt()
+    is_small = reference.abs() <= rounding_limit
+    if rounding_limit > 0 and is_small.all():
+        return is_small
+    return is_small & ~((reference == 0) & (perturbed == 0))
 
 
-def count_rounding_elements(theirs: Record, shaken: Record) -> dict[str, int]:
+def count_rounding_elements(reference: Record, perturbed_run: Record) -> dict[str, int]:
     """Return, by tensor, the number of elements whose gradient may be only rounding error in some
     step; tensors without such elements are left out."""
-    masks: dict[str, Tensor] = {}
-    for kind, gradients in theirs.tensors.items():
-        if not kind.startswith("gradient/"):
+    rounding_masks: dict[str, Tensor] = {}
+    for tensor_kind, gradients in reference.tensors.items():
+        if not tensor_kind.startswith("gradient/"):
             continue
-        for name, mask in _rounding_masks(gradients, shaken.tensors[kind]).items():
-            masks[name] = masks[name] | mask if name in masks else mask
-    counts = {name: int(mask.sum()) for name, mask in masks.items()}
-    return {name: count for name, count in counts.items() if count}
+        for tensor_name, mask in _rounding_masks(
+            gradients, perturbed_run.tensors[tensor_kind]
+        ).items():
+            rounding_masks[tensor_name] = (
+                rounding_masks[tensor_name] | mask if tensor_name in rounding_masks else mask
+            )
+    counts = {tensor_name: int(mask.sum()) for tensor_name, mask in rounding_masks.items()}
+    return {tensor_name: count for tensor_name, count in counts.items() if count}
 
 
-def _rounding_masks(theirs: Tensors, shaken: Tensors) -> Tensors:
-    return {name: rounding_mask(gradient, shaken[name]) for name, gradient in theirs.items()}
+def _rounding_masks(reference: Tensors, perturbed_run: Tensors) -> Tensors:
+    return {
+        tensor_name: rounding_mask(gradient, perturbed_run[tensor_name])
+        for tensor_name, gradient in reference.items()
+    }
 
 
-def count_zeros(gradients: Tensors, theirs: Tensors, shaken: Tensors | None) -> int:
+def count_zeros(gradients: Tensors, reference: Tensors, perturbed_run: Tensors | None) -> int:
     """Return the number of zeros in `gradients`, without those that may be rounding error in
-    `theirs`."""
-    if shaken is None:
+    `reference`."""
+    if perturbed_run is None:
         return sum(int((gradient == 0).sum()) for gradient in gradients.values())
-    masks = _rounding_masks(theirs, shaken)
+    rounding_masks = _rounding_masks(reference, perturbed_run)
     count = 0
-    for name, gradient in gradients.items():
-        if name in masks:
-            count += int(((gradient == 0) & ~masks[name]).sum())
+    for tensor_name, gradient in gradients.items():
+        if tensor_name in rounding_masks:
+            count += int(((gradient == 0) & ~rounding_masks[tensor_name]).sum())
     return count
 
 
-def _tensor_kind(name: str) -> str:
+def _tensor_kind(tensor_name: str) -> str:
     """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of
     one kind."""
-    return EXPERTS if EXPERTS in name else re.sub(r"\d+", "N", name)
+    return EXPERTS if EXPERTS in tensor_name else re.sub(r"\d+", "N", tensor_name)
 
 
 def _root_mean_square(errors: Iterable[float]) -> float:
-    listed = list(errors)
-    return math.sqrt(sum(error * error for error in listed) / max(1, len(listed)))
+    all_errors = list(errors)
+    return math.sqrt(sum(error * error for error in all_errors) / max(1, len(all_errors)))

@@ -1,17 +1,33 @@
 """The picture of `megaprec compare`: the losses of several runs.
 
-A few runs share one panel. Many would hide each other, so each gets a panel of its own, in which
+A few runs share one chart. Many would hide each other, so each gets a chart of its own, in which
 the run with the lowest loss is grey; or, beside a run that the others are measured against, the
 differences from it.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tools.plots.panels import (
+from tools.plots.charts import (
+    LEFT,
+    LEGEND_ROW,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Box,
+    Chart,
+    Crosses,
+    Frame,
+    Level,
+    Row,
+    Series,
+    draw_rows,
+)
+from tools.plots.drawing import Drawing, Line, Shape, Text, text_width
+from tools.plots.training_plot import (
     Over,
     Record,
     axis_label,
@@ -21,13 +37,15 @@ from tools.plots.panels import (
     smoothed,
     values,
 )
-from tools.plots.run_plots import BLUE, GREY, RED, mark_skipped, plain
 
 LAST = 10  # newest applied steps, over whose loss the mean is taken
-TOGETHER = 8  # runs that share a panel at most
+MAX_TOGETHER = 8  # runs that share a chart at most
 COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728", "#8250c4", "#7a5230", "#d957a8", "#6e7781")
-COLUMNS = 4  # of panels
-GAP = 0.055  # between two labels, in heights of a panel
+COLUMNS = 4  # of charts
+LABEL_SIZE = 12.0
+LABEL_SPACING = 18.0  # between two labels at the ends of lines
+FINALS_WIDTH = 100.0  # of the final losses, and of the lines to the labels
+MARGIN = 12.0
 
 
 @dataclass(frozen=True)
@@ -72,145 +90,149 @@ def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
 
 
-def draw(
-    curves: Sequence[Curve], path: Path, over: Over, against: Curve | None, figure_of: Any
-) -> None:
-    """Write the picture. figure_of: matplotlib's Figure."""
-    if against is None and len(curves) <= TOGETHER:
-        figure = figure_of(figsize=(11, 5.5), layout="constrained")
-        _draw_together(figure.subplots(), curves, over)
+def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
+    """Write the picture. Raises UserError without matplotlib."""
+    if against is None and len(curves) <= MAX_TOGETHER:
+        _draw_together(curves, x_axis).save(path)
     else:
-        rows = -(-len(curves) // COLUMNS)
-        figure = figure_of(figsize=(12, 0.8 + 2.1 * rows), layout="constrained")
-        grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
-        _draw_separately(grid, by_loss(curves), over, against)
-        if against:
-            quantity = f"loss minus that of {against.name}"
-        else:
-            quantity = f"loss; grey: {by_loss(curves)[0].name}"
-        title = f"{quantity}; nats a token, mean of the last {LAST} steps beside each name"
-        figure.suptitle(title, parse_math=False)
-    figure.savefig(path, dpi=110)
+        _draw_separately(by_loss(curves), x_axis, against).save(path)
 
 
-def _draw_together(axes: Any, curves: Sequence[Curve], over: Over) -> None:
-    ends: list[_LineEnd] = []
-    for number, curve in enumerate(curves):
-        color = COLORS[number % len(COLORS)]
-        x = positions(curve.records, over)
-        y = values(curve.records, "loss")
-        mean = _draw_smoothed(axes, x, y, color)
-        finite = [value for value in mean if not math.isnan(value)]
-        ends.append(_LineEnd(finite[-1] if finite else math.nan, curve, color))
+def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
+    series: list[Series] = []
+    crosses: list[Crosses] = []
+    colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
+    for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
+        losses = values(curve.records, "loss")
+        series += _smoothed_series(positions(curve.records, x_axis), losses, line_color)
         # each run's crosses a little above those of the run before
-        mark_skipped(axes, skipped_positions(curve.records, over), color, 0.015 * number)
-    axes.set_title("loss, nats a token; crosses: skipped steps", loc="left", fontsize=10)
-    axes.set_title(f"mean of last {LAST} steps", loc="right", fontsize=9)
-    axes.set_xlabel(axis_label(over))
-    axes.margins(x=0.01)
-    plain(axes)
-    _label_ends(axes, ends)
+        skipped = skipped_positions(curve.records, x_axis)
+        crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
+    chart = Chart(
+        "loss, nats a token; crosses: skipped steps",
+        series,
+        crosses,
+        x_label=axis_label(x_axis),
+        right_title=f"mean of last {LAST} steps",
+    )
+    # room for the names, however long
+    names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
+    width = WIDTH + names_width
+    drawing = draw_rows("", [Row([chart], 1, 440)], width, right=names_width + FINALS_WIDTH)
+    box = Box(LEFT, TOP + LEGEND_ROW + 8, width - names_width - FINALS_WIDTH - LEFT - RIGHT, 440)
+    drawing.shapes += _label_ends(Frame(chart, box), curves, colors, drawing.width - MARGIN)
+    return drawing
 
 
 class _LineEnd(NamedTuple):
-    """The last value of a run's line, NaN if it has none."""
+    """The height at which the line of a run ends, in pixels."""
 
-    value: float
+    height: float
     curve: Curve
     color: str
 
 
-def _label_ends(axes: Any, ends: Sequence[_LineEnd]) -> None:
-    """Name each line at its end, far enough from the other names."""
-    low, high = axes.get_ylim()
-    width = max(len(end.curve.name) for end in ends)
-    # in heights of the panel, the highest first
-    heights: list[tuple[float, _LineEnd]] = []
-    for end in ends:
-        height = 0.0 if math.isnan(end.value) else (end.value - low) / (high - low)
-        heights.append((height, end))
-    heights.sort(key=lambda entry: -entry[0])
+def _label_ends(
+    frame: Frame, curves: Sequence[Curve], colors: Sequence[str], finals_end: float
+) -> Iterator[Shape]:
+    """Yield the name and the final loss of each run beside the end of its line, far enough from the
+    other names."""
+    area = frame.box
+    ends = sorted(_line_ends(frame, curves, colors), key=lambda end: end.height)
     label_heights: list[float] = []
-    for height, _ in heights:
-        limit = label_heights[-1] - GAP if label_heights else height
-        label_heights.append(min(height, limit))
-    lift = max(0.0, -label_heights[-1])  # so that the lowest label stays in the panel
-    for (height, end), label_height in zip(heights, label_heights, strict=True):
-        curve = end.curve
-        final = "no loss" if math.isnan(curve.final) else f"{curve.final:.4f}"
-        arrow = {
-            "arrowstyle": "-",
-            "color": end.color,
-            "linewidth": 0.8,
-            "relpos": (0, 0.5),
-            "shrinkA": 0,
-        }
-        axes.annotate(
-            f"{curve.name:{width}}  {final}",
-            (1.0, height),
-            (1.025, label_height + lift),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            color=end.color,
-            va="center",
-            fontsize=8.5,
-            family="monospace",
-            parse_math=False,
-            arrowprops=arrow,
-        )
+    for end in ends:
+        # below the label before
+        least = label_heights[-1] + LABEL_SPACING if label_heights else end.height
+        label_heights.append(max(end.height, least))
+    # so that the lowest label stays beside the axes
+    lift = max(0.0, label_heights[-1] - area.bottom)
+    for end, label_height in zip(ends, label_heights, strict=True):
+        middle = label_height - lift
+        baseline = middle + 4  # half of the height of letters
+        final = "no loss" if math.isnan(end.curve.final) else f"{end.curve.final:.4f}"
+        yield Line(area.right + 2, end.height, area.right + 22, middle, end.color, 0.9)
+        yield Text(area.right + 26, baseline, end.curve.name, LABEL_SIZE, end.color)
+        yield Text(finals_end, baseline, final, LABEL_SIZE, end.color, "end")
 
 
-def _draw_separately(grid: Any, curves: Sequence[Curve], over: Over, against: Curve | None) -> None:
-    """Draw a panel for each run."""
-    reference = against or curves[0]
+def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> Iterator[_LineEnd]:
+    for curve, color in zip(curves, colors, strict=True):
+        losses = values(curve.records, "loss")
+        means = smoothed(losses, mean_width(len(losses)))
+        finite = [mean for mean in means if not math.isnan(mean)]
+        # a run without a loss is named below the others
+        height = frame.y_pixel(finite[-1]) if finite else frame.box.bottom
+        yield _LineEnd(height, curve, color)
+
+
+def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
+    """Return a drawing with a chart for each run, all on the same axes."""
+    charts = [_single_chart(curve, x_axis, against or curves[0], bool(against)) for curve in curves]
+    charts = _with_common_axes(charts)
+    rows: list[Row] = []
+    for start in range(0, len(charts), COLUMNS):
+        in_row: list[Chart] = []
+        for number, chart in enumerate(charts[start : start + COLUMNS], start):
+            # the lowest chart of each column names the axis
+            is_lowest = number + COLUMNS >= len(charts)
+            in_row.append(replace(chart, x_label=axis_label(x_axis) if is_lowest else ""))
+        rows.append(Row(in_row, COLUMNS, 150))
+    if against:
+        quantity = f"loss minus that of {against.name}"
+    else:
+        quantity = f"loss; grey: {curves[0].name}"
+    title = f"{quantity}; nats a token, mean of the last {LAST} steps beside each name"
+    return draw_rows(title, rows, 1200)
+
+
+def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Return the charts with axes that fit the means of all of them."""
+    losses: list[float] = []
+    x_values: list[float] = []
+    for chart in charts:
+        mean = chart.series[-1]
+        losses += [loss for loss in mean.y if not math.isnan(loss)]
+        x_values += mean.x
+    if not losses or max(losses) == min(losses):
+        return list(charts)
+    margin = 0.1 * (max(losses) - min(losses))
+    y_range = (min(losses) - margin, max(losses) + margin)
+    x_range = (min(x_values), max(x_values))
+    return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
+
+
+def _single_chart(curve: Curve, x_axis: Over, reference: Curve, subtract: bool) -> Chart:
+    """Return the chart of one run, beside a reference or, if `subtract`, minus it."""
+    x_values = positions(curve.records, x_axis)
+    losses = values(curve.records, "loss")
+    series: list[Series] = []
+    levels: list[Level] = []
     reference_losses = values(reference.records, "loss")
-    loss_of_step = {
-        record["step"]: loss
-        for record, loss in zip(reference.records, reference_losses, strict=True)
-    }
-    drawn: list[float] = []
-    for axes, curve in zip(grid.flat, curves, strict=False):
-        x = positions(curve.records, over)
-        y = values(curve.records, "loss")
-        if against:
-            subtracted = [loss_of_step.get(record["step"], math.nan) for record in curve.records]
-            y = [loss - base for loss, base in zip(y, subtracted, strict=True)]
-            axes.axhline(0, color=GREY, linewidth=0.9)
-        else:
-            mean = smoothed(reference_losses, _width(reference_losses))
-            axes.plot(positions(reference.records, over), mean, color=GREY, linewidth=1)
-        drawn += [value for value in _draw_smoothed(axes, x, y, BLUE) if not math.isnan(value)]
-        mark_skipped(axes, skipped_positions(curve.records, over), RED)
-        title = f"{curve.name}  {curve.final:.4f}"
-        axes.set_title(title, loc="left", fontsize=8.5, parse_math=False)
-        plain(axes)
-    _label_columns(grid, len(curves), axis_label(over))
-    if drawn and max(drawn) > min(drawn):
-        margin = 0.35 * (max(drawn) - min(drawn))
-        # the panels share their axes
-        grid.flat[0].set_ylim(min(drawn) - margin, max(drawn) + margin)
+    if subtract:
+        steps = [record["step"] for record in reference.records]
+        loss_of_step = dict(zip(steps, reference_losses, strict=True))
+        losses = [
+            loss - loss_of_step.get(record["step"], math.nan)
+            for record, loss in zip(curve.records, losses, strict=True)
+        ]
+        levels.append(Level(0.0))
+    else:
+        mean = smoothed(reference_losses, mean_width(len(reference_losses)))
+        series.append(Series("", positions(reference.records, x_axis), mean, "faint", 1.0))
+    series += _smoothed_series(x_values, losses, "main")
+    return Chart(
+        f"{curve.name}  {curve.final:.4f}",
+        series,
+        [Crosses(skipped_positions(curve.records, x_axis), "")],
+        levels=levels,
+    )
 
 
-def _label_columns(grid: Any, used: int, label: str) -> None:
-    """Hide the panels from number `used` on, and label the lowest one of each column."""
-    columns = grid.shape[1]
-    for axes in grid.flat[used:]:
-        axes.axis("off")
-    for column in range(min(columns, used)):
-        lowest = grid.flat[range(column, used, columns)[-1]]
-        lowest.set_xlabel(label, fontsize=9)
-        lowest.tick_params(labelbottom=True)
-
-
-def _draw_smoothed(axes: Any, x: Sequence[float], y: Sequence[float], color: str) -> list[float]:
-    """Draw the mean over neighbouring steps, above the values of each step, and return it."""
-    width = _width(y)
+def _smoothed_series(
+    x_values: Sequence[float], y: Sequence[float], line_color: str
+) -> Iterator[Series]:
+    """Yield the values of each step, if there are many, and the mean over neighbouring ones."""
+    width = mean_width(len(y))
     if width > 1:
-        axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
-    mean = smoothed(y, width)
-    axes.plot(x, mean, color=color, linewidth=1.5)
-    return mean
-
-
-def _width(y: Sequence[float]) -> int:
-    return mean_width(len(y))
+        yield Series("", x_values, y, line_color, 0.8, opacity=0.22)
+    yield Series("", x_values, smoothed(y, width), line_color)

@@ -1,17 +1,33 @@
-"""Drawings made of rectangles, lines and text, written as SVG or PNG.
+"""Drawings made of rectangles, lines, paths and text, written as SVG or PNG.
 
-Lengths are in pixels, y grows downwards. SVG needs no library, PNG needs matplotlib.
+All pictures are such drawings. Lengths are in pixels, y grows downwards. A colour is "#rrggbb" or
+a name of PALETTE. SVG needs no library, PNG needs matplotlib.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
-from xml.sax.saxutils import escape
 
 from megaprec.errors import UserError
 
 Anchor = Literal["start", "middle", "end"]
+Point = tuple[float, float]
+
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
+# A web page may give these names other colours, by variables of its style: see `to_themed_svg`.
+PALETTE = {
+    "ink": "#24292f",
+    "faint": "#6e7781",
+    "line": "#e3e6ea",
+    "main": "#1f5fa8",
+    "other0": "#e07b00",
+    "other1": "#2a9d55",
+    "other2": "#8250c4",
+    "other3": "#7a5230",
+    "red": "#d62728",
+}
 DPI = 100
 ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}  # of SVG, of matplotlib
 POINTS_PER_PIXEL = 72 / DPI  # matplotlib sets type and line widths in points
@@ -28,6 +44,7 @@ class Rect:
     fill: str
     round: float = 0.0
     tip: str = ""
+    opacity: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +60,28 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Trail:
+    """Straight strokes from point to point. None lifts the pen. dash: lengths of strokes and gaps,
+    solid if empty."""
+
+    points: Sequence[Point | None]
+    color: str
+    width: float = 1.5
+    opacity: float = 1.0
+    dash: tuple[float, ...] = ()
+
+    def strokes(self) -> list[list[Point]]:
+        """Return the points between two lifts of the pen, as often as there are any."""
+        strokes: list[list[Point]] = [[]]
+        for point in self.points:
+            if point is not None:
+                strokes[-1].append(point)
+            elif strokes[-1]:
+                strokes.append([])
+        return [stroke for stroke in strokes if stroke]
+
+
+@dataclass(frozen=True)
 class Text:
     """A line of text with its baseline at y."""
 
@@ -50,12 +89,12 @@ class Text:
     y: float
     text: str
     size: float = 12.0
-    color: str = "#24292f"
+    color: str = "ink"
     anchor: Anchor = "start"
     bold: bool = False
 
 
-Shape = Rect | Line | Text
+Shape = Rect | Line | Trail | Text
 
 
 @dataclass
@@ -75,6 +114,11 @@ class Drawing:
             path.write_text(to_svg(self), encoding="utf-8")
 
 
+def text_width(text: str, size: float) -> float:
+    """Return about how wide a text is; letters are 0.6 of their size on average."""
+    return 0.6 * size * len(text)
+
+
 def to_svg(drawing: Drawing) -> str:
     """Return the text of an SVG file."""
     size = f'width="{drawing.width:g}" height="{drawing.height:g}"'
@@ -82,35 +126,78 @@ def to_svg(drawing: Drawing) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {drawing.width:g} '
         f'{drawing.height:g}"'
     )
-    lines = [
-        f'{head} font-family="{FONT}">',
-        f'<rect {size} fill="#ffffff"/>',
-        *map(_svg, drawing.shapes),
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    shapes = [_svg(shape, is_themed=False) for shape in drawing.shapes]
+    background = f'<rect {size} fill="#ffffff"/>'
+    return "\n".join([f'{head} font-family="{FONT}">', background, *shapes, "</svg>"]) + "\n"
 
 
-def _svg(shape: Shape) -> str:
+def to_themed_svg(drawing: Drawing, label: str) -> str:
+    """Return the SVG as a part of a web page, as wide as the page wants, on its background.
+
+    The colours of PALETTE are the page's variables of these names, where it has them. label: what
+    the picture shows, for readers who cannot see it.
+    """
+    shapes = [_svg(shape, is_themed=True) for shape in drawing.shapes]
+    return (
+        f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+    )
+
+
+def _svg(shape: Shape, is_themed: bool) -> str:
     if isinstance(shape, Rect):
         box = (
             f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" '
             f'height="{shape.height:.2f}"'
         )
         tip = f"<title>{escape(shape.tip)}</title>" if shape.tip else ""
-        return f'<rect {box} rx="{shape.round:g}" fill="{shape.fill}">{tip}</rect>'
+        fill = f'fill="{_svg_color(shape.fill, is_themed)}"{_opacity("fill", shape.opacity)}'
+        return f'<rect {box} rx="{shape.round:g}" {fill}>{tip}</rect>'
+    color = _svg_color(shape.color, is_themed)
     if isinstance(shape, Line):
         ends = f'x1="{shape.x1:.2f}" y1="{shape.y1:.2f}" x2="{shape.x2:.2f}" y2="{shape.y2:.2f}"'
-        return f'<line {ends} stroke="{shape.color}" stroke-width="{shape.width:g}"/>'
+        return f'<line {ends} stroke="{color}" stroke-width="{shape.width:g}"/>'
+    if isinstance(shape, Trail):
+        look = f'stroke="{color}" stroke-width="{shape.width:g}" fill="none"'
+        if shape.dash:
+            lengths = " ".join(f"{length:g}" for length in shape.dash)
+            look += f' stroke-dasharray="{lengths}"'
+        path = "".join(_svg_stroke(stroke) for stroke in shape.strokes())
+        return f'<path d="{path}" {look}{_opacity("stroke", shape.opacity)}/>'
     weight = ' font-weight="bold"' if shape.bold else ""
-    look = f'font-size="{shape.size:g}" fill="{shape.color}" text-anchor="{shape.anchor}"{weight}'
+    look = f'font-size="{shape.size:g}" fill="{color}" text-anchor="{shape.anchor}"{weight}'
     return f'<text x="{shape.x:.2f}" y="{shape.y:.2f}" {look}>{escape(shape.text)}</text>'
+
+
+def _svg_color(color: str, is_themed: bool) -> str:
+    # a colour of its own means the same on every background
+    if color not in PALETTE:
+        return color
+    return f"var(--{color}, {PALETTE[color]})" if is_themed else PALETTE[color]
+
+
+def _opacity(part: str, opacity: float) -> str:
+    return f' {part}-opacity="{opacity:g}"' if opacity < 1 else ""
+
+
+def _svg_stroke(stroke: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in stroke)
+
+
+def has_matplotlib() -> bool:
+    """Return True if PNG files can be written."""
+    try:
+        import matplotlib.figure  # noqa: PLC0415  # optional, and slow to import
+    except ImportError:
+        return False
+    return matplotlib.figure is not None
 
 
 def _save_png(drawing: Drawing, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.collections import LineCollection, PatchCollection  # noqa: PLC0415
+        from matplotlib.colors import to_rgba  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
         from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
     except ImportError as error:
@@ -121,38 +208,58 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
 
-    rects = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
-    axes.add_collection(
-        PatchCollection(
-            [_rounded_box(rect, FancyBboxPatch) for rect in rects],
-            facecolors=[rect.fill for rect in rects],
-            linewidths=0,
-            zorder=2,
-        )
-    )
-    lines = [shape for shape in drawing.shapes if isinstance(shape, Line)]
-    axes.add_collection(
-        LineCollection(
-            [[(line.x1, line.y1), (line.x2, line.y2)] for line in lines],
-            colors=[line.color for line in lines],
-            linewidths=[line.width * POINTS_PER_PIXEL for line in lines],
-            zorder=1,
-        )
-    )
+    # Shapes of a kind share a collection, for thousands of single ones would take many seconds.
+    # Lines, which are those of axes and grids, lie below rectangles, and these below trails.
+    by_kind: dict[type[Shape], list[Any]] = {Rect: [], Line: [], Trail: [], Text: []}
     for shape in drawing.shapes:
-        if isinstance(shape, Text):
-            _add_text(axes, shape)
+        by_kind[type(shape)].append(shape)
+    rects: list[Rect] = by_kind[Rect]
+    boxes = PatchCollection(
+        [_rounded_box(rect, FancyBboxPatch) for rect in rects],
+        facecolors=[to_rgba(_hex_color(rect.fill), rect.opacity) for rect in rects],
+        linewidths=0,
+        zorder=2,
+    )
+    axes.add_collection(boxes)
+    lines = [_as_trail(line) for line in by_kind[Line]]
+    for order, trails in ((1, lines), (3, by_kind[Trail])):
+        # a trail once for each of its strokes
+        stroked = [(trail, stroke) for trail in trails for stroke in trail.strokes()]
+        collection = LineCollection(
+            [stroke for _, stroke in stroked],
+            colors=[to_rgba(_hex_color(trail.color), trail.opacity) for trail, _ in stroked],
+            linewidths=[trail.width * POINTS_PER_PIXEL for trail, _ in stroked],
+            linestyles=[_line_style(trail) for trail, _ in stroked],
+            joinstyle="round",
+            zorder=order,
+        )
+        axes.add_collection(collection)
+    for text in by_kind[Text]:
+        _add_text(axes, text)
     figure.savefig(path, dpi=2 * DPI)  # two pixels for one, for sharp screens
 
 
-def _rounded_box(rect: Rect, patch_of: Any) -> Any:
-    """Return a rectangle as a patch. patch_of: matplotlib's FancyBboxPatch."""
-    if rect.round:
-        # a corner of more than half the width would bulge out
-        style = f"round,pad=0,rounding_size={min(rect.round, rect.width / 2)}"
-    else:
-        style = "square,pad=0"
-    return patch_of((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
+def _hex_color(color: str) -> str:
+    return PALETTE.get(color, color)
+
+
+def _rounded_box(rect: Rect, patch_class: Any) -> Any:
+    """Return a rectangle as a patch. patch_class: matplotlib's FancyBboxPatch."""
+    # a corner of more than half the width would bulge out
+    radius = min(rect.round, rect.width / 2)
+    style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
+    return patch_class((rect.x, rect.y), rect.width, rect.height, boxstyle=style)
+
+
+def _as_trail(line: Line) -> Trail:
+    return Trail([(line.x1, line.y1), (line.x2, line.y2)], line.color, line.width)
+
+
+def _line_style(trail: Trail) -> Any:
+    """Return matplotlib's style of a line; it counts dashes in widths of the line."""
+    if not trail.dash:
+        return "solid"
+    return (0, [length / trail.width for length in trail.dash])
 
 
 def _add_text(axes: Any, text: Text) -> None:
@@ -164,6 +271,6 @@ def _add_text(axes: Any, text: Text) -> None:
         va="baseline",
         parse_math=False,  # a dollar sign is one
         fontsize=text.size * POINTS_PER_PIXEL,
-        color=text.color,
+        color=_hex_color(text.color),
         fontweight="bold" if text.bold else "normal",
     )

@@ -1,69 +1,27 @@
-"""The records, the alarm and the plot of a run's comparisons of FP8 with precision.compute
-(`models.engine.fp8_shadow`)."""
+"""The picture of a run's comparisons of FP8 with precision.compute
+(`tools.journal.shadow_records`)."""
 
 import math
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models.engine.fp8_shadow import Shadow
 from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
-from tools.plots.run_plots import BLUE, GREY, ORANGE, RED, plain
+from tools.journal.shadow_records import SHADOW
+from tools.plots.charts import DASHED, DOTTED, Chart, Level, Row, Series, draw_rows
+from tools.plots.drawing import has_matplotlib
 
-SHADOW = "fp8_shadow"
 PICTURE = "fp8-shadow.png"
-GREEN = "#2a8f3a"
-NEAR = 4.0  # limits of alarms are drawn if the axis then is at most this many times as long
-NAMED = 6  # layers that the legend names at most
-ROLES = {"input": BLUE, "weight": GREEN, "gradient": ORANGE}
-
-
-def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
-    """Return the fields that a comparison adds to the record of its step in metrics.jsonl."""
-    fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": shadow.worst[1]}
-    messages = alarms(shadow, fp8)
-    if messages:
-        fields["shadow_alarm"] = "; ".join(messages)
-    return fields
-
-
-def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
-    """Return the record of a comparison for events.jsonl."""
-    name, cosine = shadow.worst
-    return {
-        "event": SHADOW,
-        "step": step,
-        "loss": shadow.loss,
-        "wide_loss": shadow.wide_loss,
-        "loss_gap": shadow.gap,
-        "worst_cosine": cosine,
-        "worst_weight": name,
-        "alarms": alarms(shadow, fp8),
-        "cosines": dict(shadow.cosines),
-        "saturated": dict(shadow.saturated),
-        "underflowed": dict(shadow.underflowed),
-    }
-
-
-def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
-    """Return a line for each value outside of its band; none if the pass without FP8 is not finite,
-    for it says nothing of FP8.
-    """
-    messages: list[str] = []
-    if abs(shadow.gap) > fp8.shadow_loss_gap:
-        messages.append(
-            f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
-        )
-    low = {name: cosine for name, cosine in shadow.cosines.items() if cosine < fp8.shadow_cosine}
-    if low:
-        name, cosine = shadow.worst
-        others = f" and {len(low) - 1} more" if len(low) > 1 else ""
-        messages.append(
-            f"cosine {cosine:.3f} of {name}{others} is below fp8.shadow_cosine = "
-            f"{fp8.shadow_cosine:g}"
-        )
-    return messages
+# Limits of alarms are drawn if the axis then is at most this many times as long.
+LONGEST_STRETCH = 4.0
+MAX_NAMED = 6  # layers that the legend names at most
+ROLE_COLORS = {"input": "main", "weight": "other1", "gradient": "other0"}
+# Smaller percentages of lost numbers are shown on a linear axis, down to 0.
+LEAST_LOST = 0.01
+Event = dict[str, Any]
 
 
 def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
@@ -72,150 +30,156 @@ def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
 
     None without comparisons or matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        return None
     events = read_events(folder, SHADOW)
-    if not events:
+    if not events or not has_matplotlib():
         return None
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    gap, cosines, lost = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1.4, 1.2))
-    _draw_gap(gap, events, fp8.shadow_loss_gap)
-    _draw_cosines(cosines, events, fp8.shadow_cosine)
-    _draw_lost_numbers(lost, events)
-    for axes in (gap, cosines, lost):
-        plain(axes)
+    rows = [
+        Row([_gap_chart(events, fp8.shadow_loss_gap)], 1, 180),
+        Row([_cosine_chart(events, fp8.shadow_cosine)], 1, 250),
+        Row([_lost_chart(events)], 1, 210),
+    ]
     alarmed = sum(bool(event["alarms"]) for event in events)
-    figure.suptitle(
+    title = (
         f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} "
         "alarms"
     )
-    figure.savefig(folder / PICTURE, dpi=110)
+    draw_rows(title, rows).save(folder / PICTURE)
     return folder / PICTURE
 
 
-def _steps(events: list[dict[str, Any]]) -> list[int]:
+def _steps(events: Sequence[Event]) -> list[int]:
     return [event["step"] for event in events]
 
 
-def _draw_gap(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
-    axes.axhline(0, color=GREY, linewidth=0.8)
+def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    percent_limit = 100 * alarm_limit
     gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in events]
-    axes.plot(_steps(events), gaps, color=BLUE, marker=".")
-    _draw_limit(axes, 100 * limit, -100 * limit, f"±{100 * limit:g} %")
+    series = [Series("", _steps(events), gaps, marker="dot")]
     alarmed = [event for event in events if event["alarms"]]
     if alarmed:
         alarmed_gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in alarmed]
-        axes.plot(_steps(alarmed), alarmed_gaps, "x", color=RED, label="alarm", markersize=8)
-    _add_title(axes, "loss gap, %")
+        crosses = Series(
+            "alarm", _steps(alarmed), alarmed_gaps, "red", marker="cross", joined=False
+        )
+        series.append(crosses)
+    text = f"±{percent_limit:g} %"
+    return _with_limits("loss gap, %", series, (-percent_limit, percent_limit), text, [Level(0.0)])
 
 
-def _draw_limit(axes: Any, high: float, low: float, label: str) -> None:
-    """Shade the band of values without an alarm, or name its limits if they are too far away to be
-    shown."""
-    bottom, top = axes.get_ylim()
-    limits = [value for value in (low, high) if math.isfinite(value)]
-    if max(top, *limits) - min(bottom, *limits) > NEAR * (top - bottom):
-        axes.plot([], [], color="none", label=f"alarms begin at {label}, outside of this picture")
-        return
-    inside = [value if math.isfinite(value) else top for value in (low, high)]
-    axes.axhspan(*inside, color=GREEN, alpha=0.08, linewidth=0)
-    for number, value in enumerate(limits):
-        line_label = None if number else f"limit of alarms: {label}"  # once in the legend
-        axes.axhline(value, color=RED, linewidth=1, linestyle="--", label=line_label)
+def _with_limits(
+    title: str,
+    series: Sequence[Series],
+    limits: tuple[float, float],
+    text: str,
+    levels: Sequence[Level] = (),
+) -> Chart:
+    """Return a chart with the band of values without an alarm shaded, or with a hint if its limits
+    are too far away to be shown.
+
+    limits: of the band; infinite where there is none. text: the limits in words.
+    """
+    values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
+    values += [level.y for level in levels]
+    # a cosine has a lower limit only
+    finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
+    lowest_value = min(values, default=0.0)
+    highest_value = max(values, default=0.0)
+    extent = max(highest_value - lowest_value, 1e-12)
+    with_limits = max(highest_value, *finite_limits) - min(lowest_value, *finite_limits)
+    if with_limits > LONGEST_STRETCH * extent:
+        hint = f"alarms begin at {text}, outside of this picture"
+        return Chart(title, series, levels=levels, hints=[hint])
+    # the axis must reach the limits, which are no values of a series
+    lowest_shown = min(lowest_value, *finite_limits)
+    highest_shown = max(highest_value, *finite_limits)
+    margin = 0.06 * (highest_shown - lowest_shown)
+    drawn_limits = [
+        # named once in the legend
+        Level(alarm_limit, "red", "" if number else f"limit of alarms: {text}", DASHED)
+        for number, alarm_limit in enumerate(finite_limits)
+    ]
+    return Chart(
+        title,
+        series,
+        levels=[*levels, *drawn_limits],
+        band=(max(limits[0], lowest_shown), min(limits[1], highest_shown)),
+        y_range=(lowest_shown - margin, highest_shown + margin),
+    )
 
 
-def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
-    """Plot a line per layer, the lowest cosine of its weights, and name the layer that is lowest of
-    all."""
-    worst = [_worst_of_layers(event) for event in events]
+def _cosine_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    """Return a chart with a curve per layer, the lowest cosine of its weights, in which the lowest
+    layer of all is named."""
+    worst_cosines = [_worst_of_layers(event) for event in events]
     numbers: set[int] = set()
     lowest: list[tuple[float, int, int]] = []  # (cosine, step, layer)
-    for event, by_layer in zip(events, worst, strict=True):
+    for event, by_layer in zip(events, worst_cosines, strict=True):
         numbers.update(by_layer)
         for layer, cosine in by_layer.items():
             if not math.isnan(cosine):
                 lowest.append((cosine, event["step"], layer))
     layers = sorted(numbers)
-    spacing = -(-(len(layers) - 1) // (NAMED - 1)) or 1  # of the layers that the legend names
+    # of the layers that the legend names
+    spacing = -(-(len(layers) - 1) // (MAX_NAMED - 1)) or 1
+    series: list[Series] = []
     for layer in layers:
-        # from blue in the first layer to orange in the last
-        share = layer / max(1, *layers)
-        color = (0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share)
         is_named = layer % spacing == 0 or layer == layers[-1]
-        label = f"layer {layer}" if is_named else None
-        cosines = [by_layer.get(layer, math.nan) for by_layer in worst]
-        axes.plot(_steps(events), cosines, color=color, label=label)
-    if lowest:
-        cosine, step, layer = min(lowest)
-        axes.annotate(
-            f"layer {layer}: {cosine:.3f}",
-            (step, cosine),
-            (8, -3),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    _draw_limit(axes, math.inf, limit, f"{limit:g}")
-    _add_title(axes, "lowest cosine of a layer's gradients")
+        cosines = [by_layer.get(layer, math.nan) for by_layer in worst_cosines]
+        color = _layer_color(layer / max(1, *layers))
+        series.append(Series(f"layer {layer}" if is_named else "", _steps(events), cosines, color))
+    chart = _with_limits(
+        "lowest cosine of a layer's gradients", series, (alarm_limit, math.inf), f"{alarm_limit:g}"
+    )
+    if not lowest:
+        return chart
+    cosine, step, layer = min(lowest)
+    return replace(chart, notes=[(step, cosine, f"layer {layer}: {cosine:.3f}")])
 
 
-def _add_title(axes: Any, title: str) -> None:
-    """Add the title above the panel on the left, and on the right a legend, which never lies over a
-    curve."""
-    axes.set_title(title, loc="left", fontsize=10)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            frameon=False,
-            ncols=10,
-            fontsize=7.5,
-            borderaxespad=0.2,
-            columnspacing=0.9,
-            handlelength=1.1,
-            handletextpad=0.4,
-        )
+def _layer_color(share: float) -> str:
+    """Return a colour from blue for the first layer, share 0, to orange for the last, share 1."""
+    channels = (0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
+def _worst_of_layers(event: Event) -> dict[int, float]:
     """Return the lowest cosine of each layer's weights; layers without weights are left out."""
-    worst: dict[int, float] = {}
+    worst_cosines: dict[int, float] = {}
     for name, cosine in event["cosines"].items():
         match = re.match(r"layers\.(\d+)\.", name)
         if match:
             layer = int(match[1])
             # in this order: min(x, NaN) is x
-            worst[layer] = min(_finite_or_nan(cosine), worst.get(layer, math.nan))
-    return worst
+            worst_cosines[layer] = min(_finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
+    return worst_cosines
 
 
-def _draw_lost_numbers(axes: Any, events: list[dict[str, Any]]) -> None:
-    """Plot, by role, the saturated and underflowed ratios of the worst product, as far as there are
-    any."""
-    for kind, style in (("saturated", "-"), ("underflowed", ":")):
-        for role, color in ROLES.items():
-            worst = [100 * _largest(event[kind], f".{role}") for event in events]
-            if any(worst):
-                axes.plot(
-                    _steps(events),
-                    worst,
-                    style,
-                    color=color,
-                    label=f"{role}s {kind}",
-                    linewidth=1.2,
+def _lost_chart(events: Sequence[Event]) -> Chart:
+    return Chart(
+        "numbers lost in the worst product, %",
+        list(_lost_series(events)),
+        x_label="step",
+        base=10,
+        linear_below=LEAST_LOST,
+        from_zero=True,
+    )
+
+
+def _lost_series(events: Sequence[Event]) -> Iterator[Series]:
+    """Yield, by role, the saturated and underflowed ratios of the worst product, as far as there
+    are any."""
+    for kind, dash in (("saturated", ()), ("underflowed", DOTTED)):
+        for role, color in ROLE_COLORS.items():
+            worst_cosines = [100 * _largest(event[kind], f".{role}") for event in events]
+            if any(worst_cosines):
+                yield Series(
+                    f"{role}s {kind}", _steps(events), worst_cosines, color, 1.3, dash=dash
                 )
-    axes.set_yscale("symlog", linthresh=0.01)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    _add_title(axes, "numbers lost in the worst product, %")
 
 
-def _largest(parts: dict[str, float | str], ending: str) -> float:
-    values = [_finite_or_nan(part) for name, part in parts.items() if name.endswith(ending)]
-    return max(values, default=0.0)
+def _largest(ratios: dict[str, float | str], ending: str) -> float:
+    finite = [_finite_or_nan(ratio) for name, ratio in ratios.items() if name.endswith(ending)]
+    return max(finite, default=0.0)
 
 
 def _finite_or_nan(value: float | str) -> float:

@@ -1,23 +1,23 @@
-"""The page of a report: one HTML file without scripts, links or files of others, for wide and
-narrow, light and dark screens.
+"""HTML of pages: one file without scripts, links or files of others, for wide and narrow, light and
+dark screens.
+
+Every text from a run is escaped here, and nowhere else.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-
-from tools.report.html import html
-from tools.report.run import Run
-from tools.report.sections import SECTIONS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root {
   color-scheme: light dark; --ink: #24292f; --faint: #57606a; --page: #ffffff; --line: #d0d7de;
-  --soft: #f3f5f7; --main: #1f5fa8; --other0: #c96a00; --other1: #22874a; --other2: #8250c4;
-  --other3: #7a5230; --red: #cf222e
+  --main: #1f5fa8; --other0: #c96a00; --other1: #22874a; --other2: #8250c4; --other3: #7a5230;
+  --red: #cf222e
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --ink: #e6edf3; --faint: #9da7b1; --page: #0d1117; --line: #30363d; --soft: #161b22;
+    --ink: #e6edf3; --faint: #9da7b1; --page: #0d1117; --line: #30363d;
     --main: #6cb0ff; --other0: #ffa64d; --other1: #56d38a; --other2: #bc9cff; --other3: #d2a679;
     --red: #ff7b72
   }
@@ -54,31 +54,15 @@ td { font-variant-numeric: tabular-nums }
 }
 figure { margin: 0 }
 figcaption { font-size: 13px }
-.key { white-space: nowrap; margin-left: .7rem; font-size: 12px; color: var(--faint) }
-.key i {
-  display: inline-block; width: 14px; height: 3px; margin-right: 4px; vertical-align: middle;
-  background: var(--main)
-}
-.key i.raw { opacity: .35 }
-.key i.skip { background: var(--red) }
-.key i.resumed { background: var(--faint) }
-.key i.other0 { background: var(--other0) }
-.key i.other1 { background: var(--other1) }
-.key i.other2 { background: var(--other2) }
-.key i.other3 { background: var(--other3) }
 svg { width: 100%; height: auto; display: block }
-svg text { font: 12px system-ui, sans-serif; fill: var(--faint) }
-svg path { fill: none; stroke: var(--main); stroke-width: 1.7; stroke-linejoin: round }
-svg .raw { opacity: .3; stroke-width: 1 }
-svg .grid { stroke: var(--line); stroke-width: .7 }
-svg .axis { stroke: var(--faint); stroke-width: 1 }
-svg .skip { stroke: var(--red); stroke-width: 1.5 }
-svg .resumed { stroke: var(--faint); stroke-dasharray: 2 3; stroke-width: 1 }
-svg .other0 { stroke: var(--other0) }
-svg .other1 { stroke: var(--other1) }
-svg .other2 { stroke: var(--other2) }
-svg .other3 { stroke: var(--other3) }
 img.wide { min-width: 700px; width: 100%; background: #ffffff; border-radius: 4px }
+.verdict { font-size: 1.2rem; font-weight: 600 }
+.proven { color: var(--other1) } .wrong { color: var(--red) } .untried { color: var(--other0) }
+ol.way { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 3px }
+ol.way li {
+  font-size: 12px; padding: 1px 6px; border-radius: 4px; border: 1px solid currentColor
+}
+ol.way li.first { outline: 2px solid var(--red); font-weight: 600 }
 details { margin: .8rem 0 }
 summary { cursor: pointer; color: var(--main) }
 @media (max-width: 640px) {
@@ -89,32 +73,82 @@ summary { cursor: pointer; color: var(--main) }
   td { border: 0; padding: .05rem 0; max-width: none; overflow-wrap: anywhere }
   td::before { content: attr(data-head) ": "; color: var(--faint) }
   td:empty { display: none }
-  .key { margin-left: 0; margin-right: .7rem }
-  figcaption b { display: block }
+    figcaption b { display: block }
 }
 """
 
 
-def page(run: Run) -> str:
-    """Return the page of a run."""
-    # Numbered by what is there, so that the anchors have no gaps.
-    links = list[str]()
-    sections = list[str]()
-    for title, make_section in SECTIONS:
-        content = make_section(run)
-        if content is None:
-            continue
-        anchor = f"s{len(sections)}"
-        links.append(f'<a href="#{anchor}">{html(title)}</a>')
-        heading = f"<h2>{html(title)}</h2>"
-        sections.append(f'<section id="{anchor}">{heading}\n{content.text}</section>')
-    name = html(run.name)
-    body = "\n".join(sections)
+@dataclass(frozen=True)
+class Html:
+    """Text that is HTML already. All other text is escaped where it is put into a page."""
+
+    text: str
+
+
+Text = Html | str | int | float
+LONGEST = 4000  # characters of a text that a page shows
+
+
+def html(part: Text) -> str:
+    """Return a part of a page as HTML."""
+    if isinstance(part, Html):
+        return part.text
+    return escape(_shorten(str(part)))
+
+
+def paragraph(*parts: Text) -> Html:
+    """Return a paragraph."""
+    return Html(f"<p>{''.join(map(html, parts))}</p>")
+
+
+def facts(rows: Sequence[tuple[str, Text]]) -> Html:
+    """Return names with values."""
+    items = list[str]()
+    for name, value in rows:
+        items.append(f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>")
+    return Html(f"<dl>{''.join(items)}</dl>")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Text]], max_rows: int = 200) -> Html:
+    """Return a table of at most `max_rows` rows, the last ones.
+
+    On a narrow screen each cell is a line with its heading.
+    """
+    head_cells = "".join(f"<th>{html(name)}</th>" for name in head)
+    body = "".join(_table_row(head, row) for row in rows[-max_rows:])
+    # the newest rows are those that a reader looks for
+    left_out = ""
+    if len(rows) > max_rows:
+        left_out = f"<p>{len(rows) - max_rows:,} earlier ones are left out.</p>"
+    return Html(f'{left_out}<div class="scroll"><table><tr>{head_cells}</tr>{body}</table></div>')
+
+
+def _table_row(head: Sequence[str], row: Sequence[Text]) -> str:
+    cells = [
+        f'<td data-head="{html(name)}">{html(cell)}</td>'
+        for name, cell in zip(head, row, strict=True)
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def folded(summary: str, *parts: Html) -> Html:
+    """Return parts that are shown on demand."""
+    content = "".join(part.text for part in parts)
+    return Html(f"<details><summary>{html(summary)}</summary>{content}</details>")
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def document(title: str, *parts: Html) -> str:
+    """Return a page of these parts."""
+    body = "\n".join(part.text for part in parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{name}</title>"
+        f"<title>{html(title)}</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         f"<style>{STYLE}</style></head>\n"
-        f"<body><h1>{name}</h1><nav>{''.join(links)}</nav>\n{body}\n</body></html>\n"
+        f"<body><h1>{html(title)}</h1>\n{body}\n</body></html>\n"
     )

@@ -35,14 +35,18 @@ class Run:
     events: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path) -> "Run":
-        """Return the run in `folder`. Raises UserError if it has no record of a step."""
-        records = read_metrics(folder)
+    def read(cls, run_folder: Path) -> "Run":
+        """Return the run in `run_folder`. Raises UserError if it has no record of a step."""
+        records = read_metrics(run_folder)
         if not records:
-            problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
-            raise UserError.of("report.not_a_run", folder=folder, problem=problem)
-        lines = read_lines(folder / EVENTS)
-        return cls(folder, records, [line.record for line in lines if line.record is not None])
+            problem = f"has no steps in {METRICS}" if run_folder.is_dir() else "is no folder"
+            raise UserError.of("report.not_a_run", folder=run_folder, problem=problem)
+        lines = read_lines(run_folder / EVENTS)
+        return cls(
+            run_folder,
+            records,
+            [text_line.record for text_line in lines if text_line.record is not None],
+        )
 
     @property
     def name(self) -> str:
@@ -63,8 +67,8 @@ class Run:
     @cached_property
     def run_file(self) -> Path | None:
         """The resolved run file that the run has saved."""
-        for name in ("run.toml", "run.resolved.toml"):
-            path = self.folder / name
+        for key_name in ("run.toml", "run.resolved.toml"):
+            path = self.folder / key_name
             if _is_readable(path) and read_whole(path).startswith(SAVED.encode()):
                 return path
         return None
@@ -86,9 +90,9 @@ class Run:
         except (UserError, ValueError) as error:  # the report goes on without it
             return str(error)
 
-    def json(self, name: str) -> Any:
+    def json(self, key_name: str) -> Any:
         """Return a JSON file of the folder; None if there is none that can be read."""
-        path = self.folder / name
+        path = self.folder / key_name
         try:
             return parse_json(read_whole(path)) if _is_readable(path) else None
         except (OSError, ValueError):
@@ -102,14 +106,14 @@ def _is_readable(path: Path) -> bool:
 def _read_keys(text: str) -> Iterator[Key]:
     """Yield the keys of a run file as a run saves it: a line each, with the origin as a comment."""
     table = ""
-    for line in text.splitlines():
+    for text_line in text.splitlines():
         # A simple reader will do: the file begins with the mark of files that a run has written.
-        if line.startswith("[") and line.endswith("]"):
-            table = line[1:-1]
-        elif " = " in line and not line.startswith("#"):
-            name, _, value_and_origin = line.partition(" = ")
+        if text_line.startswith("[") and text_line.endswith("]"):
+            table = text_line[1:-1]
+        elif " = " in text_line and not text_line.startswith("#"):
+            key_name, _, value_and_origin = text_line.partition(" = ")
             value, _, origin = value_and_origin.rpartition("  # ")
-            yield Key(f"{table}.{name}", value, _unescape(origin))
+            yield Key(f"{table}.{key_name}", value, _unescape(origin))
 
 
 def _unescape(origin: str) -> str:

@@ -1,9 +1,9 @@
-"""The sections of a report, in the order of the page. Each is made of a run alone; None leaves it
-out."""
+"""The page of a report: its sections, in order. Each is made of a run alone; None leaves it out."""
 
 import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,22 +15,25 @@ from parallel.pipeline.simulation import Span, bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import flops
-from tools.journal.fp8_shadow import SHADOW
-from tools.journal.perfetto import TIMELINE, read_trace
 from tools.journal.records import NO_TOKENS_EVENT
+from tools.journal.shadow_records import SHADOW
+from tools.journal.timeline_file import TIMELINE, read_trace
 from tools.parity.certificate import run_digest
-from tools.parity.page import conclusion, verdict
+from tools.parity.summary import conclusion, verdict
+from tools.plots.charts import Row, draw_rows
 from tools.plots.compare_plot import LAST, Curve
-from tools.plots.drawing import to_svg as to_svg_file
-from tools.plots.panels import Over, pictures
+from tools.plots.drawing import to_svg, to_themed_svg
 from tools.plots.shadow_plot import PICTURE
-from tools.plots.svg_panels import legend, to_svg
 from tools.plots.timeline import Panel as Timeline
 from tools.plots.timeline import draw
-from tools.report.html import Html, Text, facts, folded, html, paragraph, table
+from tools.plots.training_plot import Over, pictures
+from tools.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.report.run import Key, Run
-from tools.training.hangs import read_records
+from tools.training.end_records import read_records
 
+# pixels of a curve, before the page makes it as wide as its column
+CURVE_WIDTH = 480.0
+CURVE_HEIGHT = 180.0
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
@@ -48,22 +51,22 @@ def summary(run: Run) -> Html:
     """Return how far the run got, and its most important numbers."""
     last_record = run.records[-1]
     curve = Curve(run.name, run.records)
-    rows = [
+    table_rows = [
         ("steps", _describe_steps(run)),
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
         *_loss_facts(curve, last_record["step"]),
     ]
-    ends = run.of_kind("end")
-    if ends:
-        rows.append(("last end", str(ends[-1]["why"])))
+    end_events = run.of_kind("end")
+    if end_events:
+        table_rows.append(("last end", str(end_events[-1]["why"])))
     if isinstance(run.config, RunConfig):
-        rows += _model_facts(run.config)
+        table_rows += _model_facts(run.config)
 
     notes = [*run.notes]
     if curve.skipped == len(run.records):
         notes.append("every step was skipped: nothing was learned")
-    return _join(facts(rows), *(paragraph("Note: ", note) for note in notes))
+    return _join(facts(table_rows), *(paragraph("Note: ", note) for note in notes))
 
 
 def _describe_steps(run: Run) -> str:
@@ -92,14 +95,14 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         yield "held-out loss", held_out
 
 
-def _model_facts(config: RunConfig) -> Iterator[Fact]:
-    model = config.sized_model
+def _model_facts(run_config: RunConfig) -> Iterator[Fact]:
+    model = run_config.sized_model
     if model.factory:
         yield "model", model.factory
     else:
         yield "model", f"{model.family}, {model.num_parameters:,} parameters"
-    yield "layout", in_words(config.parallel)
-    yield "precision", str(config.precision.compute)
+    yield "layout", in_words(run_config.parallel)
+    yield "precision", str(run_config.precision.compute)
 
 
 def curves(run: Run) -> Html:
@@ -107,15 +110,17 @@ def curves(run: Run) -> Html:
     over: Over = "steps"
     if isinstance(run.config, RunConfig):
         over = run.config.log.plot_over
-    resumes = [event["step"] for event in run.of_kind("resume")]
+    resumes = [run_event["step"] for run_event in run.of_kind("resume")]
     drawing = pictures(run.records, over, resumes)
-    figures = list[str]()
-    for number, panel in enumerate(drawing.panels):
-        panel_legend = legend(panel, drawing) if number == 0 else ""  # the same for all
-        caption = f"<b>{html(panel.title)}</b> {panel_legend}"
-        figures.append(
-            f"<figure><figcaption>{caption}</figcaption>{to_svg(panel, drawing)}</figure>"
-        )
+    figures: list[str] = []
+    for section_number, chart in enumerate(drawing.charts):
+        # its title is text of the page; the legend is the same for all
+        untitled = replace(chart, title="", tick_notes={}, has_legend=section_number == 0)
+        table_rows = [Row([untitled], 1, CURVE_HEIGHT)]
+        label = f"{chart.title} over {drawing.x_label}"
+        picture = to_themed_svg(draw_rows("", table_rows, CURVE_WIDTH), label)
+        caption = f"<figcaption><b>{html(chart.title)}</b></figcaption>"
+        figures.append(f"<figure>{caption}{picture}</figure>")
     remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
     below = paragraph(f"Horizontal axis: {drawing.x_label}. ", remarks)
     return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
@@ -126,17 +131,17 @@ def changes(run: Run) -> Html | None:
     resumes = run.of_kind("resume")
     if not resumes:
         return None
-    rows = [
+    table_rows = [
         (
-            event["step"],
-            event.get("ranks", ""),
-            _list_items(event["changed"]) if event["changed"] else "nothing",
-            f"{_format_number(event['lr_before'])} → {_format_number(event['lr_next'])}",
-            _list_items(event["notes"]),
+            run_event["step"],
+            run_event.get("ranks", ""),
+            _list_items(run_event["changed"]) if run_event["changed"] else "nothing",
+            f"{_format_number(run_event['lr_before'])} → {_format_number(run_event['lr_next'])}",
+            _list_items(run_event["notes"]),
         )
-        for event in resumes
+        for run_event in resumes
     ]
-    return table(("after step", "ranks", "changed keys", "learning rate", "notes"), rows)
+    return table(("after step", "ranks", "changed keys", "learning rate", "notes"), table_rows)
 
 
 def skips(run: Run) -> Html | None:
@@ -145,21 +150,27 @@ def skips(run: Run) -> Html | None:
     without_tokens = run.of_kind(NO_TOKENS_EVENT)
     if not overflows and not without_tokens:
         return None
-    rows = [
+    table_rows = [
         (
-            event["step"],
-            _format_scale(event["loss_scale"]),
-            event.get("outcome", ""),
-            _describe_offenders(event["offenders"]),
-            event["advice"],
+            run_event["step"],
+            _format_scale(run_event["loss_scale"]),
+            run_event.get("outcome", ""),
+            _describe_offenders(run_event["offenders"]),
+            run_event["advice"],
         )
-        for event in overflows
+        for run_event in overflows
     ]
-    rows += [
-        (event["step"], "", event.get("outcome", ""), "no token counts", event["advice"])
-        for event in without_tokens
+    table_rows += [
+        (
+            run_event["step"],
+            "",
+            run_event.get("outcome", ""),
+            "no token counts",
+            run_event["advice"],
+        )
+        for run_event in without_tokens
     ]
-    return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
+    return table(("step", "loss scale", "outcome", "not finite in", "advice"), table_rows)
 
 
 def _format_scale(scale: Any) -> str:
@@ -186,63 +197,66 @@ def _describe_offenders(offenders: Any) -> Text:
 
 def speed(run: Run) -> Html:
     """Return seconds, tokens per second and utilization of the steps."""
-    rows = list[Fact]()
+    table_rows = list[Fact]()
     seconds = _finite_values(run, "seconds")
     if seconds:
         quickest_first = sorted(seconds)
         slow = quickest_first[min(len(seconds) - 1, len(seconds) * 19 // 20)]
-        rows += [
+        table_rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
             ("19 of 20 steps take at most", f"{slow:.4g} s"),
             ("time in steps", _format_duration(sum(seconds))),
         ]
     if rates := _finite_values(run, "tokens_per_s"):
-        rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
+        table_rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
     if teraflops := _finite_values(run, "tflops"):
         rate = f"{flops(median(teraflops) * 1e12)}/s"
-        rows.append(("speed of the model's products, a rank, median", rate))
+        table_rows.append(("speed of the model's products, a rank, median", rate))
     if utilizations := _finite_values(run, "mfu"):
-        rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
-    return facts(rows)
+        table_rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
+    return facts(table_rows)
 
 
 def memory(run: Run) -> Html | None:
     """Return the memory of rank 0."""
-    ends = run.of_kind("end")
-    ends = [event for event in ends if isinstance(event["peak_memory"], int | float)]
-    if not ends:
+    end_events = run.of_kind("end")
+    end_events = [
+        run_event for run_event in end_events if isinstance(run_event["peak_memory"], int | float)
+    ]
+    if not end_events:
         return None
     # A run has an end for each start; a later one may have evaluated less.
-    largest = max(ends, key=lambda event: event["peak_memory"])
-    rows = list[Fact]()
+    largest = max(end_events, key=lambda run_event: run_event["peak_memory"])
+    table_rows = list[Fact]()
     if isinstance(largest.get("held_memory"), int | float):
         state_memory = _format_bytes(largest["held_memory"])
-        rows.append(("weights, gradients, optimizer state", state_memory))
+        table_rows.append(("weights, gradients, optimizer state", state_memory))
     if largest.get("memory_of") == "device":
         owner = "of the device"
     else:
         owner = "of the process, libraries included"
-    rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
-    return _join(facts(rows), paragraph("On rank 0, the largest of all starts."))
+    table_rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
+    return _join(facts(table_rows), paragraph("On rank 0, the largest of all starts."))
 
 
 def schedule(run: Run) -> Html | None:
     """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
-    config = run.config
-    if not isinstance(config, RunConfig):
-        return paragraph(f"Not known: {config}.")
-    if config.parallel.pipeline == 1:
+    run_config = run.config
+    if not isinstance(run_config, RunConfig):
+        return paragraph(f"Not known: {run_config}.")
+    if run_config.parallel.pipeline == 1:
         return None
-    stages = config.parallel.pipeline * max(1, config.parallel.chunks)
-    if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:
+    stages = run_config.parallel.pipeline * max(1, run_config.parallel.chunks)
+    # forward, two halves of a backward and transfers for each stage and micro-batch
+    if 4 * stages * run_config.num_microbatches > MOST_INSTRUCTIONS:
         return paragraph("Too large for this page: `megaprec schedule RUN.toml` shows it.")
 
-    pipeline = config.schedule
+    pipeline = run_config.schedule
     ranks = len(pipeline.programs)
-    costs = config.stage_costs(config.sized_model, pipeline.rank_of_stage)
+    costs = run_config.stage_costs(run_config.sized_model, pipeline.rank_of_stage)
     predicted = simulate(pipeline, lambda item: costs[item.stage].of(item))
-    rows: list[Fact] = [
-        ("schedule", config.parallel.schedule),
+    table_rows: list[Fact] = [
+        ("schedule", run_config.parallel.schedule),
         ("bubble, predicted", f"{bubble(predicted):.1%}"),
     ]
     panels = [Timeline("predicted", predicted, ranks, "FLOPs")]
@@ -250,12 +264,12 @@ def schedule(run: Run) -> Html | None:
         measured = _measured_spans(run, pipeline)
     except UserError as error:
         measured = []
-        rows.append(("measured", str(error)))
+        table_rows.append(("measured", str(error)))
     if measured:
-        rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
+        table_rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
         panels.append(Timeline("measured", measured, ranks, "s"))
     timelines = [_draw_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
-    return _join(facts(rows), *timelines)
+    return _join(facts(table_rows), *timelines)
 
 
 def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
@@ -276,7 +290,7 @@ def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
 
 def _draw_timeline(panel: Timeline) -> Html:
     """Return a timeline as an image, so that nothing in it can act on the page."""
-    picture = to_svg_file(draw(panel.title, [], [panel])).encode()
+    picture = to_svg(draw(panel.title, [], [panel])).encode()
     return _image(f"timeline, {panel.title}", "svg+xml", picture)
 
 
@@ -294,18 +308,20 @@ def fp8(run: Run) -> Html | None:
     events = run.of_kind(SHADOW)
     if not events:
         return None
-    alarmed = [event for event in events if event["alarms"]]
-    parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
+    alarmed = [run_event for run_event in events if run_event["alarms"]]
+    section_parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
     if alarmed:
-        rows = [(event["step"], _list_items(event["alarms"])) for event in alarmed]
-        parts.append(table(("step", "alarms"), rows))
+        table_rows = [
+            (run_event["step"], _list_items(run_event["alarms"])) for run_event in alarmed
+        ]
+        section_parts.append(table(("step", "alarms"), table_rows))
     path = run.folder / PICTURE
     # A file of that name may be anything: only a picture of reasonable size is put into the page.
     if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
         content = read_whole(path)
         if content.startswith(PNG_SIGNATURE):
-            parts.append(_image("FP8 shadow", "png", content))
-    return _join(*parts)
+            section_parts.append(_image("FP8 shadow", "png", content))
+    return _join(*section_parts)
 
 
 def evidence(run: Run) -> Html:
@@ -313,14 +329,14 @@ def evidence(run: Run) -> Html:
 
     Later kinds are added here.
     """
-    parts = [_parity(run), _proof(run)]
+    section_parts = [_parity(run), _proof(run)]
     checks = [record["sentinel"] for record in run.records if "sentinel" in record]
     if checks:
         clean = checks.count("clean")
-        parts.append(
+        section_parts.append(
             paragraph(f"The sentinel checked {len(checks):,} steps; {clean:,} were clean.")
         )
-    return _join(*parts)
+    return _join(*section_parts)
 
 
 def _parity(run: Run) -> Html:
@@ -328,7 +344,7 @@ def _parity(run: Run) -> Html:
     if certificate is None:
         return paragraph(NO_CERTIFICATE)
     try:
-        rows = [
+        table_rows = [
             (str(layout["layout"]), str(layout["precision"]), verdict(layout))
             for layout in certificate["layouts"]
         ]
@@ -338,7 +354,7 @@ def _parity(run: Run) -> Html:
     return _join(
         _note_on_other_keys(run, certificate),
         paragraph(f"Parity: {result}."),
-        table(("layout", "precision", "verdict"), rows),
+        table(("layout", "precision", "verdict"), table_rows),
     )
 
 
@@ -347,7 +363,7 @@ def _proof(run: Run) -> Html:
     if certificate is None:
         return paragraph(NO_PROOF)
     try:
-        rows = [_proof_row(row) for row in certificate["rows"]]
+        table_rows = [_proof_row(row) for row in certificate["rows"]]
         steps = f"steps {certificate['first_step']} to {certificate['last_step']}"
         result = f"{steps}: {certificate['verdict']}"
     except MALFORMED:
@@ -355,7 +371,7 @@ def _proof(run: Run) -> Html:
     return _join(
         _note_on_other_keys(run, certificate),
         paragraph(f"Repeating and resuming bit for bit, {result}."),
-        table(("compared with the straight run", "steps", "verdict", "why"), rows),
+        table(("compared with the straight run", "steps", "verdict", "why"), table_rows),
     )
 
 
@@ -387,30 +403,37 @@ def _note_on_other_keys(run: Run, certificate: Any) -> Html:
 
 def faults(run: Run) -> Html | None:
     """Return restarts, silent faults and the record of an abnormal end."""
-    parts = list[Html]()
+    section_parts = list[Html]()
     if restarts := run.of_kind("restart"):
-        rows = [
-            (event["step"], event["ranks"], event["why"], _format_number(event["left"]))
-            for event in restarts
-        ]
-        parts.append(table(("from step", "ranks", "why", "restarts left"), rows))
-    if silent_faults := run.of_kind("silent_fault"):
-        rows = [
+        table_rows = [
             (
-                event["checked_step"],
-                event["kind"],
-                event["what"],
-                str(event["ranks"]),
-                str(event["hosts"]),
+                run_event["step"],
+                run_event["ranks"],
+                run_event["why"],
+                _format_number(run_event["left"]),
             )
-            for event in silent_faults
+            for run_event in restarts
         ]
-        parts.append(table(("checked step", "kind", "seen in", "ranks", "hosts"), rows))
-    if stops := [event for event in run.of_kind("end") if not event["complete"]]:
-        rows = [(event["step"], event["why"]) for event in stops]
-        parts.append(table(("stopped after step", "why"), rows))
-    parts += _abnormal_end(run)
-    return _join(*parts) if parts else None
+        section_parts.append(table(("from step", "ranks", "why", "restarts left"), table_rows))
+    if silent_faults := run.of_kind("silent_fault"):
+        table_rows = [
+            (
+                run_event["checked_step"],
+                run_event["kind"],
+                run_event["what"],
+                str(run_event["ranks"]),
+                str(run_event["hosts"]),
+            )
+            for run_event in silent_faults
+        ]
+        section_parts.append(
+            table(("checked step", "kind", "seen in", "ranks", "hosts"), table_rows)
+        )
+    if stops := [run_event for run_event in run.of_kind("end") if not run_event["complete"]]:
+        table_rows = [(run_event["step"], run_event["why"]) for run_event in stops]
+        section_parts.append(table(("stopped after step", "why"), table_rows))
+    section_parts += _abnormal_end(run)
+    return _join(*section_parts) if section_parts else None
 
 
 def _abnormal_end(run: Run) -> Iterator[Html]:
@@ -418,10 +441,10 @@ def _abnormal_end(run: Run) -> Iterator[Html]:
         records = read_records(run.folder)
     except (UserError, OSError):
         return  # no record: it ended in order
-    rows = [
+    table_rows = [
         (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in records
     ]
-    yield table(("rank", "host", "abnormal end"), rows)
+    yield table(("rank", "host", "abnormal end"), table_rows)
 
 
 def configuration(run: Run) -> Html:
@@ -431,10 +454,10 @@ def configuration(run: Run) -> Html:
     head = ("key", "value", "origin")
     all_keys = [_key_row(key) for key in run.keys]
     set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
-    number = len(all_keys)
+    section_number = len(all_keys)
     return _join(
-        table(head, set_keys, number),
-        folded(f"all {number} keys", table(head, all_keys, number)),
+        table(head, set_keys, section_number),
+        folded(f"all {section_number} keys", table(head, all_keys, section_number)),
     )
 
 
@@ -457,8 +480,8 @@ SECTIONS: Sequence[tuple[str, Section]] = (
 )
 
 
-def _join(*parts: Html) -> Html:
-    return Html("".join(part.text for part in parts))
+def _join(*section_parts: Html) -> Html:
+    return Html("".join(part.text for part in section_parts))
 
 
 def _list_items(items: Any) -> Html:
@@ -469,16 +492,16 @@ def _list_items(items: Any) -> Html:
 
 def _finite_values(run: Run, key: str) -> list[float]:
     values = (record.get(key) for record in run.records)
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    return [number for number in numbers if math.isfinite(number)]
+    numbers = [float(field_value) for field_value in values if isinstance(field_value, int | float)]
+    return [section_number for section_number in numbers if math.isfinite(section_number)]
 
 
-def _format_number(value: Any) -> str:
-    if isinstance(value, int | float):
-        return f"{value:.4g}"
-    if value is None:
+def _format_number(field_value: Any) -> str:
+    if isinstance(field_value, int | float):
+        return f"{field_value:.4g}"
+    if field_value is None:
         return "not known"
-    return str(value)
+    return str(field_value)
 
 
 def _format_bytes(count: float) -> str:
@@ -492,3 +515,19 @@ def _format_duration(duration: float) -> str:
     if hours:
         return f"{hours} h {seconds // 60} min"
     return f"{seconds // 60} min {seconds % 60} s"
+
+
+def page(run: Run) -> str:
+    """Return the page of a run."""
+    # numbered by what is there, so that the anchors have no gaps
+    links: list[str] = []
+    sections: list[Html] = []
+    for title, make_section in SECTIONS:
+        content = make_section(run)
+        if content is None:
+            continue
+        anchor = f"s{len(sections)}"
+        links.append(f'<a href="#{anchor}">{html(title)}</a>')
+        heading = f"<h2>{html(title)}</h2>"
+        sections.append(Html(f'<section id="{anchor}">{heading}\n{content.text}</section>'))
+    return document(run.name, Html(f"<nav>{''.join(links)}</nav>"), *sections)

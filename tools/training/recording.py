@@ -17,8 +17,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.resources import peak_memory
 from tools.config.run_file import RunConfig
 from tools.convert.train_state import TrainState
-from tools.journal.journal import Journal
-from tools.journal.lines import LinesLost
+from tools.journal.journal import Journal, LinesLost
 from tools.journal.trackers import Feed
 from tools.training.corpus import Corpus
 from tools.training.resume import resume_event

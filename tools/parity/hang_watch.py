@@ -133,15 +133,15 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
     """
     lines: list[str] = []
     position: dict[str, Any] = {"at": lines, "waits": False}
-    inner: FrameType | None = frame
-    while inner is not None:
-        file = short_path(inner.f_code.co_filename)
-        function = inner.f_code.co_name
-        variables = inner.f_locals
+    inner_frame: FrameType | None = frame
+    while inner_frame is not None:
+        file = short_path(inner_frame.f_code.co_filename)
+        function = inner_frame.f_code.co_name
+        variables = inner_frame.f_locals
         if not lines and file.startswith(WAITING):
             position["waits"] = True
         if not file.startswith(OUTSIDE) and len(lines) < LINES:
-            lines.append(f"{file}:{inner.f_lineno} {function}")
+            lines.append(f"{file}:{inner_frame.f_lineno} {function}")
         # of nested calls of collectives, the outermost names the kind
         if _is_collective(file, function):
             position["collective"] = function
@@ -155,7 +155,7 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
             module = _module_name(instance, variables.get("ctx"))
             if module:
                 position["module"] = module
-        inner = inner.f_back
+        inner_frame = inner_frame.f_back
     return position
 
 

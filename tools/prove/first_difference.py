@@ -70,16 +70,18 @@ def by_step(
     return {record["step"]: record for record in records if (LOADED in record) == loaded}
 
 
-def first_parting(ours: Records, theirs: Records, state_only: bool = False) -> Parting | None:
+def first_parting(
+    first_digests: Records, second_digests: Records, state_only: bool = False
+) -> Parting | None:
     """Return the first difference in the steps that both have.
 
-    state_only: compare the state, not the loss and norm of the step: `ours` are digests of states
-        that were loaded.
+    state_only: compare the state, not the loss and norm of the step: `first_digests` are digests of
+        states that were loaded.
     """
-    for step in sorted(ours.keys() & theirs.keys()):
-        if ours[step] == theirs[step]:
+    for step in sorted(first_digests.keys() & second_digests.keys()):
+        if first_digests[step] == second_digests[step]:
             continue  # most steps agree, and their tables are long
-        quantities = _quantities(ours[step], theirs[step], state_only)
+        quantities = _quantities(first_digests[step], second_digests[step], state_only)
         different = [quantity for quantity in quantities if quantity.ours != quantity.theirs]
         if different:
             first = different[0]
@@ -89,34 +91,41 @@ def first_parting(ours: Records, theirs: Records, state_only: bool = False) -> P
 
 
 def _quantities(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], state_only: bool
+    first_digests: Mapping[str, Any], second_digests: Mapping[str, Any], state_only: bool
 ) -> Iterator[_Quantity]:
     """Yield everything that is compared."""
-    yield from _table_quantities("progress", ours["progress"], theirs["progress"])
+    yield from _table_quantities("progress", first_digests["progress"], second_digests["progress"])
     if not state_only:
         for key in STEP_FIELDS:
             # repr gives every bit of a number, and NaN equals NaN
-            yield _Quantity(key, repr(ours.get(key)), repr(theirs.get(key)))
+            yield _Quantity(key, repr(first_digests.get(key)), repr(second_digests.get(key)))
+    # moments come before weights: an update reads them first
     kinds = sorted(
-        {*ours["tensors"], *theirs["tensors"]}, key=lambda kind: (kind == "weight", kind)
+        {*first_digests["tensors"], *second_digests["tensors"]},
+        key=lambda quantity_kind: (quantity_kind == "weight", quantity_kind),
     )
-    for kind in kinds:
-        our_table = ours["tensors"].get(kind, {})
-        their_table = theirs["tensors"].get(kind, {})
-        yield from _table_quantities(kind, our_table, their_table)
-    yield from _table_quantities("optimizer", ours["numbers"], theirs["numbers"])
+    for quantity_kind in kinds:
+        our_table = first_digests["tensors"].get(quantity_kind, {})
+        their_table = second_digests["tensors"].get(quantity_kind, {})
+        yield from _table_quantities(quantity_kind, our_table, their_table)
+    # the loss scaler is the last that a step changes
+    yield from _table_quantities("optimizer", first_digests["numbers"], second_digests["numbers"])
     # if a table differs, so does the digest of all of them: that is no further quantity
-    if all(ours[table] == theirs[table] for table in TABLES):
-        yield _Quantity("state", ours["state"], theirs["state"])
+    if all(first_digests[table] == second_digests[table] for table in TABLES):
+        yield _Quantity("state", first_digests["state"], second_digests["state"])
 
 
 def _table_quantities(
-    kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+    quantity_kind: str, first_digests: Mapping[str, Any], second_digests: Mapping[str, Any]
 ) -> Iterator[_Quantity]:
-    for name in sorted({*ours, *theirs}):
-        yield _Quantity(f"{kind} {name}", _value_text(ours, name), _value_text(theirs, name))
+    for tensor_name in sorted({*first_digests, *second_digests}):
+        yield _Quantity(
+            f"{quantity_kind} {tensor_name}",
+            _value_text(first_digests, tensor_name),
+            _value_text(second_digests, tensor_name),
+        )
 
 
-def _value_text(table: Mapping[str, Any], name: str) -> str:
-    value = table.get(name, "absent")
-    return value if isinstance(value, str) else repr(value)
+def _value_text(table: Mapping[str, Any], tensor_name: str) -> str:
+    table_value = table.get(tensor_name, "absent")
+    return table_value if isinstance(table_value, str) else repr(table_value)

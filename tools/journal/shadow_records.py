@@ -1,0 +1,60 @@
+"""The records of a run's comparisons of FP8 with precision.compute (`models.fp8_shadow`), and their
+alarms."""
+
+from typing import Any
+
+from models.fp8_shadow import Shadow
+from tools.config.precision_settings import FP8
+
+SHADOW = "fp8_shadow"  # the kind of event
+
+
+def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
+    """Return the fields that a comparison adds to the record of its step in metrics.jsonl."""
+    fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": shadow.worst[1]}
+    messages = alarms(shadow, fp8)
+    if messages:
+        fields["shadow_alarm"] = "; ".join(messages)
+    return fields
+
+
+def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
+    """Return the record of a comparison for events.jsonl."""
+    weight_name, cosine = shadow.worst
+    return {
+        "event": SHADOW,
+        "step": step,
+        "loss": shadow.loss,
+        "wide_loss": shadow.wide_loss,
+        "loss_gap": shadow.gap,
+        "worst_cosine": cosine,
+        "worst_weight": weight_name,
+        "alarms": alarms(shadow, fp8),
+        "cosines": dict(shadow.cosines),
+        "saturated": dict(shadow.saturated),
+        "underflowed": dict(shadow.underflowed),
+    }
+
+
+def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
+    """Return a line for each value outside of its band; none if the pass without FP8 is not finite,
+    for it says nothing of FP8.
+    """
+    messages: list[str] = []
+    if abs(shadow.gap) > fp8.shadow_loss_gap:
+        messages.append(
+            f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
+        )
+    low_cosines = {
+        weight_name: cosine
+        for weight_name, cosine in shadow.cosines.items()
+        if cosine < fp8.shadow_cosine
+    }
+    if low_cosines:
+        weight_name, cosine = shadow.worst
+        others = f" and {len(low_cosines) - 1} more" if len(low_cosines) > 1 else ""
+        messages.append(
+            f"cosine {cosine:.3f} of {weight_name}{others} is below fp8.shadow_cosine = "
+            f"{fp8.shadow_cosine:g}"
+        )
+    return messages

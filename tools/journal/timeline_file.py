@@ -1,0 +1,77 @@
+"""Timelines as Chrome traces: JSON files for Perfetto (ui.perfetto.dev) and chrome://tracing,
+written and read."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaprec.data.files import write_whole
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
+from parallel.pipeline.instructions import Instruction, Message, Op
+from parallel.pipeline.simulation import Span
+
+TIMELINE = "timeline.json"  # file in the run folder that `log.timeline` writes
+CATEGORIES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.REDUCE: "reduce",
+}
+MICROSECONDS = 1e6
+
+
+def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
+    """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
+    # a viewer shows threads in this order
+    ranks = sorted({timeline_span.rank for timeline_span in spans})
+    trace_events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
+    ]
+    for rank in ranks:
+        name = {"name": f"pipeline rank {rank}"}
+        trace_events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+    trace_events += (_event(timeline_span) for timeline_span in spans)
+    write_whole(path, json.dumps({"traceEvents": trace_events, "displayTimeUnit": "ms"}).encode())
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any
+    other file."""
+    try:
+        trace_events = parse_json(read_text(path))["traceEvents"]
+        return [_span(trace_event) for trace_event in trace_events if trace_event["ph"] == "X"]
+    except OSError as error:
+        raise UserError.of("plots.trace_unreadable", path=path, strerror=error.strerror) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError.of("plots.trace_foreign", path=path) from error
+
+
+def _event(timeline_span: Span) -> dict[str, Any]:
+    instruction = timeline_span.instruction
+    args: dict[str, Any] = {"stage": instruction.stage}
+    if instruction.op is not Op.REDUCE:  # one of all micro-batches
+        args["micro-batch"] = instruction.microbatch
+    message = Message.of(instruction)
+    if message:
+        args["stages"] = f"{message.stage} and {message.stage + 1}"
+    return {
+        "name": str(instruction),
+        "cat": CATEGORIES.get(instruction.op, "transfer"),
+        "ph": "X",
+        "pid": 0,
+        "tid": timeline_span.rank,
+        "ts": timeline_span.start * MICROSECONDS,
+        "dur": (timeline_span.end - timeline_span.start) * MICROSECONDS,
+        "args": args,
+    }
+
+
+def _span(trace_event: dict[str, Any]) -> Span:
+    start = float(trace_event["ts"]) / MICROSECONDS
+    seconds = float(trace_event["dur"]) / MICROSECONDS
+    return Span(
+        int(trace_event["tid"]), Instruction.parse(trace_event["name"]), start, start + seconds
+    )

@@ -51,7 +51,7 @@ from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.console.streams import guard_streams
 from tools.console.tables import print_result
-from tools.training.launch import (is_consequence, is_local_rank, prints_own_failure)
+from tools.training.launch import is_consequence, is_local_rank, prints_own_failure
 from tools.training.stopping import CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced

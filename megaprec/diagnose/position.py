@@ -24,8 +24,7 @@ from torch import Tensor
 
 from megaprec.comm.waiting import Waits
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import StepObserver, StepReport
 
 
 class Phase(StrEnum):

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.errors import Problem, UserError, did_you_mean
 
 NORMS = ("*norm.weight", "*norm.bias")

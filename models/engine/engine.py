@@ -21,10 +21,9 @@ from megaprec.comm.virtual import VirtualAxis
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
-from megaprec.optim.canonical_consensus import summed_loss
-from megaprec.optim.observer import StepObserver
+from megaprec.optim.canonical.consensus import summed_loss
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import LOSS, NonFiniteStep, StepReport
+from megaprec.optim.step_report import LOSS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.context_limits import require_divisible_context
 from models.config import ModelConfig

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
-from megaprec.diagnose.bit_digest import digest
-from megaprec.diagnose.border_trace import BACKWARD, FORWARD, BorderTrace, Entry
+from megaprec.comm.tensor_digests import digest
+from megaprec.diagnose.module_trace import BACKWARD, FORWARD, BorderTrace, Entry
 from megaprec.main_grad import has_gradient
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import (

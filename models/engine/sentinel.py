@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaprec.comm.everyones import gather_entries
+from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.random import key
 from megaprec.comm.tensor_digests import digest, hexadecimal
 from megaprec.diagnose.held_state import (
@@ -33,10 +33,10 @@ from megaprec.diagnose.held_state import (
     find_strayed,
 )
 from megaprec.diagnose.silent_fault import Fault, Testimony, judge, read_trace
+from megaprec.main_grad import begin_accumulation, has_gradient
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import begin_accumulation, has_gradient
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.replicas import sharing_replicas
+from megaprec.optim.ranks import sharing_replicas
+from megaprec.optim.step_report import StepObserver
 from models.attention.context_limits import require_uncut_sequences
 from models.engine.engine import Engine
 from models.engine.microbatch_trace import TRACED_MICROBATCH, MicrobatchTrace, message_name

@@ -15,13 +15,13 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.buckets import Moments, bucket_elements, buckets
 from megaprec.optim.flat_buffer import BLOCK, Buffer
-from megaprec.optim.matrix_exchange import owners_of
-from megaprec.optim.matrix_updates import run_of
-from megaprec.optim.muon import MUON_MOMENTUM, Muon, moments_of
-from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
-from megaprec.optim.replicas import sharing_replicas
+from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
+from megaprec.optim.muon.matrix_exchange import owners_of
+from megaprec.optim.muon.matrix_updates import run_of
+from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
+from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon, moments_of
+from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig

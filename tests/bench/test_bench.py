@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megaprec.optim.native import Kernels
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.native import Kernels
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from parallel import recomputation
 from tests.optim.test_native import needs_compiler

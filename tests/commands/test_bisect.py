@@ -12,7 +12,7 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.bisect.sides import Side, must_be_equal, other_keys
 from tools.config.run_file import load_run
-from tools.prove.damage import turn_one_sign
+from tools.prove.proof import turn_one_sign
 from tools.training.step_records import STEP_FIELDS
 
 ADDED_OTHERWISE = [

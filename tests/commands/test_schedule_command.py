@@ -16,7 +16,7 @@ from parallel.pipeline.simulation import simulate
 from tests.runs import losses, train, train_on, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
-from tools.journal.perfetto import TIMELINE, read_trace, write_trace
+from tools.journal.timeline_file import TIMELINE, read_trace, write_trace
 from tools.plots.drawing import Drawing, Rect, Text, to_svg
 from tools.plots.timeline import Panel, as_text, draw
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from tests.other_systems import write_folder
 from tools.cli import main
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import (head_sizes, matches)
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.formats import open_source
 
 pytestmark = [

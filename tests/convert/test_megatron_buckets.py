@@ -29,7 +29,7 @@ from tests.other_systems import CONFIGS, MEGATRON, NEEDS_MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import (Match, head_sizes, matches)
+from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.args import args_of

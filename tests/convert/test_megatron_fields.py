@@ -28,7 +28,7 @@ from parallel.context import Context
 from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import (head_sizes, matches)
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.megatron.args import model_of_args
 from tools.convert.megatron.keys import ALIASES, ALLOWED_VALUES, FREE, FREE_PREFIXES, READ_ARGUMENTS
 

@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import (head_sizes, matches)
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.source import Source
 from tools.convert.formats import open_source
 from tools.convert.megatron import flat

@@ -22,7 +22,7 @@ from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
-from tools.convert.core.rules import (head_sizes, matches)
+from tools.convert.core.rules import head_sizes, matches
 from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,
@@ -35,7 +35,7 @@ from tools.convert.formats import open_source
 from tools.convert.hf.config import config_of, from_hugging_face, model_type
 from tools.convert.hf.folder import open_hf
 from tools.convert.megatron.args import args_of, model_of_args
-from tools.convert.megatron.layout import (cut_part, join_parts, part_shape)
+from tools.convert.megatron.layout import cut_part, join_parts, part_shape
 
 SIZES = st.builds(
     lambda kv, groups, half, turned: HeadSizes(

@@ -16,7 +16,6 @@ from megaprec.fp8 import linear
 from megaprec.fp8.matmul import multiply
 from megaprec.fp8.quantize import Codes
 from megaprec.fp8.state import FP8State
-from megaprec.optim.step_report import to_json
 from megaprec.precision.fp8_recipe import Backend
 from megaprec.precision.plan import LossScaling
 from models.decoder.stages import Stage
@@ -28,8 +27,9 @@ from tests.layouts import SAMPLES, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.config.precision_settings import FP8
-from tools.journal.fp8_shadow import SHADOW, alarms, shadow_event
+from tools.console.tables import to_json
 from tools.journal.records import read_events
+from tools.journal.shadow_records import SHADOW, alarms, shadow_event
 from tools.plots.shadow_plot import PICTURE, plot_shadow
 
 DROPOUT = {**run().model, "dropout": 0.2}

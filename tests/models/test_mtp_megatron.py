@@ -24,7 +24,7 @@ from tests.convert.test_megatron_fields import BASES, LENGTH, VOCAB, core
 from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import (Match, head_sizes, matches)
+from tools.convert.core.rules import Match, head_sizes, matches
 from tools.convert.megatron.args import model_of_args
 
 # warnings of megatron-core

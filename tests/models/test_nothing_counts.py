@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from megaprec.optim.post_validation import PostValidationOptimizer
+from models.engine.post_validation import PostValidation
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from models.engine.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
 from tests import oracle
 from tests.families import put

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.buckets import bucket_elements
 from megaprec.optim.grad_sync import ParamGatherer
+from megaprec.optim.model_buffers import bucket_elements
 from models.decoder import token_count
 from models.decoder.stages import Stage
 from models.engine import passes

@@ -15,7 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tests.runs import write_run
-from tools.training.launch import (PROGRAM, first_failure, require_local_meeting, share_of_cores, start_ranks)
+from tools.training.launch import (
+    PROGRAM,
+    first_failure,
+    require_local_meeting,
+    share_of_cores,
+    start_ranks,
+)
 from tools.training.machine import has_own_device
 
 ROOT = Path(__file__).parents[2]

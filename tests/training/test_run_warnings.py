@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import train, write_run
 from tools.config.run_file import load_run
-from tools.training.corpus import (Corpus, open_corpus)
+from tools.training.corpus import Corpus, open_corpus
 from tools.training.run_warnings import run_warnings
 
 

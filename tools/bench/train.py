@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import StepObserver, StepReport
 from models.engine.engine import Engine, build_stages
 from models.engine.passes import Share
 from models.engine.sentinel import Sentinel

@@ -34,7 +34,7 @@ from tools.prove.proof import is_canonical
 from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
 from tools.training.corpus import Corpus
 from tools.training.data_identity import other_sets
-from tools.training.state_digests import STEP_FIELDS
+from tools.training.step_records import STEP_FIELDS
 
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
 # keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"

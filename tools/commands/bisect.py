@@ -39,13 +39,12 @@ from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, WRONG
-from tools.parity.page import told
 from tools.parity.ranks import with_vocabulary
 from tools.parity.record import Plan
-from tools.parity.runs import made_ready
-from tools.parity.shrink import LayoutLimits
-from tools.prove.parting import LOADED
-from tools.training.corpus import (Corpus, open_corpus)
+from tools.parity.runs import LayoutLimits, made_ready
+from tools.parity.summary import told
+from tools.prove.first_difference import LOADED
+from tools.training.corpus import Corpus, open_corpus
 
 AGREE = "they agree"
 PART = "they part"

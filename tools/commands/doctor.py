@@ -34,10 +34,9 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
-from tools.doctor.finding import CODES, Finding, not_tried, verdict, wrong
-from tools.doctor.place import RankContext
+from tools.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
+from tools.doctor.questions import RankContext
 from tools.doctor.ranks import DoctorRequest, take_part
-from tools.doctor.verdict import document, show
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
 

@@ -27,7 +27,6 @@ from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
-from tools.parity.again import updates
 from tools.parity.certificate import (
     NOT_TRIED,
     PROVEN,
@@ -41,10 +40,8 @@ from tools.parity.certificate import (
     write,
 )
 from tools.parity.compare import compare
-from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, every, fitted, largest, requested_layouts
 from tools.parity.noise import DRAWS, Noise
-from tools.parity.page import page, show
 from tools.parity.ranks import (
     FLAG,
     Failure,
@@ -55,10 +52,13 @@ from tools.parity.ranks import (
     run_alone,
     with_vocabulary,
 )
-from tools.parity.record import Plan
+from tools.parity.record import Plan, Record, gather
+from tools.parity.repeated_updates import updates
 from tools.parity.runs import (
     EPSILON,
+    LayoutLimits,
     alone,
+    changes,
     clipped,
     epsilon,
     in_float64,
@@ -68,7 +68,8 @@ from tools.parity.runs import (
     tokens_per_expert,
     with_random_tokens,
 )
-from tools.parity.shrink import LayoutLimits, changes
+from tools.parity.summary import show
+from tools.report.parity_page import page
 from tools.training.corpus import open_corpus
 
 RANKS = 4  # ranks of the largest default layout

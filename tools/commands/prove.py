@@ -19,12 +19,11 @@ from rich.table import Table
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
-from megaprec.optim.step_report import to_json
 from parallel.described_world import joined_world
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result, print_table
+from tools.console.tables import add_json, print_result, print_table, to_json
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write

@@ -31,10 +31,10 @@ from tools.config.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.convert.initial import resolve_run
+from tools.journal.timeline_file import TIMELINE, read_trace, write_trace
 from tools.planning.device import target_of
 from tools.planning.memory import MemoryModel, PlannedPasses, RankBytes
 from tools.planning.report import aligned, describe_fit
-from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")

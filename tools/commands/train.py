@@ -22,8 +22,8 @@ from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
-from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
+from tools.plots.training_plot import plot_run
 from tools.training.banner import print_outcome, print_skipped
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import (

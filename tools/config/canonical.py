@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megaprec.errors import Problem
-from megaprec.optim.canonical import canonical_conflicts
+from megaprec.optim.canonical.requirements import canonical_conflicts
 from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.config.data_settings import Data

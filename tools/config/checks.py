@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from megaprec.optim.post_validation import post_validation_conflicts
 from pydantic import BaseModel
 
 from megaprec.data.blend import shares
 from megaprec.errors import Problem, UserError
 from megaprec.optim.lr import LRSchedule
-from megaprec.optim.post_validation import post_validation_conflicts
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule

@@ -11,7 +11,7 @@ from math import gcd
 
 from megaprec.comm.experts import describe_misfit
 from megaprec.errors import Problem, UserError
-from megaprec.optim.replicas import sharing_replicas
+from megaprec.optim.ranks import sharing_replicas
 from models.config import ModelConfig
 from tools.config.precision_settings import FP8
 from tools.config.settings import Parallel, Train

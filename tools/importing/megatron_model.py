@@ -12,8 +12,8 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.arguments.megatron import DEFAULTS, READ, option
-from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.convert.megatron.args import model_of_args
+from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
 from tools.importing.arguments import Arguments
 from tools.importing.draft import Draft
 

@@ -1,9 +1,9 @@
-"""The records of a run's comparisons of FP8 with precision.compute (`models.fp8_shadow`), and their
+"""The records of a run's comparisons of FP8 with precision.compute (`models.engine.fp8_shadow`), and their
 alarms."""
 
 from typing import Any
 
-from models.fp8_shadow import Shadow
+from models.engine.fp8_shadow import Shadow
 from tools.config.precision_settings import FP8
 
 SHADOW = "fp8_shadow"  # the kind of event

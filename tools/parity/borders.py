@@ -10,7 +10,7 @@ sequence. Each token is recorded as one number: the product of its features with
 that all layouts share. Different activations have different numbers, and the relative error of many
 numbers is that of the activations. Of large batches only some positions are recorded. Recomputed
 activations are not recorded: they are outside of a stage's forward pass. Virtual ranks
-(`models.virtual_stage`) are recorded one by one, and their values are those of their process.
+(`models.decoder.virtual_stage`) are recorded one by one, and their values are those of their process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
 from megaprec.diagnose.module_trace import trace_modules
-from models.routing import Router
-from models.virtual_stage import VirtualStage
+from models.decoder.virtual_stage import VirtualStage
+from models.feed_forward.router import Router
 from parallel.sequence_cut import positions
 
 Border = tuple[str, str]  # kind and name: ("activation", "layers.3.mlp>out")

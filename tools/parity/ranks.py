@@ -29,7 +29,8 @@ from tools.parity.hang_watch import (
 )
 from tools.parity.record import Plan, Record, gather, record
 from tools.training.corpus import Corpus, open_built
-from tools.training.launch import launch_local, note_failure
+from tools.training.launch import launch_local
+from tools.training.stopping import note_failure
 
 PENDING = "pending"  # file with the names of the pending runs
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end

@@ -26,10 +26,9 @@ from megaprec.data.blend import Blend
 from megaprec.data.samples import Batch, Samples
 from megaprec.diagnose.position import Position
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import SKIPPED, report_fields
-from models.stages import Stage
+from megaprec.optim.step_report import SKIPPED, StepObserver, report_fields
+from models.decoder.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.borders import BACKWARD, FORWARD, Border, BorderRecorder, BorderValues, RunSize
 from tools.parity.fragments import Fragment, assemble, take_fragments

@@ -24,7 +24,7 @@ from tools.console.units import counted
 from tools.convert.train_state import read_progress
 from tools.journal.records import read_digests, read_metrics
 from tools.parity.ranks import RunFailed
-from tools.training.corpus import data_folder
+from tools.training.data_sources import data_folder
 from tools.training.launch import own_program
 
 # exit code of a run that stopped itself, or of whose steps none was applied: its records are

@@ -29,7 +29,7 @@ from tools.plots.timeline import draw
 from tools.plots.training_plot import Over, pictures
 from tools.report.page import Html, Text, document, facts, folded, html, paragraph, table
 from tools.report.run import Key, Run
-from tools.training.end_records import read_records
+from tools.training.hangs import read_records
 
 # pixels of a curve, before the page makes it as wide as its column
 CURVE_WIDTH = 480.0

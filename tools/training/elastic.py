@@ -48,7 +48,7 @@ from tools.console.units import counted
 from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
-from tools.training.launch import (LostRank, under_torchrun)
+from tools.training.launch import LostRank, under_torchrun
 from tools.training.stopping import CODES, SIGNALS, ended_on_purpose
 
 OVER_KEY = "the run is over"  # of the store; a spare that has seen it adds one with its number

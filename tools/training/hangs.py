@@ -27,7 +27,7 @@ from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
-from tools.training.launch import (RankHangs, is_local_rank, lost_connection)
+from tools.training.launch import RankHangs, is_local_rank, lost_connection
 from tools.training.stopping import ON_PURPOSE, note_failure
 
 LEFT = "left, because of that"  # the end of a rank that leaves because others hang

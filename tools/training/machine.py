@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megaprec.errors import Problem, UserError
-from megaprec.optim.muon import min_moments
+from megaprec.optim.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
 from parallel.described_world import joined_world
 from tools.config.checks import make_rule

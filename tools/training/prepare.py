@@ -24,7 +24,7 @@ from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.trackers import require_trackers
 from tools.planning.report import summary_line
-from tools.training.corpus import (Corpus, identified, open_built, open_corpus, open_validation)
+from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
 from tools.training.data_identity import Identity
 from tools.training.data_sources import check_sources
 from tools.training.fp8_summary import check_fp8

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from megaprec.optim.post_validation import PostValidationOptimizer
+from models.engine.post_validation import PostValidation
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
@@ -21,30 +23,26 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.diagnose.position import Phase, Position
-from megaprec.diagnose.step_position import StepPosition
+from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.errors import UserError
-from megaprec.optim.group_factors import Group
-from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepReport
+from megaprec.optim.param_groups import Group
+from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.decoder.own_model import stage_maker
 from models.engine.engine import Engine, build_stages
 from models.engine.fp8_shadow import Shadow, run_shadow
 from models.engine.passes import OutsideVocabulary, Share
-from models.engine.post_validation import PostValidation
 from models.engine.sentinel import SilentFault
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
 from tools.convert.train_state import TrainState, read_watch
-from tools.journal.fp8_shadow import shadow_event, shadow_fields
 from tools.journal.journal import Journal
-from tools.journal.perfetto import TIMELINE, write_trace
+from tools.journal.shadow_records import shadow_event, shadow_fields
+from tools.journal.timeline_file import TIMELINE, write_trace
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.batches import Batches, evaluated_samples
 from tools.training.compiling import compile_leaves

@@ -19,7 +19,6 @@ from tools.convert.core.transforms import SAME, HeadSizes, Transform
 Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 Layers = Literal["all", "experts", "dense"]
 NamedShape = tuple[str, tuple[int, ...]]
-NamedShapes = Iterator[NamedShape]  # of logical tensors
 
 
 @dataclass(frozen=True)

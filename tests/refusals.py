@@ -1,7 +1,7 @@
 """Errors as tests see them: by their codes and the values that they name, not by their sentences."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from string import Formatter
 from typing import Any
@@ -44,3 +44,12 @@ def sentence(code: str, /, **fields: Any) -> str:
         elif field is not None:
             pattern += "(?s:.*?)"
     return pattern
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """The lines of the UserError that a call raises; empty if it raises none."""
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""

@@ -90,8 +90,10 @@ def _findings(
         part = owned.piece.part
         start_in_tensor = part.shard * prod(part.padded) + owned.in_part.start
         # experts lie on ranks of their own, so the tensor-parallel rank does not name their slice
-        names_own_rank = tp_rank is None or buffer.of_experts
-        slice_rank = part.rank if names_own_rank else tp_rank
+        if tp_rank is None or buffer.of_experts:
+            slice_rank = part.rank
+        else:
+            slice_rank = tp_rank
         yield _Finding(start_in_tensor, _describe(part.name, stage, slice_rank, gradients))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
 from megaprec.comm.tensor_digests import digest
-from megaprec.diagnose.module_trace import BACKWARD, FORWARD, BorderTrace, Entry
+from megaprec.diagnose.module_trace import BACKWARD, FORWARD, DigestTrace, TraceEntry
 from megaprec.main_grad import has_gradient
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import (
@@ -63,7 +63,7 @@ class MicrobatchTrace:
         for stage in stages:
             order = [i.microbatch for i in program if i.op is Op.FORWARD and i.stage == stage]
             turns[stage] = 0 if alone else order.index(TRACED_MICROBATCH)
-        self._borders = BorderTrace(stages, turns)
+        self._borders = DigestTrace(stages, turns)
         self._last = last
         self._in_flight = in_flight
         self._parameters = _readable_parameters(stages, program)
@@ -71,7 +71,7 @@ class MicrobatchTrace:
         self.messages: dict[tuple[int, int], Tensor] = {}
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[TraceEntry]:
         """Return the trace so far."""
         return self._borders.entries
 

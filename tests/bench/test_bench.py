@@ -14,13 +14,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megaprec.optim.native import Kernels
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from parallel import recomputation
-from tests.optim.test_native import needs_compiler
 from tests.project.test_readme import ROOT
 from tests.ranks import run_ranks
 from tools.bench import __main__ as bench
@@ -162,18 +160,8 @@ TIMES = ["bare_ms", "ours_ms", "naive_ms", "foreach_ms"]
 RATIOS = ["ours_over_bare", "naive_over_ours", "foreach_over_ours"]
 
 
-@needs_compiler
-def test_a_training_step_is_timed_with_the_kernels_in_c(capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(Kernels, "adamw_", autospec=True, side_effect=Kernels.adamw_) as updates:
-        records(capsys, *TINY, "optimizer.native=true", *STEPS)
-    assert updates.call_count >= 4, "of as many steps"
-
-
-@pytest.mark.parametrize(
-    "native", [False, pytest.param(True, marks=needs_compiler)], ids=["torch's kernels", "native"]
-)
 def test_the_optimizers_step_is_timed_with_several_buckets(
-    capsys: pytest.CaptureFixture[str], native: bool
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     buckets: list[int] = []
     begin = ParallelAMPOptimizer.__init__
@@ -185,17 +173,14 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
     size = 128**2
     with patch.object(ParallelAMPOptimizer, "__init__", noted):
         options = ["--matrices", "2", "--width", "128", "--rounds", "1", "--bucket", str(size)]
-        (record,) = records(capsys, "optimizer", *options, *(["--native"] if native else []))
-    assert buckets == [2] * (1 + native)
+        (record,) = records(capsys, "optimizer", *options)
+    assert buckets == [2]
     assert [record[name] for name in ("parameters", "bucket", "device", "threads")] == [
         2 * size,
         size,
         "cpu",
         1,
     ]
-    times = [*TIMES, *(["native_ms"] if native else [])]
-    ratios = list(RATIOS)
-    ratios += ["native_over_bare", "naive_over_native"] if native else []
     assert set(record) == {
         "parameters",
         "bucket",
@@ -203,11 +188,11 @@ def test_the_optimizers_step_is_timed_with_several_buckets(
         "threads",
         "torch",
         "extra_memory",
-        *times,
-        *ratios,
+        *TIMES,
+        *RATIOS,
     }
-    assert all(record[name] > 0 and math.isfinite(record[name]) for name in (*times, *ratios))
-    for name in ratios:
+    assert all(record[name] > 0 and math.isfinite(record[name]) for name in (*TIMES, *RATIOS))
+    for name in RATIOS:
         over, under = name.split("_over_")
         quotient = record[f"{over}_ms"] / record[f"{under}_ms"]
         assert record[name] == pytest.approx(quotient, rel=0.05, abs=0.01)  # of rounded numbers

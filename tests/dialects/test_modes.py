@@ -208,7 +208,7 @@ def note_state(engine: Engine, seen: Seen) -> None:
                 for values in buffer.state.values():
                     seen.note(f"moments {part.name}", values.dtype)
     for stage in engine.stages.values():
-        seen.note("tables", next(iter(stage._tables.values()))[0].dtype)
+        seen.note("tables", next(iter(stage._rotary_tables.values()))[0].dtype)
 
 
 def make(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool, clip: float) -> Engine:

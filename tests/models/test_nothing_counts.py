@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from megaprec.optim.post_validation import PostValidationOptimizer
-from models.engine.post_validation import PostValidation
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -116,30 +114,6 @@ def test_a_step_in_which_no_token_counts_changes_nothing(layout: str, canonical:
         assert not reports[1].changed
         assert all(kept)
         assert differ == []
-
-
-def optimistic(mesh: DeviceMesh) -> tuple[list[str], bool]:
-    one = engine_of(mesh, PLAIN, 1, 2, kind=PostValidationOptimizer, clip=0.0)
-    steps = PostValidation(one)
-    masks = [torch.ones(SAMPLES, LENGTH), torch.zeros(SAMPLES, LENGTH), torch.ones(SAMPLES, LENGTH)]
-    said = list[str]()
-    for number, mask in enumerate(masks):
-        told = steps.step(share_of(one, mask), number, lambda: RATE, lambda: False)
-        said += [report.outcome for report in told]
-    if last := steps.settle():
-        said.append(last.outcome)
-    without = engine_of(mesh, PLAIN, 1, 2, clip=0.0)
-    for number in (0, 2):
-        without.step(share_of(without, masks[0]), RATE, number)
-    ours = one.optimizer.state_dict()["tensors"]
-    theirs = without.optimizer.state_dict()["tensors"]
-    return said, all(torch.equal(ours[name], value) for name, value in theirs.items())
-
-
-def test_an_optimistic_step_in_which_no_token_counts_is_taken_back() -> None:
-    for said, equal in run_ranks(optimistic, {"pp": 2}):
-        assert said == ["applied", "skipped_no_tokens", "applied"]
-        assert equal
 
 
 MASKS = {

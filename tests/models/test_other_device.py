@@ -319,7 +319,7 @@ def count_travels_on_the_host() -> None:
 
 def received_on_the_host() -> None:
     inner = P2P.post_recv
-    P2P.post_recv = lambda self, i: inner(replace(self, device=CPU), i)
+    P2P.post_recv = lambda self, instruction: inner(replace(self, device=CPU), instruction)
 
 
 def nobody_waits() -> None:

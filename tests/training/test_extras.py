@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_readme import ROOT, listed
+from tests.project.modules_page import ROOT, modules
 
 BLOCKED = (
     "tokenizers",
@@ -119,11 +119,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def answers(folders: tuple[Path, Path]) -> list[tuple[int, str]]:
     """Exit code and stderr of all commands, after all modules were imported."""
-    modules = [path.removesuffix(".py").replace("/", ".") for path in listed()]
+    names = [path.removesuffix(".py").replace("/", ".") for path in modules()]
     own = {"tools.bench.__main__", "tools.convert.core.untrusted"}  # programs
     work, needs = folders
     return run(
-        [name for name in modules if name not in own],
+        [name for name in names if name not in own],
         (work, WORK),
         (needs, [command for command, _ in NEEDS]),
     )

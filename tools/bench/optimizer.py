@@ -8,7 +8,6 @@ them:
              no weights to round
     ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the
              weights
-    native   the same with native=True, if --native is given
     naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused
              AdamW, round
     foreach  the same with torch's for-each AdamW
@@ -44,8 +43,6 @@ RATIOS = (
     ("ours", "bare"),
     ("naive", "ours"),
     ("foreach", "ours"),
-    ("native", "bare"),
-    ("naive", "native"),
 )
 
 
@@ -71,11 +68,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
-        "--native",
-        action="store_true",
-        help="time ours with native kernels too; needs a C compiler",
-    )
-    parser.add_argument(
         "--profile", action="store_true", help="print the operators of one step of ours by time"
     )
 
@@ -87,8 +79,6 @@ def main(args: argparse.Namespace) -> int:
     sizes = (args.matrices, args.width)
     with device:
         kinds = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
-        if args.native:
-            kinds["native"] = ours(*sizes, args.bucket, native=True)
         kinds["naive"] = naive(*sizes, foreach=False)
         kinds["foreach"] = naive(*sizes, foreach=True)
         prepare = {name: kind.prepare for name, kind in kinds.items()}
@@ -166,14 +156,14 @@ def bare(matrices: int, width: int) -> Kind:
     return Kind(lambda: steps.add_(1), step)
 
 
-def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Kind:
+def ours(matrices: int, width: int, bucket: int = BUCKET) -> Kind:
     """Return a whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
     precision = plan("bf16", LossScaling("constant", SCALE))
-    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket, native=native)
+    optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket)
     buffers = optimizer.all_buffers()
     gradients = [_random(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)

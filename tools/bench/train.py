@@ -152,9 +152,7 @@ class Bench:
         self.update_times = UpdateTimes()
         options = replace(config.engine_options, leaves=compile_leaves(config, config.model, mesh))
         stages = build_stages(config.model, config.plan, mesh, config.schedule, options)
-        optimizer = stages.make_optimizer(
-            rule=make_rule(config.optimizer), native=config.optimizer.native
-        )
+        optimizer = stages.make_optimizer(rule=make_rule(config.optimizer))
         self.engine = Engine(stages, optimizer, [self.update_times])
         # The same tokens in every layout and process.
         generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,6 @@ import torch
 from megaprec.errors import UserError
 from parallel.described_world import joined_world
 from tools.bisect.replay import (
-    NotTaken,
     Replay,
     located_bits,
     located_in_float64,
@@ -39,10 +38,10 @@ from tools.console.tables import add_json, print_result
 from tools.console.units import counted
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, WRONG
-from tools.parity.ranks import with_vocabulary
+from tools.parity.ranks import RunFailed, with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import LayoutLimits, made_ready
-from tools.parity.summary import told
+from tools.parity.summary import describe_difference
 from tools.prove.first_difference import LOADED
 from tools.training.corpus import Corpus, open_corpus
 
@@ -202,7 +201,7 @@ def _replay_steps(
                 folder,
             )
             entry = located_bits(replay) if exact else located_in_float64(replay)
-    except NotTaken as failure:
+    except RunFailed as failure:
         return {"verdict": untaken_verdict, "why": f"a replay did not finish: {failure}"}
     finally:
         torch.set_num_threads(threads)
@@ -217,7 +216,7 @@ def _replay_steps(
 
 
 def _open_data(config: RunConfig, records: Records) -> Corpus:
-    """Open the data of a run. Raises NotTaken if it is not there, but the records have shown that
+    """Open the data of a run. Raises RunFailed if it is not there, but the records have shown that
     the runs part."""
     try:
         return open_corpus(config)
@@ -225,7 +224,7 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
         # the records alone are an answer then
         if records.parting is None:
             raise
-        raise NotTaken("; ".join(error.problems)) from error
+        raise RunFailed("; ".join(error.problems)) from error
 
 
 def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
@@ -294,7 +293,7 @@ def _location_lines(replay: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("compared", replay["compared"]),
         ("arises in", f"{first['phase']}: {first['place']}"),
-        ("first", told(first | {"step": step})),
+        ("first", describe_difference(first | {"step": step})),
     ]
     if "ranks" in first:
         lines.append(("ranks", ", ".join(map(str, first["ranks"]))))

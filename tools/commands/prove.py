@@ -28,6 +28,7 @@ from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, fitted, requested_layouts
+from tools.parity.ranks import RunFailed
 from tools.prove.proof import (
     STRAIGHT,
     Row,
@@ -38,7 +39,7 @@ from tools.prove.proof import (
     overall,
     proof,
 )
-from tools.prove.runs import Failure, Room
+from tools.prove.runs import ProofRuns
 
 FORMAT = "megaprec prove 1"
 FILE = "prove.json"  # in the folder of the run
@@ -84,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     layout = _other_layout(config, args.layout)
     # checkpoints of the proof are not those of the run
     with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
-        certificate = certify(args, config, Room(config, Path(folder), start), layout)
+        certificate = certify(args, config, ProofRuns(config, Path(folder), start), layout)
     # a run directory may have been moved or copied since train.folder was recorded
     run_path = Path(args.run_)
     run_folder = run_path if run_path.is_dir() else Path(config.train.folder)
@@ -125,14 +126,14 @@ def _other_layout(config: RunConfig, text: str) -> Layout | None:
 
 
 def certify(
-    args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None
+    args: argparse.Namespace, config: RunConfig, runs: ProofRuns, layout: Layout | None
 ) -> dict[str, Any]:
     """Run the proof and return its certificate."""
-    span = Span.of(room.step, args.steps)
+    span = Span.of(runs.step, args.steps)
     rows: list[Row]
     try:
-        rows = list(proof(room, span, layout))
-    except Failure as failure:
+        rows = list(proof(runs, span, layout))
+    except RunFailed as failure:
         # without the straight run there is nothing to compare with
         untried = {
             "row": STRAIGHT,

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from megaprec.optim.post_validation import post_validation_conflicts
 from pydantic import BaseModel
 
 from megaprec.data.blend import shares
@@ -101,12 +100,6 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
     yield from _problems_of(make_rule, optimizer)
 
 
-def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
-    plan = plan_or_none(precision, fp8)
-    if plan is not None and optimizer.validation == "after":
-        yield from post_validation_conflicts(plan.on_nonfinite, plan.fp8)
-
-
 def _repeated_passes(
     model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
 ) -> Iterator[str]:
@@ -128,16 +121,6 @@ def _repeated_passes(
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
     if train.compile != "off" and model.factory:
         yield Problem.of("config.compile_factory", compile=train.compile, factory=model.factory)
-
-
-def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
-    if not optimizer.native:
-        return
-    if optimizer.name.lower() != "adamw" or train.device == "cuda":
-        yield (
-            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on "
-            f"train.device {train.device!r}: leave it out"
-        )
 
 
 def _patterns(
@@ -470,9 +453,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _recomputed_layers,
     _predicted_ahead,
-    _validation,
     _repeated_passes,
-    _native,
     expert_layout,
     expert_neighbours,
     virtual_ranks,

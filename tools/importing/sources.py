@@ -16,8 +16,7 @@ from tools.convert.megatron.keys import ALIASES
 from tools.convert.megatron.ranks import read_ranks
 from tools.convert.megatron.read import find_megatron
 from tools.foreign.data_files import Data, TooLarge, from_json, from_yaml
-from tools.foreign.plain import Unreadable, plain
-from tools.foreign.values import Table
+from tools.foreign.plain import Table, Unreadable, plain
 from tools.foreign.whose import DEEPSPEED, whose, whose_file
 from tools.importing.arguments import Arguments, is_known, read_kept, read_table, read_words
 from tools.importing.shell import Word, read_script, split_words

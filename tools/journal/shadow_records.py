@@ -1,5 +1,7 @@
-"""The records of a run's comparisons of FP8 with precision.compute (`models.engine.fp8_shadow`), and their
-alarms."""
+"""The records of a run's comparisons of FP8 with precision.compute, and their alarms.
+
+`models.engine.fp8_shadow` makes them.
+"""
 
 from typing import Any
 

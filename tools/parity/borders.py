@@ -10,7 +10,8 @@ sequence. Each token is recorded as one number: the product of its features with
 that all layouts share. Different activations have different numbers, and the relative error of many
 numbers is that of the activations. Of large batches only some positions are recorded. Recomputed
 activations are not recorded: they are outside of a stage's forward pass. Virtual ranks
-(`models.decoder.virtual_stage`) are recorded one by one, and their values are those of their process.
+(`models.decoder.virtual_stage`) are recorded one by one, and their values are those of their
+process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

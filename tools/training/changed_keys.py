@@ -55,7 +55,6 @@ KEYS_WITHOUT_EFFECT = (
     "parallel.recompute*",
     "parallel.elastic",
     "parallel.timeout",
-    "optimizer.validation",
     "precision.trace_overflows",
     "precision.patience",
     "precision.masters_in_checkpoint",

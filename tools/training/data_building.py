@@ -11,7 +11,7 @@ from typing import Any
 from megaprec.checkpoint.reader import Store
 from megaprec.data.build import prepare, reusable
 from megaprec.data.files import exclusive_lock, write_whole
-from megaprec.data.text import Source, has_digest
+from megaprec.data.text import Source, has_digest, left_out_words
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
 from megaprec.durable import read_whole
@@ -193,7 +193,8 @@ def _build_data_set(
     config: RunConfig, source: DataSource, text: Source, tokenizer_file: Path
 ) -> None:
     """Tokenize a text, with progress on a terminal."""
-    with build_progress(text) as report:
+    left_out = left_out_words(text.left_out)
+    with build_progress(text.name, text.total_chars(), left_out) as report:
         prepare(
             text,
             source.prefix,

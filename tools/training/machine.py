@@ -52,15 +52,6 @@ def check_this_machine(config: RunConfig) -> None:
     check_machine(config, local_ranks(config), device)
 
 
-def check_native(config: RunConfig) -> None:
-    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a
-    CPU.
-    """
-    # "cuda" beside it is refused by the checks between tables.
-    if config.optimizer.native and device_of_run(config) != "cpu":
-        raise UserError.of("command.native_on_gpu")
-
-
 def local_ranks(config: RunConfig) -> int:
     """Return the number of ranks on this machine, according to the launcher."""
     if not joined_world():

@@ -31,7 +31,7 @@ from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import forget_records
 from tools.training.harness import require_harness
 from tools.training.launch import is_local_rank
-from tools.training.machine import check_native, check_this_machine, device_of_run, local_ranks
+from tools.training.machine import check_this_machine, device_of_run, local_ranks
 from tools.training.resume import check_resumable, check_tokens, data_differences, other_tokens
 from tools.training.run_folder import check_folders, lock_folder
 from tools.training.run_warnings import run_warnings
@@ -51,7 +51,6 @@ def open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         config,
         device_of_run,
         check_this_machine,
-        check_native,
         check_fp8,
         check_folders,
         check_sources,

@@ -3,7 +3,6 @@
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from megaprec.optim.post_validation import PostValidationOptimizer
-from models.engine.post_validation import PostValidation
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
@@ -25,7 +22,6 @@ from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.errors import UserError
-from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.gemm import fp32_sums
@@ -92,9 +88,6 @@ class Trainer:
         self.engine = self._build_engine(mesh, observers)
         self.rank = self.engine.optimizer.world.rank
         self.dp = self.engine.dp
-        self._validation = None
-        if config.optimizer.validation == "after":
-            self._validation = PostValidation(self.engine)
         self._checks = SentinelChecks(self.engine, config)
         self._digests = Digests(self.engine, config)
         self._harness = Harness(config, corpus, self.engine, self.position)
@@ -103,19 +96,13 @@ class Trainer:
         self.monitor = OverflowMonitor(
             self.engine.optimizer.plan.scaling, config.precision.patience
         )
-        # After the last step whose outcome is known. With optimizer.validation = "after" one more
-        # step may have been taken.
-        self.progress = TrainState()
+        self.progress = TrainState()  # after the last step
         if checkpoint:
             self._resume(checkpoint)
         elif config.train.init_from:
             start_from(Path(config.train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine)
         self._saved_step = self.progress.step  # that of the newest checkpoint
-        self._taken_steps = self.progress.step  # also those whose outcome is not yet known
-        # Of steps whose outcome is not yet known: FP8 comparisons by step number, and durations.
-        self._shadows: dict[int, Shadow] = {}
-        self._durations: deque[float] = deque()
         self._nonfinite_step: NonFiniteStep | None = None  # ends the run, with its state saved
         self._received_signal = 0  # that asked this rank to stop
         self._is_stopping = False  # True when all ranks know that one was asked to stop
@@ -138,14 +125,8 @@ class Trainer:
             stage_maker(config.model.factory),
         )
         optimizer_options = _optimizer_options(config, device_of(mesh))
-        optimizer = stages.make_optimizer(self._optimizer_class(config), **optimizer_options)
+        optimizer = stages.make_optimizer(**optimizer_options)
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
-
-    @staticmethod
-    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
-        if config.optimizer.validation == "after":
-            return PostValidationOptimizer
-        return ParallelAMPOptimizer
 
     def _resume(self, checkpoint: Path) -> None:
         """Load the state of the run from a checkpoint."""
@@ -195,24 +176,20 @@ class Trainer:
             if journal is not None:
                 journal.write_event(event)
         while self.progress.step < self.config.train.steps and not self._is_stopping:
-            divergence = ""
-            # The step that is taken now, which may be one after the last whose outcome is known.
-            self.position.enter(Phase.STEP, self._taken_steps + 1)
+            self.position.enter(Phase.STEP, self.progress.step + 1)
             # A run whose folder was removed has nowhere to save, and stops on all ranks.
             self.engine.optimizer.stop |= folder.is_gone()
+            start_time = time.perf_counter()
             try:
-                finished = self._timed_step()
+                report, shadow = self.step()
             except SilentFault as error:
                 self._end_for(error, journal)
-            for report, progress, seconds in finished:
-                self._write(journal, report, progress, seconds)
-                divergence = divergence or self._describe_divergence()
+            self._write(journal, report, shadow, time.perf_counter() - start_time)
+            divergence = self._describe_divergence()
             steps_done = self.progress.step
             if self._is_stopping:
                 folder.require_there(steps_done, self.engine.optimizer)
-            # Only then do the weights belong to a step whose outcome is known.
-            if steps_done == self._taken_steps:
-                self._save_if_due(ends=bool(divergence or self._is_stopping))
+            self._save_if_due(ends=bool(divergence or self._is_stopping))
             # After the save, so that the state is there to look at.
             if divergence:
                 self._saves.finish(steps_done, divergence)
@@ -260,24 +237,16 @@ class Trainer:
             self.config, self.corpus, self.resumed, lambda: self.progress, self.engine.optimizer
         )
 
-    def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
-        """Take the next step. Return the steps whose outcome is now known, with the progress and
-        seconds of each.
-        """
-        start_time = time.perf_counter()
-        finished = self.step()
-        # A step whose outcome comes one step late keeps its own duration.
-        self._durations.append(time.perf_counter() - start_time)
-        return [(report, progress, self._durations.popleft()) for report, progress in finished]
-
     def _write(
-        self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float
+        self, journal: Journal | None, report: StepReport, shadow: Shadow | None, seconds: float
     ) -> None:
         """Evaluate if that is due after the step, feed the overflow monitor and write the step's
         record and events.
 
+        shadow: the FP8 comparison of the step, if one was due.
         seconds: of the step.
         """
+        progress = self.progress
         record = step_fields(self.config, report, progress, seconds, self._throughput)
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
@@ -289,7 +258,6 @@ class Trainer:
         self.monitor.note(report)
         # Evaluations and digests are collective, so every rank gets here; rank 0 alone writes.
         events = self._step_events(report, progress)
-        shadow = self._shadows.pop(progress.step, None)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -321,53 +289,43 @@ class Trainer:
         """Return True if a checkpoint is due after this step."""
         return step == self.config.train.steps or is_due(self.config.checkpoint.every, step)
 
-    def step(self) -> list[tuple[StepReport, TrainState]]:
-        """Take the next step. Return the steps whose outcome is now known, each with the progress
-        after it.
+    def step(self) -> tuple[StepReport, Shadow | None]:
+        """Take the next step. Return its report, and the FP8 comparison if one was due.
 
-        With optimizer.validation = "before" that is this step. With "after" it may be the step
-        before, both or none. A NonFiniteStep is kept, to be raised once the state is saved.
+        A NonFiniteStep is kept, to be raised once the state is saved.
         """
-        step_number = self._taken_steps  # from 0
-        steps_ahead = step_number - self.progress.step
-        first_sample = self.progress.samples + steps_ahead * self.config.train.global_batch
+        step_number = self.progress.step  # from 0
+        first_sample = self.progress.samples
         recording = None
         if step_number + 1 == self.config.log.timeline:
             recording = Recording.start(self.engine.pp)
         share = self._batches.take(first_sample)
+        shadow = None
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
             with self.position.during(Phase.COMPARISON):
-                self._shadows[step_number + 1] = run_shadow(self.engine.passes, share, step_number)
-        self._taken_steps = step_number + 1
-        finished = list[tuple[StepReport, TrainState]]()
+                shadow = run_shadow(self.engine.passes, share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, self.corpus.train, first_sample)
         with self._locating(self.corpus.train), self._checks.checking(step_number, share_of):
-            for report in self._train(share, step_number, recording):
-                self._advance(report)
-                finished.append((report, self.progress))
+            report = self._engine_step(share, step_number, recording)
+        self._advance(report)
         if recording:
             self._write_timeline(recording)
-        return finished
+        return report, shadow
 
-    def _train(
+    def _engine_step(
         self, share: Share, step_number: int, recording: Recording | None
-    ) -> Iterator[StepReport]:
-        """Train on a share: forward, backward, and the update. Yield the reports of the steps whose
-        outcome becomes known.
+    ) -> StepReport:
+        """Train on a share: forward, backward, and the update. Return the report of the step, also
+        of one that raises NonFiniteStep.
         """
-        if self._validation is not None:
-            yield from self._validation.step(
-                share, step_number, self._lr, self._needs_outcome, recording
-            )
-            return
         try:
-            yield self.engine.step(share, self._lr(), step_number, recording)
+            return self.engine.step(share, self._lr(), step_number, recording)
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
-            yield error.report
+            return error.report
 
     @contextmanager
     def _locating(
@@ -375,7 +333,7 @@ class Trainer:
     ) -> Iterator[None]:
         """Raise UserError with the file and place of a token id outside of the vocabulary.
 
-        first_sample: of the global batch; None: of the first step whose outcome is not known.
+        first_sample: of the global batch; None: of the next step.
         """
         try:
             yield
@@ -386,22 +344,6 @@ class Trainer:
             message = describe_bad_id(*location, length, error.vocab) or str(error)
             raise UserError(message) from error
 
-    def _needs_outcome(self) -> bool:
-        """Return True if the outcome of the step just taken must be known before the next step
-        begins.
-        """
-        step_number = self._taken_steps
-        # These repeat a micro-batch of the next step, with weights that are final.
-        repeats = is_due(self.config.fp8.shadow_every, step_number + 1) or self._checks.due(
-            step_number + 1
-        )
-        reads_weights = (
-            self._evaluates_after(step_number)
-            or self._saves_after(step_number)
-            or self._digests.due(step_number)
-        )
-        return self._is_stopping or reads_weights or repeats or self._saves.under_way
-
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
         if self.config.lr.unit == "samples":
@@ -409,9 +351,7 @@ class Trainer:
         return self.config.lr_schedule.at(self.progress.applied)
 
     def _advance(self, report: StepReport) -> None:
-        """Add a step whose outcome is known to `progress`, and note whether a rank was asked to
-        stop.
-        """
+        """Add a step to `progress`, and note whether a rank was asked to stop."""
         self._is_stopping |= report.stop
         before = self.progress
         batch = self.config.train.global_batch
@@ -431,7 +371,7 @@ class Trainer:
         spans = recording.gather(self.engine.schedule, self.engine.device)
         if self.rank == 0:
             file = Path(self.config.train.folder) / TIMELINE
-            write_trace(file, spans, title=f"step {self._taken_steps}")
+            write_trace(file, spans, title=f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples | Blend) -> float:
         """Return the mean loss over the tokens that count of the first samples; NaN if none counts.
@@ -491,5 +431,4 @@ def _optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "seed": config.train.seed,
-        "native": optimizer.native,
     }

@@ -258,7 +258,7 @@ class ModelConfig(ModelFields):
         return blocks + embeddings + learned + self._norm_parameters + self.mtp_parameters
 
     @property
-    def alone(self) -> "ModelConfig":
+    def without_mtp(self) -> "ModelConfig":
         """Return this model without modules of multi-token prediction, as it is evaluated and
         generates text."""
         if self.mtp_layers:
@@ -323,7 +323,7 @@ class ModelConfig(ModelFields):
         return self.init.std(matrix, self.init_std, self.layers, layer)
 
     @property
-    def undrawn(self) -> "ModelConfig":
+    def with_zero_weights(self) -> "ModelConfig":
         """Return this model with initial weights of zero, which take no time to draw, if their
         values do not matter."""
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
@@ -447,12 +447,12 @@ class ModelConfig(ModelFields):
         # Two products: of queries with keys, and of weights with values.
         return 2 * keys * self.heads * (key_width + value_width) // self.layers
 
-    def attention_again_flops(self, seq_length: int) -> int:
+    def recomputed_attention_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one block's attention, with the projections
         from latents."""
         return self.attention_flops(seq_length) + 2 * self.latent.up_weights(self.heads)
 
-    def again_flops(self, seq_length: int) -> int:
+    def recomputed_layer_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
 
         The last product of a block, with experts that of the shared ones, is not recomputed,

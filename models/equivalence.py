@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.router_settings import PLAIN
 
 # Keys that only training goes by.
-TRAINING: tuple[str, ...] = (
+TRAINING_ONLY_KEYS: tuple[str, ...] = (
     "dropout",
     "dropout_at",
     "embedding_dropout",
@@ -33,7 +33,7 @@ _KEYS_OF_EXPERTS = (
 )
 
 
-def as_computed(model: ModelConfig) -> ModelConfig:
+def with_idle_keys_reset(model: ModelConfig) -> ModelConfig:
     """Return a model that computes and trains the same, whose keys without effect are reset.
 
     They have the value that they have in most models.

@@ -33,14 +33,14 @@ class Recompute:
     fraction: float = 0.0
     layers: int = 0
 
-    def whole(self, layers: int) -> int:
+    def count_whole_layers(self, layers: int) -> int:
         """Return how many of a stage's `layers` layers, from the first on, are recomputed as a
         whole."""
         if self.layers:
             return min(self.layers, layers)
         return int(layers * self.fraction)
 
-    def within(self, whole: bool) -> "Recompute":
+    def inside_layer(self, whole: bool) -> "Recompute":
         """Return the setting for the inside of one layer. whole: the layer is recomputed as a
         whole.
 

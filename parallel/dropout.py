@@ -38,19 +38,19 @@ def dropout(
     probability: float,
     context: Context,
     name: str,
-    place: MicrobatchInfo | None,
+    microbatch: MicrobatchInfo | None,
 ) -> Tensor:
     """Apply dropout to activations x [s, b, hidden].
 
     Under sequence and context parallelism x is this rank's part of the sequence.
-    place: the micro-batch; None (evaluation) keeps every element.
+    microbatch: the micro-batch; None (evaluation) keeps every element.
     """
-    if place is None or probability == 0:
+    if microbatch is None or probability == 0:
         return x
     positions = positions_between(context, x.shape[0], x.device)
     features = torch.arange(x.shape[2], device=x.device)
-    coordinates = (positions, place.samples, features)
-    return _drop(x, probability, context, name, place, coordinates)
+    coordinates = (positions, microbatch.samples, features)
+    return _drop(x, probability, context, name, microbatch, coordinates)
 
 
 def attention_dropout(
@@ -58,14 +58,14 @@ def attention_dropout(
     probability: float,
     context: Context,
     name: str,
-    place: MicrobatchInfo | None,
+    microbatch: MicrobatchInfo | None,
     positions: tuple[range, range] | None = None,
 ) -> Tensor:
     """Apply dropout to attention weights [b, own heads, query, key]. place: as in `dropout`.
 
     positions: those of the queries and of the keys in their sequence; None: all of them.
     """
-    if place is None or probability == 0:
+    if microbatch is None or probability == 0:
         return weights
     _, head_count, query_count, key_count = weights.shape
     # heads are cut over tp in order
@@ -73,10 +73,10 @@ def attention_dropout(
     heads = range(first_head, first_head + head_count)
     queries, keys = positions or (range(query_count), range(key_count))
     coordinates = (
-        place.samples,
+        microbatch.samples,
         *(_indices(span, weights.device) for span in (heads, queries, keys)),
     )
-    return _drop(weights, probability, context, name, place, coordinates)
+    return _drop(weights, probability, context, name, microbatch, coordinates)
 
 
 def _indices(span: range, device: torch.device) -> Tensor:

@@ -49,8 +49,8 @@ class ColumnParallelLinear(nn.Module):
     features], or with `gather_output` [s, b, output features].
     output: the number of output features of the logical tensor `name`.weight, or several such
         tensors.
-    lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective:
-        the gradient of x is the addend of this rank, which the caller sums over tp.
+    input_layout: the layout of x; None: as above. With Input.OWN, x is whole and there is no
+        collective: the gradient of x is the addend of this rank, which the caller sums over tp.
     gather_output: all-gather the output features over tp.
     Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence
     parallelism.
@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         std: float = 0.02,
-        lies: InputLayout | None = None,
+        input_layout: InputLayout | None = None,
     ) -> None:
         super().__init__()
         if gather_output and context.cut_sequence:
@@ -74,7 +74,7 @@ class ColumnParallelLinear(nn.Module):
         self.context = context
         self.gather_output = gather_output
         default_layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
-        self.input_layout = lies or default_layout
+        self.input_layout = input_layout or default_layout
         tp = context.tp
         matrices = [Rows(name, output)] if isinstance(output, int) else list(output)
         weight_parts = []

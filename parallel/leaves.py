@@ -103,13 +103,13 @@ class Leaves:
     as they are.
 
     names: the names of all ranks' compiled leaves, in one text.
-    noted: if given, every call is noted in it.
+    recorded_calls: if given, every call is noted in it.
     by_region: modules are to call regions, where there is one, instead of its leaves.
     """
 
     compiled: Mapping[Call, Callable[..., Any]] = field(default_factory=dict)
     names: str = ""
-    noted: dict[Call, None] | None = None
+    recorded_calls: dict[Call, None] | None = None
     by_region: bool = False
 
     def __call__(
@@ -124,20 +124,20 @@ class Leaves:
         Called without autograd's history, as in an autograd function.
         """
         # Otherwise the form of the arguments is not even looked at: this is called in every step.
-        if self.compiled or self.noted is not None:
+        if self.compiled or self.recorded_calls is not None:
             call = call_of(leaf, arguments)
-            if self.noted is not None:
-                self.noted[call] = None
+            if self.recorded_calls is not None:
+                self.recorded_calls[call] = None
             if call in self.compiled:
                 tensors = [tensor.detach() for tensor in _tensors_in(arguments)]
                 return self.compiled[call](*tensors)
         return (otherwise or leaf)(*arguments)
 
-    def through(self, region: Callable[..., Any], *arguments: Any) -> Any:
+    def call_region(self, region: Callable[..., Any], *arguments: Any) -> Any:
         """Return the results of a region, through which gradients flow to its arguments."""
         call = call_of(region, arguments, region=True)
-        if self.noted is not None:
-            self.noted[call] = None
+        if self.recorded_calls is not None:
+            self.recorded_calls[call] = None
         if call in self.compiled:
             return self.compiled[call](*_tensors_in(arguments))
         return region(*arguments)

@@ -94,7 +94,7 @@ class Lockstep:
 
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
-        self._lanes = [_Lane() for _ in virtual.ranks] if virtual.held > 1 else []
+        self._lanes = [_Lane() for _ in virtual.ranks] if virtual.num_local > 1 else []
         lanes = self._lanes or [None]
         self.axes = [
             LaneAxis(

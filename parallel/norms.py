@@ -22,7 +22,7 @@ from parallel.linear import Widen, add_gradient, sum_dtype
 class RMSNorm(nn.Module):
     """x [..., hidden] / root mean square * weight, in the dtype of products.
 
-    own: x differs between tp ranks although the sequence is not sharded, as attention heads do.
+    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as attention heads do.
     offset: added to the weight, which begins at 1 - offset; Gemma's norms have an offset of 1.
     """
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         *,
         name: str,
         eps: float = 1e-5,
-        own: bool = False,
+        differs_over_tp: bool = False,
         offset: float = 0.0,
     ) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
             f"{name}.weight",
             hidden,
             1.0 - offset,
-            own,
+            differs_over_tp,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class LayerNorm(nn.Module):
     """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of
     products.
 
-    own: x differs between tp ranks although the sequence is not sharded, as attention heads do.
+    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as attention heads do.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class LayerNorm(nn.Module):
         *,
         name: str,
         eps: float = 1e-5,
-        own: bool = False,
+        differs_over_tp: bool = False,
     ) -> None:
         super().__init__()
         self.context = context
         self.eps = eps
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
-        self.bias = vector(context, f"{name}.bias", hidden, 0.0, own)
+        self.weight = vector(context, f"{name}.weight", hidden, 1.0, differs_over_tp)
+        self.bias = vector(context, f"{name}.bias", hidden, 0.0, differs_over_tp)
 
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan

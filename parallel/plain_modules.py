@@ -538,7 +538,7 @@ def _parallel_norm(
         layer.normalized_shape[0],
         name=name,
         eps=eps,
-        own=of_heads,
+        differs_over_tp=of_heads,
     )
     if isinstance(norm, WatchedRMSNorm | WatchedLayerNorm):
         norm.of_heads = of_heads

@@ -494,8 +494,8 @@ def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
         put(stage, job.weights)
     engine = Engine(parts, parts.make_optimizer(Recording, clip=1.0, plant=None))
     logits: list[Tensor] = []
-    if engine.last in engine.stages:
-        engine.stages[engine.last].register_forward_hook(
+    if engine.last_stage in engine.stages:
+        engine.stages[engine.last_stage].register_forward_hook(
             lambda stage, given, made: logits.append(made.detach().clone())
         )
     report = engine.step(Share(job.tokens, job.targets), lr=0.0, number=0)
@@ -515,7 +515,7 @@ def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
     """This rank's columns of all logits, as part of a tensor [vocab, b * s] called "logits"."""
     if not made:
         return []
-    part = layout_of(engine.stages[engine.last].head).parts[0]
+    part = layout_of(engine.stages[engine.last_stage].head).parts[0]
     own = torch.cat([x.transpose(0, 1).flatten(0, 1) for x in made]).t()[: part.local[0]]
     return [
         Fragment(

@@ -111,7 +111,7 @@ class Gradients(StepObserver):
         self.seen: list[list[Fragment]] = []
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        self.seen.append(fragments(buffers, lambda buffer: buffer.own(buffer.grads)))
+        self.seen.append(fragments(buffers, lambda buffer: buffer.local_part(buffer.grads)))
 
 
 class Recording(ParallelAMPOptimizer):

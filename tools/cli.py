@@ -52,7 +52,7 @@ from tools.commands import parity as parity
 from tools.console.streams import guard_streams
 from tools.console.tables import print_result
 from tools.training.launch import is_consequence, is_local_rank, prints_own_failure
-from tools.training.stopping import CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
+from tools.training.stopping import EXIT_CODES, ON_PURPOSE, Stopped, as_user_error, note_failure
 
 MAX_ATTEMPTS = 4  # at a run whose checkpoints are replaced
 RETRIED_COMMANDS = (
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
         note_failure(error)
         cause = as_user_error(error)
         if isinstance(cause, Stopped):  # the first rank has printed it
-            return cause.code
+            return cause.exit_code
         if is_consequence(cause) and is_local_rank():
             # the launcher tells the reason of the rank that was first
             return 1
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
             raise
         if prints_own_failure():
             _print_error(cause, args)
-        return CODES[type(cause)]
+        return EXIT_CODES[type(cause)]
 
 
 def _print_error(error: Exception, args: argparse.Namespace) -> None:

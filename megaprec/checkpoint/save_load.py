@@ -226,7 +226,7 @@ def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]
     parts: list[Part] = []
     for buffer in optimizer.all_buffers():
         parts += [piece.part for piece in buffer.pieces]
-    parts += [frozen.part for frozen in optimizer.untrained.slices()]
+    parts += [frozen.part for frozen in optimizer.frozen.slices()]
     return {part.name: part.shape for part in parts}
 
 
@@ -285,11 +285,11 @@ def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _overlaps(buffer):
         values = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
-        buffer.restore(kind, first - buffer.first, values)
+        buffer.restore(kind, first - buffer.start, values)
 
 
 @torch.no_grad()
 def _read_frozen(store: Weights, optimizer: ParallelAMPOptimizer) -> None:
-    for frozen in optimizer.untrained.slices():
+    for frozen in optimizer.frozen.slices():
         if size := frozen.values.numel():
             frozen.values.copy_(store.read_range("weight", frozen.part, 0, size))

@@ -282,9 +282,9 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
-    local = dict.fromkeys(optimizer.untrained.changed_buffers(), "buffer")
+    local = dict.fromkeys(optimizer.frozen.changed_buffers(), "buffer")
     try:
-        for _ in optimizer.untrained.slices():
+        for _ in optimizer.frozen.slices():
             pass  # only to see if one of them raises
     except UserError as error:
         local = {str(problem): "problem" for problem in error.problems}

@@ -69,7 +69,7 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
     snapshot = Snapshot(optimizer.world.rank)
     for buffer in optimizer.all_buffers():
         _add_buffer(snapshot, buffer, optimizer.pp.rank, copy)
-    for frozen in optimizer.untrained.slices():
+    for frozen in optimizer.frozen.slices():
         if frozen.saved and frozen.values.numel():
             key = f"weight/{frozen.part.name}"
             values = _on_cpu(frozen.values, copy).view(frozen.part.local)
@@ -99,7 +99,7 @@ def _add_buffer(
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
         # one copy from the device for all ranges; `values` begins at the shard, `buffer.first`
-        on_cpu = _on_cpu(values[begin - buffer.first : end - buffer.first], copy)
+        on_cpu = _on_cpu(values[begin - buffer.start : end - buffer.start], copy)
         for saved_range in ranges:
             stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
             _add_range(snapshot, file, kind, saved_range, stored)

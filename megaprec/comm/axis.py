@@ -39,7 +39,7 @@ class Axis:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    runs: Tensor | None = field(default=None, compare=False, repr=False)
+    rank_groups: Tensor | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
@@ -119,7 +119,7 @@ class Axis:
             rank = rank * axis.size + axis.rank
         return Axis(name, rank, size, make_groups(runs), runs)
 
-    def in_runs(self, size: int, new_name: str) -> "Axis":
+    def subaxis(self, size: int, new_name: str) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
 
         Raises UserError unless `size` divides the axis. Collective over the world.
@@ -128,11 +128,11 @@ class Axis:
             raise UserError.of(
                 "comm.runs_do_not_divide", ranks=self.size, axis=self.name, run_length=size
             )
-        if self.runs is None or size == 1:
+        if self.rank_groups is None or size == 1:
             return Axis(new_name)
         if size == self.size:  # needs no new process group
-            return Axis(new_name, self.rank, size, self.group, self.runs)
-        runs = self.runs.reshape(-1, size)
+            return Axis(new_name, self.rank, size, self.group, self.rank_groups)
+        runs = self.rank_groups.reshape(-1, size)
         return Axis(new_name, self.rank % size, size, make_groups(runs), runs)
 
     def sum_(self, tensor: Tensor) -> Tensor:

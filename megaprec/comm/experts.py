@@ -65,7 +65,7 @@ class ExpertAxes:
         replicas = _axis("replicas", planes, 1, coordinates[1])
         return ExpertAxes(spread, slices, replicas)
 
-    def own(self, experts: int) -> range:
+    def local_experts(self, experts: int) -> range:
         """Return the numbers of the experts that this rank holds, of `experts`."""
         experts_per_rank = experts // self.spread.size
         first = self.spread.rank * experts_per_rank

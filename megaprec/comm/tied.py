@@ -30,11 +30,11 @@ def tied_axes(
     local_sets = list(dict.fromkeys(ranks for ranks in sets if len(set(ranks)) > 1))
     pp = Axis.of(mesh, "pp")
     # one pipeline rank shares nothing
-    if pp.runs is None or pp.size == 1:
+    if pp.rank_groups is None or pp.size == 1:
         return {}
     axes: dict[tuple[int, ...], Axis] = {}
     for members in _all_gather_sets(pp, local_sets, device_of(mesh)):
-        runs = pp.runs[:, list(members)]
+        runs = pp.rank_groups[:, list(members)]
         group = make_groups(runs)  # by every rank, also by those that are no members
         if pp.rank in members:
             axes[members] = Axis(

@@ -49,14 +49,14 @@ class VirtualAxis:
             )
 
     @property
-    def held(self) -> int:
+    def num_local(self) -> int:
         """Return the number of virtual ranks of this process."""
         return self.size // self.real.size
 
     @property
     def ranks(self) -> range:
         """Return the virtual ranks of this process."""
-        return range(self.held * self.real.rank, self.held * (self.real.rank + 1))
+        return range(self.num_local * self.real.rank, self.num_local * (self.real.rank + 1))
 
     def sum(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""
@@ -83,7 +83,7 @@ class VirtualAxis:
                 self.real.exchange(node).chunk(self.real.size) for node in self._nodes(leaves)
             ]
             nodes = chain.from_iterable(zip(*received, strict=True))
-            chunked = [node.chunk(self.held) for node in nodes]
+            chunked = [node.chunk(self.num_local) for node in nodes]
         return [tree_sum(terms).to(dtype) for terms in zip(*chunked, strict=True)]
 
     def max(self, leaves: Sequence[Tensor]) -> Tensor:
@@ -96,14 +96,14 @@ class VirtualAxis:
 
     def _nodes(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return what this process contributes to a sum: the root of its subtree, or its leaves."""
-        if len(leaves) != self.held:
+        if len(leaves) != self.num_local:
             raise ValueError(
-                f"{len(leaves)} tensors were given for the {self.held} virtual ranks of this "
+                f"{len(leaves)} tensors were given for the {self.num_local} virtual ranks of this "
                 "process"
             )
-        is_power_of_two = self.held & (self.held - 1) == 0
+        is_power_of_two = self.num_local & (self.num_local - 1) == 0
         # leaves of another number are no whole subtree
-        if self.held == 1 or not is_power_of_two:
+        if self.num_local == 1 or not is_power_of_two:
             return [leaf.contiguous() for leaf in leaves]
         return [tree_sum(leaves)]
 

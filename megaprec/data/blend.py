@@ -85,10 +85,10 @@ class Blend:
             _merge_optional([batch.positions for batch in batches], order),
         )
 
-    def place(self, position: int) -> tuple[IndexedDataset, int, int]:
+    def location_of(self, position: int) -> tuple[IndexedDataset, int, int]:
         """Return what `Samples.place` returns, for the sample's data set."""
         part, number = self._locate(np.int64(position))
-        return self.parts[int(part)].place(int(number))
+        return self.parts[int(part)].location_of(int(number))
 
     def _locate(self, positions: Any) -> tuple[Any, Any]:
         """Return the data set of the sample at each position, and its number among those.
@@ -109,7 +109,7 @@ class Blend:
             for part, id in zip(parts, ids, strict=True)
         ]
 
-    def taken(self, samples: int) -> list[int]:
+    def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
         periods, remainder = divmod(samples, len(self._pattern))
         of_last_period = np.bincount(self._pattern[:remainder], minlength=len(self.parts))

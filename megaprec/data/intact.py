@@ -137,7 +137,9 @@ def check_vocabulary(
     if token is None:
         first = ""
     else:
-        first = f"; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
+        first = (
+            f"; the first is {dataset.tokens(token, 1)[0]} {describe_token_place(dataset, token)}"
+        )
     raise UserError.of(
         "data.vocabulary_too_small",
         prefix=dataset.prefix,
@@ -222,14 +224,15 @@ def describe_bad_id(
     if not len(wrong):
         return ""
     token = first + int(wrong[0])
+    place = describe_token_place(dataset, token)
     return (
-        f"sample {sample} has token id {ids[wrong[0]]} {place_of(dataset, token)}, which a "
+        f"sample {sample} has token id {ids[wrong[0]]} {place}, which a "
         f"vocabulary of {vocab} does not hold; no step was taken with it: restore the file, or "
         "build it again"
     )
 
 
-def place_of(dataset: IndexedDataset, token: int) -> str:
+def describe_token_place(dataset: IndexedDataset, token: int) -> str:
     """Return the place of a token in the data set, in words."""
     document = int(dataset.documents_of(token, 1)[0])
     place = dataset.stored_place(token)

@@ -99,7 +99,7 @@ class Samples:
         """Return the number of samples in one epoch."""
         return self._count
 
-    def place(self, position: int) -> tuple[IndexedDataset, int, int]:
+    def location_of(self, position: int) -> tuple[IndexedDataset, int, int]:
         """Return, for the sample at a position of the run, its data set, its number and its first
         token there."""
         number = int(self.batch(position, 1).ids)

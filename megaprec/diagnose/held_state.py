@@ -66,12 +66,12 @@ def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     layout = layout_of(flat_buffer.parameters[0])
     for state_kind, held_values in _tensors_of_state(flat_buffer).items():
         for buffer_piece in flat_buffer.pieces:
-            span_start = max(buffer_piece.start, flat_buffer.first)
-            span_stop = min(buffer_piece.stop, flat_buffer.last)
+            span_start = max(buffer_piece.start, flat_buffer.start)
+            span_stop = min(buffer_piece.stop, flat_buffer.stop)
             if span_start < span_stop:
                 span = f" {span_start - buffer_piece.start}:{span_stop - buffer_piece.start}"
                 elements = held_values[
-                    span_start - flat_buffer.first : span_stop - flat_buffer.first
+                    span_start - flat_buffer.start : span_stop - flat_buffer.start
                 ]
                 yield _digest_of(
                     state_kind,
@@ -88,14 +88,16 @@ def _tensors_of_state(flat_buffer: Buffer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if flat_buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
-        shared = flat_buffer.masters.data_ptr() == flat_buffer.own(flat_buffer.weights).data_ptr()
+        shared = (
+            flat_buffer.masters.data_ptr() == flat_buffer.local_part(flat_buffer.weights).data_ptr()
+        )
         if not shared:
             tensors["masters"] = flat_buffer.masters
     # the low bits of masters whose high bits are the weights
     if flat_buffer.remainder is not None:
         tensors["remainder"] = flat_buffer.remainder
     tensors |= flat_buffer.state
-    tensors[GRADIENT] = flat_buffer.own(flat_buffer.grads)
+    tensors[GRADIENT] = flat_buffer.local_part(flat_buffer.grads)
     return tensors
 
 
@@ -140,11 +142,11 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     """
     strayed_weights: dict[str, Tensor] = {}
     for flat_buffer in buffers:
-        if flat_buffer.in_codes or flat_buffer.masters is None:
+        if flat_buffer.has_fp8_weights or flat_buffer.masters is None:
             continue
         if flat_buffer.masters.dtype == flat_buffer.weights.dtype:
             continue
-        for buffer_tile in flat_buffer.blocks(0, flat_buffer.last - flat_buffer.first):
+        for buffer_tile in flat_buffer.tiles(0, flat_buffer.stop - flat_buffer.start):
             rounded = replace(buffer_tile, weights=torch.empty_like(buffer_tile.weights))
             rounded.keep_weights(buffer_tile.wide_weights(), steps)
             # bytes are compared, since NaN is not equal to itself

@@ -77,7 +77,7 @@ class Position:
     def __init__(self) -> None:
         self.phase = Phase.LOADING
         self.step = 0
-        self.doing = object()
+        self.action = object()
         self.count = self.entries = 0
         self.slowest = 0.0
         self.shared = -1
@@ -88,12 +88,12 @@ class Position:
         # what is written to shared memory: phase and step, then a line by action
         self._head = b""
         self._texts: dict[object, bytes] = {}
-        self.at("start")
+        self.note_action("start")
         self._since = time.monotonic()
 
-    def at(self, action: object) -> None:
+    def note_action(self, action: object) -> None:
         """Note the instruction or action that begins now."""
-        self.doing = action
+        self.action = action
         self.count += 1
         if self._memory is not None:
             record = self._head + (self._texts.get(action) or self._encode(action))
@@ -122,13 +122,13 @@ class Position:
         self._keep_account(current_time, computes=phase is Phase.STEP)
         self.entries += 1
         self._head = f"{phase}\t{self.step}\t".encode()
-        self.at("")
+        self.note_action("")
 
     def record(self) -> None:
         """Note that the record of the step is written now, which is no part of the step's
         computation."""
         self._keep_account(time.monotonic(), computes=False)
-        self.at(RECORD)
+        self.note_action(RECORD)
 
     def computed(self) -> float:
         """Return the seconds that this rank has computed in training steps: not those in which it
@@ -156,10 +156,10 @@ class Position:
             os.truncate(self.shared, SIZE)
             self._memory = mmap.mmap(self.shared, SIZE)
             self._head = f"{self.phase}\t{self.step}\t".encode()
-            self.at(self.doing)
+            self.note_action(self.action)
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def in_phase(self, phase: Phase) -> Iterator[None]:
         """Within the context the rank is in `phase`; afterwards the phase before begins anew."""
         before = self.phase
         self.enter(phase)
@@ -191,17 +191,17 @@ class StepPosition(StepObserver):
         self.position = position
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
-        self.position.at("consensus of all ranks")
+        self.position.note_action("consensus of all ranks")
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        self.position.at("update")
+        self.position.note_action("update")
 
     def updated(self, buffers: Sequence[Buffer]) -> None:
-        self.position.at("report of the step")
+        self.position.note_action("report of the step")
 
     def outcome(self, report: StepReport) -> None:
         if report.overflowed:
             # the replay may take longer than a step: it has a time limit of its own
             self.position.enter(Phase.REPLAY)
         else:
-            self.position.at("end of the step")
+            self.position.note_action("end of the step")

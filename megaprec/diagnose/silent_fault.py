@@ -35,7 +35,7 @@ ReplicaTrace = Mapping[tuple[int, int], RankTrace]  # of a replica's ranks, by (
 
 
 @dataclass(frozen=True)
-class Testimony:
+class RankEvidence:
     """The digests that one rank contributes to the verdict.
 
     place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose
@@ -63,10 +63,10 @@ class Testimony:
         return (self.place[0], self.place[2])
 
     @staticmethod
-    def read(values: Mapping[str, Any]) -> "Testimony":
+    def read(values: Mapping[str, Any]) -> "RankEvidence":
         """Return the testimony of which `asdict` made JSON values."""
         traces = {trace_name: _parse_trace(trace) for trace_name, trace in values["traces"].items()}
-        return Testimony(**{**values, "place": tuple(values["place"]), "traces": traces})
+        return RankEvidence(**{**values, "place": tuple(values["place"]), "traces": traces})
 
 
 def _parse_trace(rows: Iterable[Sequence[Any]]) -> RankTrace:
@@ -135,7 +135,7 @@ class _Disagreement(NamedTuple):
     """
 
     key: str
-    blamed: Sequence[Testimony]
+    blamed: Sequence[RankEvidence]
     certain: bool
 
 
@@ -148,7 +148,7 @@ class _WrongReplica(NamedTuple):
 
 
 def judge(
-    testimonies: Sequence[Testimony],
+    testimonies: Sequence[RankEvidence],
     suspect: int | None,
     comparable: bool,
     exact: bool,
@@ -179,7 +179,7 @@ def judge(
     return None
 
 
-def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
+def _weights_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
     """Return the fault of weights or state that ranks hold unequally, or that stray from their
     masters."""
     unequal = _first_disagreement(testimonies, [testimony.weights for testimony in testimonies])
@@ -210,7 +210,7 @@ def _weights_fault(testimonies: Sequence[Testimony]) -> Fault | None:
 def _fault(
     kind: str,
     tensor_description: str,
-    blamed: Sequence[Testimony],
+    blamed: Sequence[RankEvidence],
     certain: bool,
     sound: bool,
     transient: bool = False,
@@ -231,7 +231,7 @@ def _fault(
 
 
 def _first_disagreement(
-    testimonies: Sequence[Testimony], digests: Sequence[Mapping[str, str]]
+    testimonies: Sequence[RankEvidence], digests: Sequence[Mapping[str, str]]
 ) -> _Disagreement | None:
     """Return the first thing that ranks hold unequally. digests: of each rank, by key."""
     keys: dict[str, None] = {}
@@ -255,10 +255,10 @@ def _first_disagreement(
     return None
 
 
-def _message_fault(testimonies: Sequence[Testimony]) -> Fault | None:
+def _message_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
     """Return the fault of the first message that was received with other bits than it was sent
     with."""
-    sent: dict[tuple[tuple[int, int], str], tuple[Testimony, str]] = {}
+    sent: dict[tuple[tuple[int, int], str], tuple[RankEvidence, str]] = {}
     for sender in testimonies:
         for message_name, sides in sender.messages.items():
             if "sent" in sides:
@@ -280,7 +280,7 @@ def _message_fault(testimonies: Sequence[Testimony]) -> Fault | None:
 
 
 def _computation_fault(
-    testimonies: Sequence[Testimony],
+    testimonies: Sequence[RankEvidence],
     suspect: int,
     comparable: bool,
     exact: bool,
@@ -318,7 +318,7 @@ def _computation_fault(
 
 
 def _transient_fault(
-    testimonies: Sequence[Testimony],
+    testimonies: Sequence[RankEvidence],
     suspect: int,
     borrower: int,
     right_trace: ReplicaTrace,
@@ -338,7 +338,7 @@ def _transient_fault(
 
 
 def _replica_traces(
-    testimonies: Sequence[Testimony], replica: int, trace_name: str
+    testimonies: Sequence[RankEvidence], replica: int, trace_name: str
 ) -> ReplicaTrace:
     return {
         testimony.place_in_replica: testimony.traces[trace_name]
@@ -368,7 +368,7 @@ def _majority(traces: Collection[ReplicaTrace]) -> ReplicaTrace | None:
 
 
 def _blame(
-    testimonies: Sequence[Testimony],
+    testimonies: Sequence[RankEvidence],
     wrong: Sequence[_WrongReplica],
     certain: bool = True,
     transient: bool = False,

@@ -104,12 +104,12 @@ def _state_of(
     span_stop: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
-    shard_start = span_start - flat_buffer.first
-    shard_stop = span_stop - flat_buffer.first
+    shard_start = span_start - flat_buffer.start
+    shard_stop = span_stop - flat_buffer.start
     if flat_buffer.masters is not None:
         yield "weight", flat_buffer.masters[shard_start:shard_stop]
     else:
-        (tile,) = flat_buffer.blocks(shard_start, shard_stop, shard_stop - shard_start)
+        (tile,) = flat_buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
         yield "weight", tile.wide_weights()
     for state_kind, values in flat_buffer.state.items():
         yield state_kind, values[shard_start:shard_stop]

@@ -68,7 +68,7 @@ def attribute_nonfinite(
 
     # first the parts that are counted once: a replica's copy is read only if these are finite
     in_shares = offenders_in(lambda buffer: buffer.share)
-    return in_shares or offenders_in(lambda buffer: (buffer.first, buffer.last))
+    return in_shares or offenders_in(lambda buffer: (buffer.start, buffer.stop))
 
 
 def _worst(findings: Iterable[_Finding], most: int) -> list[_Finding]:
@@ -90,7 +90,7 @@ def _findings(
         part = owned.piece.part
         start_in_tensor = part.shard * prod(part.padded) + owned.in_part.start
         # experts lie on ranks of their own, so the tensor-parallel rank does not name their slice
-        if tp_rank is None or buffer.of_experts:
+        if tp_rank is None or buffer.holds_experts:
             slice_rank = part.rank
         else:
             slice_rank = tp_rank

@@ -147,11 +147,11 @@ class Buffer:
         # all parameters of a buffer are of one kind (`model_buffers.buckets`)
         layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
-        self.in_codes = fp8_param_of(self.parameters[0]) is not None
+        self.has_fp8_weights = fp8_param_of(self.parameters[0]) is not None
         # True if the gradients are counts
-        self.balances = layout.balancing is not None
+        self.holds_counts = layout.balancing is not None
         # True if other ranks of the stage hold other experts
-        self.of_experts = layout.expert
+        self.holds_experts = layout.expert
         self.starts: list[int] = []
         end = 0
         for parameter in self.parameters:
@@ -160,12 +160,12 @@ class Buffer:
         # padded so that every dp rank has a slice of the same, aligned length
         self.size = _round_up(end, dp.size * _ALIGNMENT)
         self.local_size = self.size // shards.size
-        self.first = self.local_size * shards.rank
-        self.last = self.first + self.local_size
+        self.start = self.local_size * shards.rank
+        self.stop = self.start + self.local_size
         # The part of this rank's slice that no other replica counts. Without ZeRO-1, or with fewer
         # shards than dp ranks, several replicas hold one slice, and each counts a part of it.
         share_size = self.size // dp.size
-        share_start = self.first + share_size * (dp.rank // shards.size)
+        share_start = self.start + share_size * (dp.rank // shards.size)
         self.share = (share_start, share_start + share_size)
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(device, state)
@@ -187,17 +187,17 @@ class Buffer:
         start, stop: elements of the buffer to which they are restricted, in place of the slice.
         """
         if start is None:
-            start = self.first
+            start = self.start
         if stop is None:
-            stop = self.last
+            stop = self.stop
         for piece in self.pieces:
             span = piece.overlap(start, stop)
             if span:
-                yield OwnedPiece(piece, span, self.first)
+                yield OwnedPiece(piece, span, self.start)
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
         dtypes = self._choose_dtypes()
-        self.travels = dtypes.reduce
+        self.reduce_dtype = dtypes.reduce
         self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
         self.grads = torch.zeros(self.size, dtype=dtypes.grads, device=device)
         self._allocate_masters(dtypes.masters)
@@ -208,9 +208,9 @@ class Buffer:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
         # the codes that this rank computes
-        self.owned = tuple(self._fp8_shards()) if self.in_codes else ()
+        self.fp8_shards = tuple(self._fp8_shards()) if self.has_fp8_weights else ()
         has_masters = self.masters is not None and dtypes.masters != dtypes.weights
-        self._is_rounded = has_masters and not self.in_codes
+        self._is_rounded = has_masters and not self.has_fp8_weights
         self._has_changed = False  # True once an update or a state was written to the weights
         self._versions = self._read_versions()
 
@@ -221,8 +221,8 @@ class Buffer:
         masters = weights
         if plan.masters.itemsize > weights.itemsize:
             masters = plan.masters
-        is_usual = weights == plan.parameters and not self.balances
-        if is_usual or self.in_codes:
+        is_usual = weights == plan.parameters and not self.holds_counts
+        if is_usual or self.has_fp8_weights:
             return _Dtypes(weights, plan.gradients, plan.reduce, masters, plan.moments)
         # Weights that the plan keeps in another dtype, and counts, accumulate and travel in theirs;
         # their moments are not in 16 bits.
@@ -235,8 +235,8 @@ class Buffer:
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if dtype == self.weights.dtype:
-            self.masters = self.own(self.weights)
-        elif self.plan.remainders and not self.in_codes:
+            self.masters = self.local_part(self.weights)
+        elif self.plan.remainders and not self.has_fp8_weights:
             self.remainder = torch.zeros(self.local_size, dtype=torch.int16, device=device)
         else:
             self.masters = torch.zeros(self.local_size, dtype=dtype, device=device)
@@ -249,9 +249,9 @@ class Buffer:
             assert fp8_param is not None
             fp8_param.inverse = fp8_param.inverse.to(self.weights.device)
             # of the elements that this rank owns
-            shard_start = max(start, self.first)
-            shard_stop = max(shard_start, min(start + parameter.numel(), self.last))
-            masters = self.masters[shard_start - self.first : shard_stop - self.first]
+            shard_start = max(start, self.start)
+            shard_stop = max(shard_start, min(start + parameter.numel(), self.stop))
+            masters = self.masters[shard_start - self.start : shard_stop - self.start]
             yield FP8ParamShard(fp8_param, parameter.data.view(-1), masters, shard_start - start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
@@ -263,24 +263,24 @@ class Buffer:
             # other ranks' slices are rounded here exactly as by their owners
             unused_remainder = torch.empty_like(values, dtype=torch.int16)
             split(values.float(), view.view(-1), unused_remainder)
-        elif not self.in_codes:
+        elif not self.has_fp8_weights:
             # Rounded from the masters, as after every update, and not from the values: a value
             # that is wider than the masters would otherwise be rounded once only.
             assert self.masters is not None
             view.copy_(parameter.data.to(self.masters.dtype))
         parameter.data = view
         collect(parameter, self.grads[start:stop].view_as(parameter))
-        shard_start = max(start, self.first)
-        shard_stop = min(stop, self.last)
+        shard_start = max(start, self.start)
+        shard_stop = min(stop, self.stop)
         if shard_start < shard_stop:
             shard_values = values[shard_start - start : shard_stop - start]
-            self.restore("weight", shard_start - self.first, shard_values)
+            self.restore("weight", shard_start - self.start, shard_values)
 
-    def own(self, flat: Tensor) -> Tensor:
+    def local_part(self, flat: Tensor) -> Tensor:
         """Return a view of this rank's slice of `weights` or `grads`."""
-        return flat[self.first : self.last]
+        return flat[self.start : self.stop]
 
-    def blocks(self, start: int, stop: int, length: int = 0) -> Iterator[Tile]:
+    def tiles(self, start: int, stop: int, length: int = 0) -> Iterator[Tile]:
         """Yield elements [start, stop) of this rank's slice, in runs of `length`. 0: a length that
         suits the device."""
         if not length and self.weights.device.type == "cpu":
@@ -293,7 +293,7 @@ class Buffer:
 
     def _tile(self, start: int, stop: int) -> Tile:
         """Return elements [start, stop) of this rank's slice."""
-        buffer_start = self.first + start
+        buffer_start = self.start + start
         spans = [
             DrawSpan(
                 part=owned.piece.part,
@@ -301,15 +301,15 @@ class Buffer:
                 start=owned.span.start - buffer_start,
                 stop=owned.span.stop - buffer_start,
             )
-            for owned in self.owned_pieces(buffer_start, self.first + stop)
+            for owned in self.owned_pieces(buffer_start, self.start + stop)
         ]
         # an update of FP8 weights changes their masters only
-        weights = self.masters if self.in_codes else self.own(self.weights)
+        weights = self.masters if self.has_fp8_weights else self.local_part(self.weights)
         assert weights is not None
         in_slice = slice(start, stop)
         return Tile(
             weights=weights[in_slice],
-            grads=self.own(self.grads)[in_slice],
+            grads=self.local_part(self.grads)[in_slice],
             masters=None if self.masters is None else self.masters[in_slice],
             remainder=None if self.remainder is None else self.remainder[in_slice],
             state=tuple((name, moments[in_slice]) for name, moments in self.state.items()),
@@ -321,7 +321,7 @@ class Buffer:
         """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as
         "weight", and of the moments.
         """
-        weight = self.own(self.weights)
+        weight = self.local_part(self.weights)
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
             if self.masters is not None:
                 weight = self.masters
@@ -355,7 +355,7 @@ class Buffer:
                 spans.append((owned.span.start, owned.span.stop))
         return self._ranges(spans)
 
-    def copies(self) -> list[Range]:
+    def counted_elsewhere(self) -> list[Range]:
         """Return the ranges of this rank's slice that hold logical elements which another rank
         counts."""
         share_start, share_stop = self.share
@@ -373,8 +373,8 @@ class Buffer:
         neighbours are joined."""
         ranges: list[Range] = []
         for span_start, span_stop in spans:
-            start = max(span_start, self.first) - self.first
-            stop = min(span_stop, self.last) - self.first
+            start = max(span_start, self.start) - self.start
+            stop = min(span_stop, self.stop) - self.start
             if start >= stop:
                 continue
             if ranges and ranges[-1][1] == start:
@@ -391,18 +391,18 @@ class Buffer:
         overflow.
         """
         is_sharded = self.shards.size == self.dp.size
-        if self.average and not self.balances:
+        if self.average and not self.holds_counts:
             self.grads.div_(self.dp.size)
         sent = self.grads
         if self.dp.size > 1:
             # a copy only if gradients travel in another dtype than they are accumulated in
-            sent = self.grads.to(self.travels)
+            sent = self.grads.to(self.reduce_dtype)
         wait = self._start_sum(self.dp, sent, is_sharded)
 
         def finish() -> None:
             wait()
             if sent is not self.grads:
-                self.own(self.grads).copy_(self.own(sent))
+                self.local_part(self.grads).copy_(self.local_part(sent))
 
         return finish
 
@@ -412,15 +412,15 @@ class Buffer:
 
         FP8 codes are not computed here.
         """
-        if self.in_codes:
+        if self.has_fp8_weights:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            for tile in self.blocks(0, self.local_size):
+            for tile in self.tiles(0, self.local_size):
                 tile.keep_weights(tile.wide_weights(), steps)
-        wait = self.start_collect()
+        wait = self.start_all_gather()
         wait()
 
-    def start_collect(self) -> Callable[[], object]:
+    def start_all_gather(self) -> Callable[[], object]:
         """Under ZeRO-1, start to all-gather the weights over `shards`, and return a function that
         waits for the result.
 
@@ -432,7 +432,7 @@ class Buffer:
         self._has_changed = True
         self._versions = self._read_versions()
         # collectives know no FP8: its codes travel as bytes
-        sent = self.weights.view(torch.uint8) if self.in_codes else self.weights
+        sent = self.weights.view(torch.uint8) if self.has_fp8_weights else self.weights
         return self.shards.start_gather_(sent)
 
     def reclaim_parameters(self) -> list[str]:
@@ -464,7 +464,7 @@ class Buffer:
             if main_grad.data_ptr() != self._address(self.grads, start):
                 return False
             # codes without the scales that belong to them are no values
-            if self.in_codes and not self._is_view(parameter, start):
+            if self.has_fp8_weights and not self._is_view(parameter, start):
                 return False
         same_dtype = parameter.dtype == self.weights.dtype
         same_device = parameter.device == self.weights.device
@@ -499,7 +499,7 @@ class Buffer:
         if everything or is_written or not self._has_changed:
             # a GPU compares longer runs, because each launch has a cost
             length = _COMPARED if self.weights.device.type == "cpu" else _COMPARED << 6
-            for tile in self.blocks(0, self.local_size, length):
+            for tile in self.tiles(0, self.local_size, length):
                 tile.adopt_weights(is_written, steps)
 
     def num_bytes(self) -> int:
@@ -518,7 +518,7 @@ class Buffer:
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             masters.append(self.masters)
         weights = [self.weights]
-        weights += [shard.param.inverse for shard in self.owned]
+        weights += [shard.param.inverse for shard in self.fp8_shards]
         return {
             "weights": _num_bytes(weights),
             "gradients": self.grads.nbytes,

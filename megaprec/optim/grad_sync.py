@@ -208,7 +208,7 @@ class ParamGatherer:
     def begin(self, buffer: Buffer) -> None:
         """Start to all-gather the weights of a buffer in which this rank's slice has been
         updated."""
-        self._waits[buffer] = buffer.start_collect()
+        self._waits[buffer] = buffer.start_all_gather()
 
     def wait(self) -> None:
         """Wait until all weights have arrived."""

@@ -28,7 +28,7 @@ class LoadBalance:
     """The updates of all buffers, among those of a rank, whose gradients are counts."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.buffers = [buffer for buffer in buffers if buffer.balances]
+        self.buffers = [buffer for buffer in buffers if buffer.holds_counts]
         self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
@@ -51,7 +51,7 @@ class LoadBalance:
 def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
     """Yield a tile for each parameter of a buffer, with its speed. Such a buffer is not sharded."""
     for parameter, start in zip(buffer.parameters, buffer.starts, strict=True):
-        (tile,) = buffer.blocks(start, start + parameter.numel(), parameter.numel())
+        (tile,) = buffer.tiles(start, start + parameter.numel(), parameter.numel())
         yield tile, layout_of(parameter).balancing or 0.0
 
 

@@ -216,11 +216,11 @@ class ModelBuffers:
             sum_partial_slices(self.all, self._virtual)
         # after the sum over dp, of slices only: all holders of tied parameters cut them alike
         for buffer, axis in self.tied:
-            axis.sum_(buffer.own(buffer.grads))
+            axis.sum_(buffer.local_part(buffer.grads))
         for first, second in self.twins:
             # both copies are updated by the same sum, so they stay equal
-            grads = first.own(first.grads)
-            copied = second.own(second.grads)
+            grads = first.local_part(first.grads)
+            copied = second.local_part(second.grads)
             grads.add_(copied)
             copied.copy_(grads)
 
@@ -234,7 +234,7 @@ class ModelBuffers:
 
         begin, settle: of the `ParamGatherer`.
         """
-        in_codes = [buffer for buffer in self.all if buffer.in_codes]
+        in_codes = [buffer for buffer in self.all if buffer.has_fp8_weights]
         # experts on ranks of their own have other replicas and other tensor-parallel ranks
         experts = [buffer for buffer in in_codes if self._is_on_own_ranks(buffer)]
         others = [buffer for buffer in in_codes if not self._is_on_own_ranks(buffer)]
@@ -249,7 +249,7 @@ class ModelBuffers:
 
     def _is_on_own_ranks(self, buffer: Buffer) -> bool:
         """Return True for weights of experts that are on ranks of their own."""
-        return self._experts is not None and buffer.of_experts
+        return self._experts is not None and buffer.holds_experts
 
     def num_elements(self, world: Axis) -> tuple[int, int]:
         """Return the numbers of elements of the whole model that are trained, and frozen.
@@ -273,17 +273,17 @@ class ModelBuffers:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         for buffer in self._loss_buffers():
             for start, stop in buffer.counted():
-                yield buffer.own(buffer.grads)[start:stop]
+                yield buffer.local_part(buffer.grads)[start:stop]
 
     def copies(self) -> Iterator[Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
         for buffer in self._loss_buffers():
-            for start, stop in buffer.copies():
-                yield buffer.own(buffer.grads)[start:stop]
+            for start, stop in buffer.counted_elsewhere():
+                yield buffer.local_part(buffer.grads)[start:stop]
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
-        return (buffer for buffer in self.all if not buffer.balances)
+        return (buffer for buffer in self.all if not buffer.holds_counts)
 
     def adopt_model(self, everything: bool, steps: Tensor) -> None:
         """Take weights that someone has written to as they are now.
@@ -322,7 +322,7 @@ def _fp8_group(
     shards: Axis,
     tp: Axis,
 ) -> FP8Group:
-    with_gather = [(buffer.owned, partial(begin, buffer)) for buffer in buffers]
+    with_gather = [(buffer.fp8_shards, partial(begin, buffer)) for buffer in buffers]
     return FP8Group(with_gather, shards, tp)
 
 

@@ -255,7 +255,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # From here on the optimizer takes over the parameters' memory and their gradients.
         disable_ddp_sync(parts)
         require_no_double_sharding(parts, overlap, zero_size)
-        self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
+        self.shards = self.dp.subaxis(zero_size or self.dp.size, "zero")
         self._memory = ModelBuffers(
             parts,
             plan,
@@ -273,7 +273,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self._virtual = virtual
         # with the attribute `buffers` the optimizer is complete for `TorchOptimizerApi`
         self.buffers = self._memory.chunks
-        self.untrained = self._memory.frozen
+        self.frozen = self._memory.frozen
         buffers = self._memory.all
         claim_rule(rule)
         self._whole_updates = self._make_whole_updates(groups, mesh)
@@ -313,7 +313,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for buffer in self._memory.all:
             if buffer not in others:
                 of_buffer = [
-                    _SliceTiles(part, list(buffer.blocks(part.start, part.stop)))
+                    _SliceTiles(part, list(buffer.tiles(part.start, part.stop)))
                     for part in slices(buffer, groups)
                 ]
                 cut_buffers.append(_BufferSlices(buffer, of_buffer))
@@ -619,7 +619,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def _gather(self, buffer: Buffer) -> None:
         """Start to all-gather the weights of an updated buffer; FP8 codes are computed and gathered
         later."""
-        if not buffer.in_codes:
+        if not buffer.has_fp8_weights:
             self._gatherer.begin(buffer)
 
     def _update_tile(self, tile: Tile, rule: UpdateRule, step: Step) -> None:

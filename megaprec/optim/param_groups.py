@@ -115,10 +115,10 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
     span_stops = [start for start, _ in spans[1:]] + [buffer.size]
     # strict=False: a buffer may hold only padding
     for (span_start, span_factors), span_stop in zip(spans, span_stops, strict=False):
-        start = max(span_start, buffer.first)
-        stop = min(span_stop, buffer.last)
+        start = max(span_start, buffer.start)
+        stop = min(span_stop, buffer.stop)
         if start < stop:
-            yield Slice(start - buffer.first, stop - buffer.first, span_factors)
+            yield Slice(start - buffer.start, stop - buffer.start, span_factors)
 
 
 StepOf = Callable[[Factors], Step]  # the numbers of a step, by the factors of a group

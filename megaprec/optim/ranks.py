@@ -103,7 +103,7 @@ def expert_replicas(
     if zero_size == dp:  # ZeRO-1 over all of them
         return Replicas(every, every)
     num_sharing = sharing_replicas(tp, zero_size, experts.spread.size, experts.tp.size)
-    return Replicas(every, every.in_runs(num_sharing, "zero"))
+    return Replicas(every, every.subaxis(num_sharing, "zero"))
 
 
 def sharing_replicas(tp: int, zero_size: int, expert: int, expert_tensor: int) -> int:

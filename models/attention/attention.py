@@ -90,7 +90,9 @@ class Attention(nn.Module):
             return ShardedRMSNorm(
                 self.context, rows.rows, name=name, eps=eps, shards=rows.shards, offset=offset
             )
-        return RMSNorm(self.context, config.head_dim, name=name, eps=eps, own=True, offset=offset)
+        return RMSNorm(
+            self.context, config.head_dim, name=name, eps=eps, differs_over_tp=True, offset=offset
+        )
 
     def key_value_shape(self) -> tuple[int, int]:
         """Return the number of this rank's key/value heads, and the width in which the attention
@@ -185,7 +187,7 @@ class Attention(nn.Module):
         )
         # A region has tensors and one rule as arguments, so the tables come one by one.
         cosine, sine = rotary or (None, None)
-        return leaves.through(
+        return leaves.call_region(
             split_heads, projected, cosine, sine, query_weight, key_weight, head_rule
         )
 

@@ -137,7 +137,12 @@ class LatentAttention(Attention):
         if sizes.query_rank:
             query = Rows(f"{name}.query_up", query_width)
             self.query = ColumnParallelLinear(
-                context, sizes.query_rank, [query], bias=False, std=std, lies=InputLayout.OWN
+                context,
+                sizes.query_rank,
+                [query],
+                bias=False,
+                std=std,
+                input_layout=InputLayout.OWN,
             )
         else:
             query = Rows(f"{name}.query", query_width)
@@ -147,7 +152,7 @@ class LatentAttention(Attention):
             Rows(f"{name}.value_up", config.heads * sizes.value_dim),
         ]
         self.key_value = ColumnParallelLinear(
-            context, sizes.kv_rank, stack, bias=False, std=std, lies=InputLayout.OWN
+            context, sizes.kv_rank, stack, bias=False, std=std, input_layout=InputLayout.OWN
         )
 
     def key_value_shape(self) -> tuple[int, int]:

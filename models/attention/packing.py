@@ -33,7 +33,7 @@ class Packing:
     counts: tuple[int, ...] | None = None
 
     @property
-    def counted(self) -> tuple[int, ...]:
+    def document_counts(self) -> tuple[int, ...]:
         """Return the number of documents of each sample. Waits for a GPU if the host has not
         counted them before."""
         if self.counts is not None:
@@ -65,7 +65,7 @@ class Packing:
         counts = self.counts
         # Counted here, on the host: later the count would wait for the GPU.
         if device.type != "cpu" and self.documents is not None:
-            counts = self.counted
+            counts = self.document_counts
         return Packing(
             documents=None if self.documents is None else copy_to_device(self.documents, device),
             positions=None if self.positions is None else copy_to_device(self.positions, device),

@@ -133,9 +133,9 @@ def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> f
     """
     fraction = 0.0 if recompute.layers else recompute.fraction
     # A backward pass has twice the products of a forward pass.
-    cost = 3 * config.layer_flops(seq_length) + fraction * config.again_flops(seq_length)
+    cost = 3 * config.layer_flops(seq_length) + fraction * config.recomputed_layer_flops(seq_length)
     if "attention" in recompute.modules:
-        cost += config.attention_again_flops(seq_length)
+        cost += config.recomputed_attention_flops(seq_length)
     return cost
 
 

@@ -114,7 +114,9 @@ class DecoderLayer(nn.Module):
         norm = RegionNorm.of(self.mlp_norm)
         if norm is None:
             return None
-        attended, normalized = leaves.through(add_norm, x, mixed, norm.weight, norm.bias, norm.rule)
+        attended, normalized = leaves.call_region(
+            add_norm, x, mixed, norm.weight, norm.bias, norm.rule
+        )
         fed = self._feed(normalized, microbatch)
         if self.mlp_post_norm is not None:
             fed = self.mlp_post_norm(fed)

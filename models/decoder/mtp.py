@@ -189,7 +189,9 @@ class PredictionModule(nn.Module):
             std=config.init_std,
         )
         # If the layer is recomputed as a whole, its modules have nothing to recompute themselves.
-        inner_context = replace(context, recompute=context.recompute.within(whole=recompute_layer))
+        inner_context = replace(
+            context, recompute=context.recompute.inside_layer(whole=recompute_layer)
+        )
         # The layer is such as the model's last one, with its window and its experts.
         last_layer = config.of_layer(config.layers - 1)
         self.layer = DecoderLayer(

@@ -116,7 +116,7 @@ class Stage(nn.Module):
             if config.positions == "learned":
                 self.position_table = self._make_position_table()
         # By name, as in `layers`: a ModuleDict has no other keys.
-        recomputed_layers = context.recompute.whole(len(cut.layers))
+        recomputed_layers = context.recompute.count_whole_layers(len(cut.layers))
         self.recomputed_layers = {str(number) for number in cut.layers[:recomputed_layers]}
         self.layers = nn.ModuleDict(
             {str(number): self._make_layer(number) for number in cut.layers}
@@ -136,7 +136,7 @@ class Stage(nn.Module):
 
     def _make_layer(self, number: int) -> DecoderLayer:
         is_recomputed = str(number) in self.recomputed_layers
-        inner = self.context.recompute.within(whole=is_recomputed)
+        inner = self.context.recompute.inside_layer(whole=is_recomputed)
         context = replace(self.context, recompute=inner)
         config = self.config.of_layer(number)
         return DecoderLayer(config, context, f"layers.{number}", number, self._attention_type())
@@ -285,7 +285,9 @@ class Stage(nn.Module):
             return dict.fromkeys(windows, packing.documents)
         # On a GPU a mask of tokens x tokens is made only if a kernel asks for it.
         if device.type != "cpu":
-            return dict.fromkeys(windows, Documents(packing.documents, sum(packing.counted)))
+            return dict.fromkeys(
+                windows, Documents(packing.documents, sum(packing.document_counts))
+            )
         documents = packing.documents
         return {window: causal_mask(length, window, documents, device) for window in windows}
 

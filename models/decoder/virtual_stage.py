@@ -44,7 +44,7 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
             raise UserError.of("model.mtp_virtual_ranks", mtp_layers=config.mtp_layers)
         lockstep = Lockstep(virtual)
         # A process with one virtual rank has an ordinary stage, whose tp axis sums canonically.
-        if virtual.held == 1:
+        if virtual.num_local == 1:
             return make(config, replace(context, tp=lockstep.axes[0], sequence=True), cut, tied)
         contexts = [
             replace(context, tp=tp, sequence=True, deferred=WeightGradQueue())

@@ -213,7 +213,7 @@ class Engine:
             position or Position(),
             cp=self.cp,
         )
-        self.last = self.passes.last  # the number of the model's last stage
+        self.last_stage = self.passes.last_stage  # the number of the model's last stage
         self._evaluation_program = evaluation.programs[self.pp.rank]
         optimizer.observers += observers
 
@@ -281,7 +281,7 @@ class Engine:
         # The outermost autocast of FP8's state is one pass of its histories, so one for the step.
         with self.passes.in_fp8():
             executor.run()
-        self.passes.position.at("gradient reduction")
+        self.passes.position.note_action("gradient reduction")
         return run
 
     def begin_passes(

@@ -134,7 +134,7 @@ def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Te
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
     counted_part = torch.zeros_like(run.num_tokens)
-    if passes.last in passes.stages and passes.optimizer.tp.rank == 0:
+    if passes.last_stage in passes.stages and passes.optimizer.tp.rank == 0:
         targets = run.share.targets[: passes.micro_batch]
         mask = run.share.mask
         if mask is None:
@@ -177,7 +177,7 @@ def _count_lost_values(
     counts = {f"{name}.{role}": zeros for name in names for role in ROLES}
     counts |= casts
     for buffer in buffers:
-        for shard in buffer.owned:
+        for shard in buffer.fp8_shards:
             counts[f"{shard.param.name}.weight"] = shard.lost()
     return counts
 

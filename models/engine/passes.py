@@ -170,7 +170,7 @@ class Passes:
         return posts(self.schedule)[self.optimizer.pp.rank]
 
     @cached_property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         """Return the number of the model's last stage."""
         return len(self.schedule.rank_of_stage) - 1
 
@@ -190,7 +190,7 @@ class Passes:
         on this rank."""
         end_ranks = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
         used_twice = self.config.tied or self.config.mtp_layers > 0
-        return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last > 0
+        return used_twice and end_ranks == {self.optimizer.pp.rank} and self.last_stage > 0
 
     def is_reduced_late(self, stage: int) -> bool:
         """Return True if the optimizer's step reduces the gradients of `stage`, and not its
@@ -218,7 +218,7 @@ class Passes:
             local.targets.numel(),
             local.mask,
             self.optimizer.dp,
-            self.last in self.stages,  # only the last stage divides by the number of tokens
+            self.last_stage in self.stages,  # only the last stage divides by the number of tokens
             device,
             canonical,
         )
@@ -247,7 +247,7 @@ class Passes:
             scale.double() * config.mtp_loss_weight,
             self.cp,
             self.optimizer.dp,
-            self.last in self.stages,
+            self.last_stage in self.stages,
         )
 
     def in_fp8(self) -> AbstractContextManager[None]:
@@ -297,12 +297,12 @@ class Passes:
         info = self._microbatch_info(run, rows)
         # Documents and positions are read on every stage.
         packing = run.share.packing.rows(rows)
-        if run.future is not None and stage == self.last:
+        if run.future is not None and stage == self.last_stage:
             output = self.stages[stage](x, info, packing, run.future.of_samples(rows))
         else:
             # A stage of the user's takes no more than three.
             output = self.stages[stage](x, info, packing)
-        if stage < self.last:
+        if stage < self.last_stage:
             return output.to(plan.pipeline)
         return self.scaled_loss(run, stage, output, rows)
 

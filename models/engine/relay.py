@@ -48,12 +48,12 @@ class Relay:
         return Relay({pp.rank: stage}, range(pp.size), pp, dp, Axis.world(mesh), device_of(mesh))
 
     @cached_property
-    def last(self) -> Stage | None:
+    def last_stage(self) -> Stage | None:
         """Return the model's last stage; None on ranks that do not hold it."""
         return self.stages.get(len(self.rank_of_stage) - 1)
 
     @property
-    def any(self) -> Stage:
+    def local_stage(self) -> Stage:
         """Return a stage of this rank, for what all of them know: configuration and context."""
         return next(iter(self.stages.values()))
 
@@ -64,7 +64,7 @@ class Relay:
 
         tokens: int64 [s, b], the same on all ranks of pp and tp. Collective over both.
         """
-        require_uncut_sequences(self.any.context.cp.size, "run batches of any shape")
+        require_uncut_sequences(self.local_stage.context.cp.size, "run batches of any shape")
         x = tokens.to(self.device)
         # In the order of their numbers, whatever other ranks hold between them.
         for number, stage in sorted(self.stages.items()):
@@ -76,7 +76,7 @@ class Relay:
                 if source != self.pp.rank:
                     x = self._receive(source, stage, tokens.shape)
                 x = stage(x.to(plan.residual))
-            if stage is self.last:
+            if stage is self.last_stage:
                 return x
             # Also between stages of one rank, so that a layout does not change the numbers.
             x = x.to(plan.pipeline)

@@ -76,8 +76,8 @@ def trace_modules(
     For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for
     more stages.
     """
-    if passes.last:
-        raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")
+    if passes.last_stage:
+        raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last_stage + 1}")
     require_steady_scales(passes.fp8, "look at a micro-batch alone")
     run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
     # As at the start of the replayed step.

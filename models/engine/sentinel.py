@@ -32,7 +32,7 @@ from megaprec.diagnose.held_state import (
     digest_held_state,
     find_strayed,
 )
-from megaprec.diagnose.silent_fault import Fault, Testimony, judge, read_trace
+from megaprec.diagnose.silent_fault import Fault, RankEvidence, judge, read_trace
 from megaprec.main_grad import begin_accumulation, has_gradient
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.ranks import sharing_replicas
@@ -194,7 +194,9 @@ class Sentinel(StepObserver):
     def _messages_differ(self) -> Tensor:
         """Return bool [], True if a message of this pipeline was received with other bits than it
         was sent with."""
-        messages = 2 * self.engine.last  # an activation and a gradient at each border of stages
+        messages = (
+            2 * self.engine.last_stage
+        )  # an activation and a gradient at each border of stages
         # By message and side: the digest, and 1 if this rank has noted it.
         table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
         for (number, side), bits in self._real.messages.items():
@@ -224,7 +226,7 @@ class Sentinel(StepObserver):
         for held_values in all_held:
             digests = gradients if held_values.kind == GRADIENT else weights
             digests[held_values.key] = hexadecimal(held_values.digest)
-        testimony = Testimony(
+        testimony = RankEvidence(
             rank=world.rank,
             host=socket.gethostname(),
             place=self._coordinates(),
@@ -235,7 +237,7 @@ class Sentinel(StepObserver):
             traces={name: read_trace(trace.entries) for name, trace in traces.items()},
         )
         records = gather_entries({str(world.rank): asdict(testimony)}, world, optimizer.device)
-        testimonies = [Testimony.read(records[str(rank)]) for rank in range(world.size)]
+        testimonies = [RankEvidence.read(records[str(rank)]) for rank in range(world.size)]
         return judge(testimonies, suspect, self.recomputes_neighbour, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
@@ -274,7 +276,7 @@ class Sentinel(StepObserver):
         engine = self.engine
         return MicrobatchTrace(
             engine.stages,
-            engine.last,
+            engine.last_stage,
             engine.passes.program,
             alone=alone,
             in_flight=self._reduces_in_flight and not alone,

@@ -31,7 +31,7 @@ class StageCost:
     weight: float
     parameters: int
 
-    def of(self, instruction: Instruction) -> float:
+    def flops(self, instruction: Instruction) -> float:
         """Return the FLOPs of an instruction of this stage."""
         costs = {
             Op.FORWARD: self.forward,
@@ -111,12 +111,14 @@ def _count_parameters(config: ModelConfig, cut: Cut) -> int:
 
 def _recomputed_flops(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
     """Return the FLOPs, per token, that a stage recomputes."""
-    whole_layers = [*cut.layers[: recompute.whole(len(cut.layers))]]
+    whole_layers = [*cut.layers[: recompute.count_whole_layers(len(cut.layers))]]
     # Each module has a layer such as the last one, recomputed if all layers are.
     modules = config.mtp_layers if cut.last else 0
     if len(whole_layers) == len(cut.layers):
         whole_layers += [config.layers - 1] * modules
-    flops = sum(config.kind_of_layer(layer).again_flops(seq_length) for layer in whole_layers)
+    flops = sum(
+        config.kind_of_layer(layer).recomputed_layer_flops(seq_length) for layer in whole_layers
+    )
     if "attention" in recompute.modules:
-        flops += (len(cut.layers) + modules) * config.attention_again_flops(seq_length)
+        flops += (len(cut.layers) + modules) * config.recomputed_attention_flops(seq_length)
     return flops

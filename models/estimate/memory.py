@@ -66,7 +66,7 @@ class ActivationBytes:
     weight: int
     buffers: int = 0
 
-    def growth(self, instruction: Instruction) -> int:
+    def growth_after(self, instruction: Instruction) -> int:
         """Return the change of the memory in use after an instruction of this stage."""
         changes = {
             Op.FORWARD: self.activations,
@@ -77,7 +77,7 @@ class ActivationBytes:
         # Messages are counted by `message_bytes`.
         return changes.get(instruction.op, 0)
 
-    def within(self, instruction: Instruction) -> int:
+    def peak_of(self, instruction: Instruction) -> int:
         """Return the peak memory that an instruction adds while it runs."""
         peaks = {
             Op.FORWARD: self.forward,
@@ -151,7 +151,7 @@ class StageMemory:
 
     def _layer_kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
-        recomputed_layers = self.options.recompute.whole(len(cut.layers))
+        recomputed_layers = self.options.recompute.count_whole_layers(len(cut.layers))
         names_layers = by_name(self.plan)
         kinds: list[object] = []
         for position, layer in enumerate(cut.layers):
@@ -169,7 +169,7 @@ class StageMemory:
             with without_storage(self.device):
                 context = self._context()
                 # A pass begins when all products are registered.
-                stage = Stage(self.config.undrawn, context, cut)
+                stage = Stage(self.config.with_zero_weights, context, cut)
                 with context.fp8.autocast():
                     self._measured[key] = _measure(stage, self)
         return self._measured[key]

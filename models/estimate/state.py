@@ -18,7 +18,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import BLOCK, Buffer
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.muon.matrix_exchange import owners_of
-from megaprec.optim.muon.matrix_updates import run_of
+from megaprec.optim.muon.matrix_updates import held_elements_of
 from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.ranks import sharing_replicas
@@ -148,7 +148,12 @@ def _build_stages(
     fp8 = FP8State(plan.fp8, config.layers, tp, device="meta")
     context = Context(plan, tp, fp8=fp8, experts=experts)
     stages = build(
-        config.undrawn, context, cuts, rank_of_stage, rank, separate_head=sharding.separate_head
+        config.with_zero_weights,
+        context,
+        cuts,
+        rank_of_stage,
+        rank,
+        separate_head=sharding.separate_head,
     )
     return stages.values()
 
@@ -205,11 +210,11 @@ def _measure(
         for kind in totals:
             totals[kind] += by_kind[kind]
         # Gradients that travel as they are need no copy.
-        if buffer.dp.size > 1 and buffer.travels != buffer.grads.dtype:
-            reduction += buffer.size * buffer.travels.itemsize
+        if buffer.dp.size > 1 and buffer.reduce_dtype != buffer.grads.dtype:
+            reduction += buffer.size * buffer.reduce_dtype.itemsize
         # FP8 codes are made again of the masters.
-        if not buffer.in_codes:
-            owned_weights += buffer.own(buffer.weights).nbytes
+        if not buffer.has_fp8_weights:
+            owned_weights += buffer.local_part(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
@@ -227,7 +232,7 @@ def _measure(
 
 def _update_peak(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
-    tile = next(buffer.blocks(0, buffer.last - buffer.first, block))
+    tile = next(buffer.tiles(0, buffer.stop - buffer.start, block))
     steps = torch.ones(())
     with LiveMemory() as live:
         weights, _, state = tile.wide()
@@ -256,10 +261,10 @@ def _muon_peak(
     for buffer in by_muon:
         by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
         # Other ranks of the stage hold as many other experts.
-        shapes += [*by_tensor.values()] * (sharding.expert if buffer.of_experts else 1)
-        runs = [run_of(buffer, piece, 0, 0) for piece in buffer.pieces]
+        shapes += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
+        runs = [held_elements_of(buffer, piece, 0, 0) for piece in buffer.pieces]
         given += sum(run.given for run in runs)
-        returned = max(returned, sum(run.last - run.first for run in runs))
+        returned = max(returned, sum(run.stop - run.start for run in runs))
 
     owned = _most_owned(shapes, rule, ranks)
     # The peak is on the way to the owners, in an iteration, or on the way back.
@@ -289,4 +294,4 @@ def _most_owned(shapes: Sequence[tuple[int, ...]], rule: Muon, ranks: int) -> in
 
 
 def _block_elements(buffer: Buffer, block: int) -> int:
-    return len(next(buffer.blocks(0, buffer.last - buffer.first, block)).grads)
+    return len(next(buffer.tiles(0, buffer.stop - buffer.start, block)).grads)

@@ -109,7 +109,7 @@ class MixtureOfExperts(nn.Module):
         if context.experts is None:
             local_numbers = range(config.experts)
         else:
-            local_numbers = context.experts.own(config.experts)
+            local_numbers = context.experts.local_experts(config.experts)
         local_context = context.for_experts()
         remote_context = context.for_experts_elsewhere()
         for number in range(config.experts):

@@ -97,7 +97,7 @@ class Beat:
             beat=number,
             phase=position.phase.value,
             step=position.step,
-            doing=in_words(position.doing),
+            doing=in_words(position.action),
             count=position.count,
             waits=waits,
             at=tuple(at),

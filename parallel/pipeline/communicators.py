@@ -30,7 +30,7 @@ def communicators(
     pipelines at once.
     """
     assert axis.group is not None
-    if axis.runs is None:
+    if axis.rank_groups is None:
         raise ValueError(
             f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are "
             "not known"
@@ -38,7 +38,7 @@ def communicators(
     groups = {}
     for numbers in pairings((channel.source, channel.destination) for channel in channels):
         separate = [channels[number] for number in numbers]
-        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in separate]
+        pairs = [axis.rank_groups[:, [channel.source, channel.destination]] for channel in separate]
         group = make_groups(torch.cat(pairs), dist.get_backend(axis.group))
         for channel in separate:
             # this rank is in one of the pairs at most

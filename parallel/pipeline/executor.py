@@ -152,7 +152,7 @@ class Executor:
         )
         for index, instruction in enumerate(self.program[first:last], first):
             start = perf_counter()
-            self._position.at(instruction)
+            self._position.note_action(instruction)
             try:
                 self._post_next(index)
                 with torch.profiler.record_function(str(instruction)):
@@ -186,7 +186,7 @@ class Executor:
 
     def finish(self) -> None:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
-        self._position.at("end of the passes")
+        self._position.note_action("end of the passes")
         self.links.finish()
         left = [*self._mail, *self._inputs_and_edges, *self._weight_work]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"

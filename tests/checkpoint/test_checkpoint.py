@@ -65,7 +65,7 @@ def spoil(optimizer: ParallelAMPOptimizer) -> None:
 
 def weights_are_rounded_masters(optimizer: ParallelAMPOptimizer) -> bool:
     return all(
-        torch.equal(b.own(b.weights), b.saved()["weight"].to(b.weights.dtype))
+        torch.equal(b.local_part(b.weights), b.saved()["weight"].to(b.weights.dtype))
         for b in optimizer.all_buffers()
     )
 

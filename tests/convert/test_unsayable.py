@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.equivalence import TRAINING, as_computed
+from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from tests.models.drawn import CHOICES, FAMILIES, SCALINGS
 from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import has_module_rules
@@ -95,7 +95,7 @@ def sayable(model: ModelConfig) -> str:
     place are left out."""
     try:
         kind = model_type(model)
-        omitted_settings(model if has_module_rules(HUGGING_FACE[kind]) else model.alone)
+        omitted_settings(model if has_module_rules(HUGGING_FACE[kind]) else model.without_mtp)
     except UserError as refused:
         return "; ".join(refused.problems)
     return ""
@@ -130,10 +130,10 @@ def test_a_refusal_names_the_key_that_was_changed(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_changes_no_result_hinders_no_export(family: str) -> None:
     base = SIZES | {"family": family, "router_z_loss": 0.25} | SAYABLE.get(family, {})
-    plain = as_computed(ModelConfig.model_validate(base))
+    plain = with_idle_keys_reset(ModelConfig.model_validate(base))
     for key, value, model in changed(base):
-        same = as_computed(model).model_copy(
-            update={name: getattr(plain, name) for name in TRAINING}
+        same = with_idle_keys_reset(model).model_copy(
+            update={name: getattr(plain, name) for name in TRAINING_ONLY_KEYS}
         )
         if same == plain:
             assert not sayable(model), (key, value)
@@ -145,11 +145,11 @@ def test_a_key_that_changes_no_result_hinders_no_export(family: str) -> None:
 def test_a_key_that_changes_no_result_does_not_keep_a_model_from_megatron(family: str) -> None:
     latent = {"latent": {**LATENT["latent"], "norm_eps": 1e-5}, "experts": 4}
     base = SIZES | {"family": family} | (latent if family == "deepseek_v3" else {})
-    plain = as_computed(ModelConfig.model_validate(base))
+    plain = with_idle_keys_reset(ModelConfig.model_validate(base))
     for key, value, model in changed(base):
-        same = as_computed(model).model_copy(
-            update={name: getattr(plain, name) for name in TRAINING}
+        same = with_idle_keys_reset(model).model_copy(
+            update={name: getattr(plain, name) for name in TRAINING_ONLY_KEYS}
         )
         if same == plain:
             found = unsaid_by_args(model, args_of(model, 53, 1, 1, False, torch.float32))
-            assert not found or key in TRAINING, (key, value, found)
+            assert not found or key in TRAINING_ONLY_KEYS, (key, value, found)

@@ -97,13 +97,13 @@ def test_each_data_set_goes_through_its_own_epochs_in_its_own_order(tmp_path: Pa
     blend = blend_of(tmp_path, [0.5, 0.2, 0.3], [100, 33, 260])
     batch = blend.batch(0, 240)
     which = batch.tokens[:, 0] // 1000
-    for number, (part, taken) in enumerate(zip(blend.parts, blend.taken(240), strict=True)):
+    for number, (part, taken) in enumerate(zip(blend.parts, blend.samples_taken(240), strict=True)):
         own = batch.tokens[which == number]
         alone = part.batch(0, taken)
         assert torch.equal(own, alone.tokens)
         assert torch.equal(batch.targets[which == number], alone.targets)
-    assert blend.taken(240) == [120, 48, 72]
-    assert blend.taken(7) == (batch.tokens[:7, 0] // 1000).bincount(minlength=3).tolist()
+    assert blend.samples_taken(240) == [120, 48, 72]
+    assert blend.samples_taken(7) == (batch.tokens[:7, 0] // 1000).bincount(minlength=3).tolist()
 
 
 def test_a_sample_is_called_by_its_data_set_and_its_number_there(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_an_id_in_what_is_held_out_is_found_too(file: Path, tmp_path: Path) -> N
     ]
     held_out = open_corpus(load_run(file, asked)).held_out
     assert held_out is not None
-    first = held_out.place(0)[1]
+    first = held_out.location_of(0)[1]
     ((said, _, _),) = run_ranks(change_and_train, {}, file=file, overrides=asked, at=first + 3)
     assert said.startswith(f"sample {first + 2} has token id 65000 in document 0")
 

@@ -190,8 +190,8 @@ def hook(engine: Engine, seen: Seen) -> None:
                 module.register_forward_hook(
                     lambda branch, given, made: seen.note("branches make", made.dtype)
                 )
-    if engine.last in engine.stages:
-        engine.stages[engine.last].register_forward_hook(
+    if engine.last_stage in engine.stages:
+        engine.stages[engine.last_stage].register_forward_hook(
             lambda stage, given, made: seen.note("logits", made.dtype)
         )
 
@@ -259,7 +259,9 @@ def train_one(
         )
         for f in optimizer.seen[first]
     ]
-    after = fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights).double())
+    after = fragments(
+        optimizer.all_buffers(), lambda buffer: buffer.local_part(buffer.weights).double()
+    )
     return Trained(reports, grads, after, seen)
 
 

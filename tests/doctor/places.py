@@ -19,5 +19,5 @@ def place(folder: Path, layout: tuple[int, int, int] = (1, 1, 1)) -> RankContext
     store = _get_default_store() if joined else dist.HashStore()
     made = RankContext(rank, size, 0, HOSTS[rank], store, layout, "cpu", folder, 0)
     if rank == 0:
-        made.tell("hosts", HOSTS[:size])
+        made.publish("hosts", HOSTS[:size])
     return made

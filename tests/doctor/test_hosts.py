@@ -66,7 +66,7 @@ def look(mesh: DeviceMesh, folder: Path, fault: str) -> dict[str, Any]:
 
 def look_elsewhere(here: RankContext, fault: str) -> dict[str, Any]:
     """A host with another filesystem, empty or with the first content only."""
-    told = RankContext.told
+    told = RankContext.wait_for
     other = here.folder / "other"
     other.mkdir()
     if fault == "stale":

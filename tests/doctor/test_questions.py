@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_answer_is_named_and_nothing_waits_for_it(alone: Ra
 
 
 def test_a_rank_that_is_still_at_work_is_named(alone: RankContext) -> None:
-    alone.tell("0/1", {"host": "beta", "value": 2})
+    alone.publish("0/1", {"host": "beta", "value": 2})
     over = Event()
     findings, _ = conduct([check(lambda p: over.wait(600), seconds=0.05)], alone)
     over.set()
@@ -56,7 +56,7 @@ def test_a_rank_that_is_still_at_work_is_named(alone: RankContext) -> None:
 
 
 def test_a_rank_that_fails_is_named_with_its_reason(alone: RankContext) -> None:
-    alone.tell("0/1", {"host": "beta", "error": "OSError: [Errno 5] Input/output error"})
+    alone.publish("0/1", {"host": "beta", "error": "OSError: [Errno 5] Input/output error"})
     (finding,), _ = conduct([check(lambda p: 1)], alone)
     assert (
         finding.verdict == WRONG
@@ -65,7 +65,7 @@ def test_a_rank_that_fails_is_named_with_its_reason(alone: RankContext) -> None:
 
 
 def test_the_answers_of_all_ranks_are_judged_in_the_order_of_ranks(alone: RankContext) -> None:
-    alone.tell("0/1", {"host": "beta", "value": "second"})
+    alone.publish("0/1", {"host": "beta", "value": "second"})
     (finding,), whole = conduct([check(lambda p: "first")], alone)
     assert (finding.verdict, finding.message, whole) == (OK, "first,second", True)
     assert alone.first_ranks() == [0, 1] and alone.host_of(1) == "beta"

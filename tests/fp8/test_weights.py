@@ -293,11 +293,11 @@ def test_the_formula_of_bytes_holds(compute: str) -> None:
     """bf16: 1 for codes, 4 for the gradient, 12 for master and averages; scales come on top."""
     engine = engine_of(replace(kept(compute=compute), changes={"fp8": kept().changes["fp8"]}))
     for buffer in engine.optimizer.all_buffers():
-        whole, cut = engine.optimizer.plan.bytes_per_parameter(2, in_fp8=buffer.in_codes)
-        assert whole + cut == (17 if buffer.in_codes else 18)
-        scales = 4 * len(buffer.parameters) if buffer.in_codes else 0
+        whole, cut = engine.optimizer.plan.bytes_per_parameter(2, in_fp8=buffer.has_fp8_weights)
+        assert whole + cut == (17 if buffer.has_fp8_weights else 18)
+        scales = 4 * len(buffer.parameters) if buffer.has_fp8_weights else 0
         assert buffer.num_bytes() == buffer.size * (whole + cut) + scales
-    assert {buffer.in_codes for buffer in engine.optimizer.all_buffers()} == {True, False}
+    assert {buffer.has_fp8_weights for buffer in engine.optimizer.all_buffers()} == {True, False}
 
 
 def test_split_masters_are_whole_where_no_bf16_weight_has_the_other_half() -> None:

@@ -27,7 +27,7 @@ from tests.project.forked_command import import_all
 from tools import cli
 from tools.commands import train
 from tools.journal.records import METRICS
-from tools.training.launch import Again
+from tools.training.launch import OnLostRank
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
@@ -203,7 +203,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
 
 
 def _no_ranks(
-    command: Sequence[str], ranks: int, threads: int = 0, again: Again | None = None
+    command: Sequence[str], ranks: int, threads: int = 0, again: OnLostRank | None = None
 ) -> int:
     if ranks > RANKS:
         raise AssertionError(f"{ranks} ranks would be started")

@@ -22,7 +22,7 @@ from models.decoder.kv_cache import CachedStage
 from models.decoder.mtp import FutureTokens, future_tokens
 from models.decoder.stages import Stage
 from models.engine.options import EngineOptions
-from models.equivalence import as_computed
+from models.equivalence import with_idle_keys_reset
 from models.estimate.flops import stage_costs
 from models.estimate.memory import StageMemory
 from models.logical_shapes import logical_shapes
@@ -101,8 +101,8 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
         torch.testing.assert_close(
             oracle.logits(config, weights, ids.t()), found, rtol=0, atol=1e-10
         )
-    assert torch.equal(stage_of(as_computed(config), weights)(ids).transpose(0, 1), found)
-    cached = stage_of(config.alone, weights, CachedStage)
+    assert torch.equal(stage_of(with_idle_keys_reset(config), weights)(ids).transpose(0, 1), found)
+    cached = stage_of(config.without_mtp, weights, CachedStage)
     assert isinstance(cached, CachedStage)
     cached.start(LENGTH, BATCH)
     end = 0
@@ -116,7 +116,7 @@ def test_logits_are_those_of_the_plain_model_and_of_kept_keys(seed: int) -> None
 def test_flops_are_those_that_torch_counts(seed: int) -> None:
     """Of models whose attention torch counts whole: not of windows, sinks and values of another
     width than keys."""
-    config = model_of(seed).alone
+    config = model_of(seed).without_mtp
     config = config.model_copy(update={"window": 0, "window_layers": (), "attention_sinks": False})
     if config.latent and config.latent.value_dim != config.latent.head_dim:
         config = config.model_copy(

@@ -253,9 +253,11 @@ def plant_in_an_expert() -> None:
 
     def init(self: Recording, *args: Any, **options: Any) -> None:
         inner(self, *args, **options)
-        of_experts = [buffer for buffer in self.all_buffers() if buffer.of_experts]
+        of_experts = [buffer for buffer in self.all_buffers() if buffer.holds_experts]
         self._counted_grads = [
-            buffer.own(buffer.grads)[a:b] for buffer in of_experts for a, b in buffer.counted()
+            buffer.local_part(buffer.grads)[a:b]
+            for buffer in of_experts
+            for a, b in buffer.counted()
         ]
 
     Recording.__init__ = init  # type: ignore[method-assign]

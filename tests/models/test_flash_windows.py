@@ -39,7 +39,7 @@ def numbers(seed: int, samples: int = 2) -> Tensor:
 
 
 def documents(seed: int) -> Documents:
-    return Documents(numbers(seed), sum(Packing(numbers(seed)).counted))
+    return Documents(numbers(seed), sum(Packing(numbers(seed)).document_counts))
 
 
 def plain_kernel(
@@ -150,7 +150,7 @@ def largest(compute: str, window: int, packed: bool) -> int:
         max_positions=length,
     )
     with torch.device("meta"):
-        stage = Stage(config.undrawn, Context(plan(compute)), cuts(config, 1, length)[0])
+        stage = Stage(config.with_zero_weights, Context(plan(compute)), cuts(config, 1, length)[0])
         given = torch.zeros(1, length, dtype=torch.int64) if packed else None
         with Largest() as seen:
             ids = torch.zeros(length, 1, dtype=torch.int64)

@@ -492,8 +492,8 @@ def test_a_fraction_of_each_chunk_is_made_again_from_its_first_layer_on_rounded_
         cut = Cut(0, layers, first=False, last=False)
         stage = Stage(run.model, Context(plan("fp32"), recompute=run.recompute), cut)
         assert stage.recomputed_layers == again
-    assert run_of({**SIZES, "checkpoint": True}).recompute.whole(7) == 7
-    assert run_of({**SIZES, "checkpoint": False}).recompute.whole(7) == 0
+    assert run_of({**SIZES, "checkpoint": True}).recompute.count_whole_layers(7) == 7
+    assert run_of({**SIZES, "checkpoint": False}).recompute.count_whole_layers(7) == 0
 
 
 def test_dropout_is_where_internevo_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

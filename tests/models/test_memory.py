@@ -226,11 +226,11 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> Non
 
 
 def _growth(kept: Sequence[ActivationBytes], i: Instruction) -> int:
-    return kept[i.stage].growth(i)
+    return kept[i.stage].growth_after(i)
 
 
 def _within(kept: Sequence[ActivationBytes], i: Instruction) -> int:
-    return kept[i.stage].within(i)
+    return kept[i.stage].peak_of(i)
 
 
 MIXTRAL: dict[str, Any] = {"family": "mixtral", "experts": 4, **SIZES}

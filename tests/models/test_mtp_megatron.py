@@ -155,7 +155,7 @@ def table(config: ModelConfig) -> Iterator[Match]:
     """The tensors of megatron-core's model, those of modules too."""
     last = config.layers - 1
     shape = (config.hidden,)
-    found = matches(megatron(False, False, config.alone), config.alone)
+    found = matches(megatron(False, False, config.without_mtp), config.without_mtp)
     yield from found
     for k in range(config.mtp_layers):
         for match in found:

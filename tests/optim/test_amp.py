@@ -188,7 +188,7 @@ def elements(optimizer: ParallelAMPOptimizer, reduced: bool) -> Iterator[Tensor]
     """First and last gradient element of each piece; of those in the own slice if the gradients are
     reduced."""
     for buffer in optimizer.all_buffers():
-        low, high = (buffer.first, buffer.last) if reduced else (0, buffer.size)
+        low, high = (buffer.start, buffer.stop) if reduced else (0, buffer.size)
         for piece in buffer.pieces:
             first = max(piece.start, low)
             last = min(piece.stop, high)

@@ -237,7 +237,7 @@ def infinite_loss(mesh: DeviceMesh) -> StepReport:
     """The loss of the last sample is infinite, yet its gradient is finite."""
     run = Run(MODEL, compute="fp32", steps=1, masked=False)
     engine = make_engine(mesh, run)
-    stage = engine.stages.get(engine.last)
+    stage = engine.stages.get(engine.last_stage)
     if stage is not None:
         inner = stage.losses
         seen = iter(range(99))

@@ -103,7 +103,7 @@ def bf16_is_not_checked() -> None:
 
 
 def copies_are_not_checked() -> None:
-    Buffer.copies = lambda self: []
+    Buffer.counted_elsewhere = lambda self: []
 
 
 def a_skipped_step_is_counted() -> None:
@@ -177,10 +177,10 @@ def padding_counts_as_zeros() -> None:
     inner = Buffer.counted
 
     def counted(self: Buffer) -> list[tuple[int, int]]:
-        looked_at = sorted(inner(self) + self.copies())
+        looked_at = sorted(inner(self) + self.counted_elsewhere())
         ends = (
             [0, *(last for _, last in looked_at)],
-            [*(first for first, _ in looked_at), self.last - self.first],
+            [*(first for first, _ in looked_at), self.stop - self.start],
         )
         return inner(self) + [(a, b) for a, b in zip(*ends, strict=True) if a < b]
 

@@ -213,16 +213,16 @@ def count(buffer: Buffer, counted: dict[str, Tensor]) -> None:
     """Adds one to every logical element that the buffer counts. What it does not count it must hold
     as a copy."""
     flags = torch.zeros(buffer.size, dtype=torch.int32)
-    for ranges, flag in ((buffer.counted(), 1), (buffer.copies(), 2)):
+    for ranges, flag in ((buffer.counted(), 1), (buffer.counted_elsewhere(), 2)):
         for first, last in ranges:
-            flags[buffer.first + first : buffer.first + last] += flag
+            flags[buffer.start + first : buffer.start + last] += flag
     elements = torch.zeros_like(flags)
     for piece in buffer.pieces:
         elements[piece.start : piece.stop] = 1
         part = piece.part
         whole = counted.setdefault(part.name, torch.zeros(part.shape, dtype=torch.int32))
         part.take(whole).add_((flags[piece.start : piece.stop] == 1).view(part.local))
-    held = slice(buffer.first, buffer.last)
+    held = slice(buffer.start, buffer.stop)
     assert torch.equal((flags[held] > 0).int(), elements[held]), (
         "padding is looked at, or an element is not"
     )

@@ -85,7 +85,7 @@ def buffers_of(net: Net, done: Callable[[str, int], None]) -> list[Buffer]:
         def start_collect(n: int = n) -> Callable[[], None]:
             return lambda: done("arrived", n)
 
-        buffer.start_reduce, buffer.start_collect = start_reduce, start_collect  # type: ignore[method-assign]
+        buffer.start_reduce, buffer.start_all_gather = start_reduce, start_collect  # type: ignore[method-assign]
     return buffers
 
 
@@ -137,7 +137,7 @@ def test_a_stage_waits_for_its_table_each_layer_for_itself_and_the_head_comes_la
     seen: list[str] = []
     for buffer in optimizer.all_buffers():
         name = layout_of(buffer.parameters[0]).parts[0].name
-        buffer.start_collect = lambda name=name: lambda: seen.append(name)  # type: ignore[method-assign]
+        buffer.start_all_gather = lambda name=name: lambda: seen.append(name)  # type: ignore[method-assign]
     for block in stage.layers.values():
         block.register_forward_pre_hook(lambda module, args: seen.append(f"{module.name} runs"))
     ids = torch.zeros(8, 2, dtype=torch.int64)

@@ -62,7 +62,7 @@ def cut_tiles(optimizer: ParallelAMPOptimizer, chance: random.Random) -> None:
             places = sorted(
                 {s.start, s.stop, *(chance.randint(s.start, s.stop) for _ in range(40))}
             )
-            tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.blocks(a, b)]
+            tiles[:] = [tile for a, b in pairwise(places) for tile in buffer.tiles(a, b)]
     assert any(
         len(tile.grads) % VECTOR
         for _, parts in optimizer._buffer_slices

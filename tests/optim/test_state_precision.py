@@ -131,8 +131,8 @@ def round_ties_away() -> None:
         self.wait()
         for buffer in self.all_buffers():
             if buffer.masters is not None:
-                buffer.own(buffer.weights).copy_(away(buffer.masters))
-            buffer.start_collect()()
+                buffer.local_part(buffer.weights).copy_(away(buffer.masters))
+            buffer.start_all_gather()()
 
     def first(self: ParallelAMPOptimizer, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
@@ -286,7 +286,9 @@ def spied(
         del sent[:]
         buffer.start_reduce()()
         (dtype,) = set(sent)
-        whole = optimizer.dp.gather(buffer.own(buffer.grads).float())[:256].to(buffer.grads.dtype)
+        whole = optimizer.dp.gather(buffer.local_part(buffer.grads).float())[:256].to(
+            buffer.grads.dtype
+        )
         # for it is going to be summed once more, which is no error if it is finite
         buffer.grads.div_(2)
         found.append((dtype, mine, whole, optimizer.step(1e-3).outcome))

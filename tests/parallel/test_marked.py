@@ -193,7 +193,7 @@ def kept(engine: Engine) -> dict[str, set[torch.dtype]]:
     for buffer in engine.optimizer.all_buffers():
         state = [values.dtype for values in buffer.state.values()]
         masters = [] if buffer.masters is None else [buffer.masters.dtype]
-        dtypes = {buffer.weights.dtype, buffer.grads.dtype, buffer.travels, *masters, *state}
+        dtypes = {buffer.weights.dtype, buffer.grads.dtype, buffer.reduce_dtype, *masters, *state}
         for piece in buffer.pieces:
             found[piece.part.name] = dtypes
     return found

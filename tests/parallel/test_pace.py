@@ -116,7 +116,7 @@ def test_a_rank_counts_the_time_in_steps_in_which_it_neither_waits_nor_writes_re
         assert position.computed() == 1.0, "in a wait"
     clock.now += 2.0
     assert position.computed() == 3.0
-    with position.during(at.Phase.EVALUATION):
+    with position.in_phase(at.Phase.EVALUATION):
         clock.now += 20.0
         with waits.noted(position.waits), waits.waiting():
             clock.now += 20.0

@@ -255,7 +255,7 @@ def test_keys_of_a_run_file_say_what_is_made_again(
     [(WAYS[4], 5), (WAYS[5], 2), (WAYS[6], 1), (Recompute(layers=9), 5), (KEEP, 0)],
 )
 def test_the_first_layers_of_a_stage_are_made_again(way: Recompute, whole: int) -> None:
-    assert way.whole(5) == whole
+    assert way.count_whole_layers(5) == whole
 
 
 def test_the_transpose_of_a_result_is_not_taken_for_the_result() -> None:

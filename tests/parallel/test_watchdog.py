@@ -122,7 +122,7 @@ def until(true: Callable[[], object], seconds: float = 240.0) -> None:
 
 def test_a_rank_without_a_heartbeat_is_the_culprit_on_every_other_rank() -> None:
     ranks = Ranks(3)
-    ranks.dogs[1].position.at(Instruction(Op.FORWARD, 0, 2))
+    ranks.dogs[1].position.note_action(Instruction(Op.FORWARD, 0, 2))
     ranks.pass_by(TIMEOUT / 2)
     ranks.silent.add(1)
     ranks.pass_by(3 * TIMEOUT)
@@ -140,8 +140,8 @@ def require_rank_1_blamed(left: Mapping[int, Verdict]) -> None:
 
 def test_all_ranks_leave_together_when_all_have_a_heartbeat_and_none_goes_on() -> None:
     ranks = Ranks(2)
-    ranks.dogs[0].position.at("consensus")
-    ranks.dogs[0].position.at("update")
+    ranks.dogs[0].position.note_action("consensus")
+    ranks.dogs[0].position.note_action("update")
     ranks.pass_by(3 * TIMEOUT)
     assert [ranks.left[rank].culprits for rank in range(2)] == [(1,), (1,)]  # has done less
 
@@ -159,7 +159,7 @@ def test_a_run_whose_steps_go_on_is_left_alone_however_long_it_takes() -> None:
 def test_the_threads_of_ranks_come_to_the_same_verdict() -> None:
     """Silence of two seconds is no delay even on a busy machine."""
     with threads(3, timeout=4.0) as (dogs, left):
-        dogs[1].position.at(Instruction(Op.FORWARD, 0, 2))
+        dogs[1].position.note_action(Instruction(Op.FORWARD, 0, 2))
         until(lambda: not any(dog._heart._number < 3 for dog in dogs if dog._heart))
         dogs[1]._over.set()
         dogs[1]._heart.stop()  # pyright: ignore[reportOptionalMemberAccess]
@@ -200,7 +200,7 @@ def limits(mesh: DeviceMesh) -> set[timedelta]:
     mesh = make_mesh(1, 2, 2)
     made = [
         Axis.stage(mesh, own=True),
-        Axis.of(mesh, "dp").in_runs(1, "zero"),
+        Axis.of(mesh, "dp").subaxis(1, "zero"),
         *(Axis.of(mesh, name) for name in ("dp", "tp")),
     ]
     groups = [axis.group for axis in made if axis.group] + [
@@ -334,7 +334,7 @@ def test_a_write_of_the_position_takes_microseconds() -> None:
     instruction = Instruction(Op.FORWARD, 0, 1)
     start = time.thread_time()
     for _ in range(count):
-        position.at(instruction)
+        position.note_action(instruction)
     assert (time.thread_time() - start) / count < 50e-6
     os.close(position.shared)
 

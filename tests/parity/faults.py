@@ -238,7 +238,7 @@ def once_more(inner: Any) -> Any:
     def sum_copies(self: ModelBuffers) -> None:
         inner(self)
         for buffer, axis in self.tied:
-            axis.sum_(buffer.own(buffer.grads))
+            axis.sum_(buffer.local_part(buffer.grads))
 
     return sum_copies
 
@@ -272,10 +272,10 @@ def dp_counts_twice(inner: Any) -> Any:
 
 def padding_counts(inner: Any) -> Any:
     def counted(self: Buffer) -> Any:
-        looked_at = sorted(inner(self) + self.copies())
+        looked_at = sorted(inner(self) + self.counted_elsewhere())
         ends = (
             [0, *(last for _, last in looked_at)],
-            [*(first for first, _ in looked_at), self.last - self.first],
+            [*(first for first, _ in looked_at), self.stop - self.start],
         )
         return inner(self) + [(a, b) for a, b in zip(*ends, strict=True) if a < b]
 

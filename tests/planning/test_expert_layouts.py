@@ -164,7 +164,7 @@ def sent_in_a_step(config: RunConfig) -> Counter[str]:
             ring=ring,
         )
         (cost,) = config.stage_costs(config.sized_model, [0])
-        stage = Stage(config.sized_model.undrawn, context, cost.cut)
+        stage = Stage(config.sized_model.with_zero_weights, context, cost.cut)
         for parameter in stage.parameters():
             parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
         ids = torch.zeros(

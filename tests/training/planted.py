@@ -34,23 +34,23 @@ ACTIONS = {
 SLOW = "slow"
 
 
-def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path) -> None:
-    """Has this rank do `action`, once, if it is `rank`."""
-    at = Position.at
+def plant(ending: str, rank: str, phase: str, step: int, words: str, file: Path) -> None:
+    """Has this rank do `ending`, once, if it is `rank`."""
+    at = Position.note_action
 
-    def planted(self: Position, doing: object) -> None:
-        at(self, doing)
-        again = action == SLOW
+    def planted(self: Position, action: object) -> None:
+        at(self, action)
+        again = ending == SLOW
         when = self.step == step or (again and self.step > step)
-        there = self.phase == phase and when and in_words(doing).startswith(words)
+        there = self.phase == phase and when and in_words(action).startswith(words)
         if there and os.environ.get("RANK", "0") == rank and (again or not file.exists()):
             file.write_text(str(time.time()))
             if again:
                 time.sleep(max(0.2, 3 * (time.monotonic() - self._since)))
             else:
-                ACTIONS[action]()
+                ACTIONS[ending]()
 
-    Position.at = planted
+    Position.note_action = planted
 
 
 if __name__ == "__main__":

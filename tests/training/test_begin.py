@@ -171,7 +171,7 @@ def test_a_run_is_resumed_with_the_begin_token_that_it_had(
     without.write_text(f"{kept}\n{text.replace('[data]', tokenizer)}")
     capsys.readouterr()
     assert train(without, "train.steps=2") == 0
-    assert open_corpus(resolve_run(without)).begin == BOS
+    assert open_corpus(resolve_run(without)).begin_token == BOS
     assert train(without, "train.steps=3", "data.begin=none") == 2
     assert f'data.begin: {BOS} -> "none"' in capsys.readouterr().err
 

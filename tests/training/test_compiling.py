@@ -68,7 +68,7 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             recompute=config.recompute,
-            leaves=Leaves(noted=noted, by_region=train.compile == "block"),
+            leaves=Leaves(recorded_calls=noted, by_region=train.compile == "block"),
         ),
     )
     ids = torch.randint(

@@ -60,7 +60,7 @@ def train_until_told(
     try:
         trainer.run()
     except Stopped as stopped:
-        return stopped.code, str(stopped)
+        return stopped.exit_code, str(stopped)
     return None
 
 

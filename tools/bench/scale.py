@@ -99,10 +99,10 @@ def _make_groups(pipeline_ranks: int, replicas: int, tensor_ranks: int) -> dict[
     try:
         mesh = make_mesh(pipeline_ranks, replicas, tensor_ranks)
         Axis.stage(mesh, own=True)
-        Axis.of(mesh, "dp").in_runs(max(1, replicas // 2), "zero")
+        Axis.of(mesh, "dp").subaxis(max(1, replicas // 2), "zero")
         pipelines = Axis.of(mesh, "pp")
-        if pipelines.runs is not None and pipeline_ranks > 1:
-            make_groups(pipelines.runs[:, [0, pipeline_ranks - 1]])  # a tied head
+        if pipelines.rank_groups is not None and pipeline_ranks > 1:
+            make_groups(pipelines.rank_groups[:, [0, pipeline_ranks - 1]])  # a tied head
         chunks = schedule(
             "interleaved" if pipeline_ranks > 1 else "1f1b",
             pipeline_ranks,

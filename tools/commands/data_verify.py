@@ -21,7 +21,7 @@ from rich.markup import escape
 from megaprec.data.files import with_suffix
 from megaprec.data.index_check import CHUNK
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import place_of, read_record, scan_file
+from megaprec.data.intact import describe_token_place, read_record, scan_file
 from megaprec.data.text import left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, has_built, load_tokenizer
 from megaprec.errors import UserError
@@ -168,7 +168,7 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
         else:
             reason = f"but there are {size:,} tokens: it is another one's data"
         first_id = dataset.tokens(first_outside, 1)[0]
-        location = place_of(dataset, first_outside)
+        location = describe_token_place(dataset, first_outside)
         yield BAD, "ids", f"{bounds}: {reason}; the first is {first_id} {location}"
     elif tokenizer:
         yield OK, "ids", f"{bounds}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"

@@ -214,9 +214,9 @@ def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
         fields = [asdict(finding) for finding in findings]
         unfinished.write_text(json.dumps(fields), encoding="utf-8")
         unfinished.rename(answer)
-        context.tell("over", 1)
+        context.publish("over", 1)
     else:
-        context.told("over", 60.0)
+        context.wait_for("over", 60.0)
     return 0
 
 
@@ -261,7 +261,7 @@ def _world_findings(
         yield not_tried("parity", reason, needed=not args.no_parity)
     else:
         yield parity_in_world(config or own_run(*context.layout), args.file or OWN_RUN, context)
-    context.tell("parity", "")
+    context.publish("parity", "")
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 
 

@@ -128,7 +128,7 @@ def _run_on_world(context: RankContext, runs: Sequence[Run], folder: Path) -> li
         run.write()
     names = "\n".join(run.folder.name for run in runs)
     (folder / PENDING).write_text(names, encoding="utf-8")
-    context.tell("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
+    context.publish("parity", str(folder.absolute()))  # the other ranks wait for it in `follow`
     answer = run_with_time_limit(TIME_LIMIT, carry_out, folder)
     if "value" in answer:
         dist.destroy_process_group()  # the comparison is of this process alone
@@ -139,5 +139,5 @@ def _run_on_world(context: RankContext, runs: Sequence[Run], folder: Path) -> li
 
 def follow(context: RankContext) -> None:
     """Take part in the comparison that rank 0 leads, if there is one."""
-    if folder := context.told("parity", 2 * TIME_LIMIT):
+    if folder := context.wait_for("parity", 2 * TIME_LIMIT):
         run_with_time_limit(TIME_LIMIT, carry_out, Path(folder))

@@ -296,7 +296,7 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
     mean_forward = sum(cost.forward for cost in costs) / len(costs)
 
     def relative_time(instruction: Instruction) -> float:
-        return costs[instruction.stage].of(instruction) / mean_forward
+        return costs[instruction.stage].flops(instruction) / mean_forward
 
     ranks = len(schedule.programs)
     sizes = Sizes(

@@ -32,7 +32,7 @@ from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.options import EngineOptions
-from models.equivalence import TRAINING
+from models.equivalence import TRAINING_ONLY_KEYS
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from parallel.activation_checkpoint import Recompute
@@ -105,7 +105,7 @@ class RunConfig(BaseModel):
         costs = self.stage_costs(self.sized_model, rank_of_stage)
 
         def cost(instruction: Instruction) -> float:
-            return costs[instruction.stage].of(instruction)
+            return costs[instruction.stage].flops(instruction)
 
         return pipeline_schedule(self.parallel, self.num_microbatches, cost)
 
@@ -560,7 +560,7 @@ def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
         table, _, name = key.partition(".")
         setting = settings[key]
         # what concerns training alone, and a vocabulary that the preset leaves open
-        stays = name == "preset" or name in TRAINING or setting.origin == "command line"
+        stays = name == "preset" or name in TRAINING_ONLY_KEYS or setting.origin == "command line"
         stays = stays or (name == "vocab" and "vocab" not in preset)
         if table != "model" or stays:
             continue

@@ -70,7 +70,7 @@ def check_config(config: Json, config_name: str) -> str:
         raise UserError(
             *(problem.within(f"{config_name}: ") for problem in error.problems)
         ) from error
-    our_count = from_hugging_face(config).alone.num_parameters
+    our_count = from_hugging_face(config).without_mtp.num_parameters
     if their_count != our_count:
         raise UserError.of(
             "convert.probe_size",

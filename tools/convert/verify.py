@@ -160,7 +160,7 @@ def _forward_of_megaprec(source: Source, dtype: torch.dtype) -> Forward:
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
     """Return the whole model on this process, with the weights of `source`."""
-    config = source.model.alone.undrawn
+    config = source.model.without_mtp.with_zero_weights
     stage = Stage(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
     read_weights(stage, source)
     return stage

@@ -49,11 +49,11 @@ class RankContext:
     folder: Path
     bytes_needed: int
 
-    def tell(self, store_name: str, value: Any) -> None:
+    def publish(self, store_name: str, value: Any) -> None:
         """Put a JSON value into the store."""
         self.store.set(f"doctor/{store_name}", json.dumps(value))
 
-    def told(self, store_name: str, seconds: float) -> Any:
+    def wait_for(self, store_name: str, seconds: float) -> Any:
         """Wait for the JSON value of `store_name` and return it. Raises TimeoutError after
         `seconds`."""
         deadline = time.monotonic() + seconds
@@ -70,12 +70,12 @@ class RankContext:
 
         All ranks must have answered before.
         """
-        hosts: list[str] = self.told("hosts", HOSTS_SECONDS)
+        hosts: list[str] = self.wait_for("hosts", HOSTS_SECONDS)
         return [hosts.index(host_name) for host_name in dict.fromkeys(hosts)]
 
     def host_of(self, rank_number: int) -> str:
         """Return the host of a rank. All ranks must have answered before."""
-        return self.told("hosts", HOSTS_SECONDS)[rank_number]
+        return self.wait_for("hosts", HOSTS_SECONDS)[rank_number]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def conduct(checks: Sequence[Check], context: RankContext) -> tuple[list[Finding
 
         rank_answer = run_with_time_limit(check.seconds, check.part, context)
         rank_answer["host"] = context.host
-        context.tell(f"{check_number}/{context.rank}", rank_answer)
+        context.publish(f"{check_number}/{context.rank}", rank_answer)
         if context.rank == 0:
             answers = _collect_answers(context, check_number, check.seconds)
             judgement = _judge(check, context, answers)
@@ -135,9 +135,9 @@ def _agree_to_begin(context: RankContext, check_number: int, lost_reason: str) -
     Return why ranks must not wait for each other, "" if they may. lost_reason: rank 0's reason.
     """
     if context.rank == 0:
-        context.tell(f"{check_number}/begin", lost_reason)
+        context.publish(f"{check_number}/begin", lost_reason)
         return lost_reason
-    return context.told(f"{check_number}/begin", BEGIN_SECONDS)
+    return context.wait_for(f"{check_number}/begin", BEGIN_SECONDS)
 
 
 def run_with_time_limit(seconds: float, part: Callable[..., Any], *arguments: Any) -> Answer:
@@ -169,7 +169,7 @@ def _collect_answers(context: RankContext, check_number: int, seconds: float) ->
         # Zero at the deadline: the answers of later ranks that are there are still taken.
         remaining = max(0.0, deadline - time.monotonic())
         try:
-            answers[rank_number] = context.told(f"{check_number}/{rank_number}", remaining)
+            answers[rank_number] = context.wait_for(f"{check_number}/{rank_number}", remaining)
         except TimeoutError:
             continue
     return answers
@@ -196,7 +196,7 @@ def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) ->
     in_order = [answers[rank_number] for rank_number in range(context.size)]
     # The first check that all ranks have answered tells every rank the hosts of the others.
     if not context.store.check(["doctor/hosts"]):
-        context.tell("hosts", [rank_answer["host"] for rank_answer in in_order])
+        context.publish("hosts", [rank_answer["host"] for rank_answer in in_order])
     values = [rank_answer["value"] for rank_answer in in_order]
     return _Judgement([*check.judge(values)], "")
 

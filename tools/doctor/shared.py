@@ -42,16 +42,16 @@ def _write(context: RankContext, readers: Sequence[int]) -> Answer:
     shared_folder.mkdir(parents=True)
     try:
         _publish(shared_folder, b"one")
-        context.tell("shared/one", str(shared_folder))
+        context.publish("shared/one", str(shared_folder))
         _await_readers(context, "one", readers)
 
         _publish(shared_folder, b"two")
-        context.tell("shared/two", "")
+        context.publish("shared/two", "")
         _await_readers(context, "two", readers)
 
         with (shared_folder / "file").open("rb+") as shared_file:
             fcntl.flock(shared_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            context.tell("shared/locked", "")
+            context.publish("shared/locked", "")
             # The lock is held until the file is closed, and so until all have tried it.
             _await_readers(context, "locked", readers)
     finally:
@@ -68,7 +68,7 @@ def _publish(shared_folder: Path, content: bytes) -> None:
 
 def _await_readers(context: RankContext, step: str, readers: Sequence[int]) -> None:
     for rank in readers:
-        context.told(f"shared/{step}/{rank}", VISIBLE_SECONDS + 2)
+        context.wait_for(f"shared/{step}/{rank}", VISIBLE_SECONDS + 2)
 
 
 def _read(context: RankContext) -> Answer:
@@ -76,18 +76,18 @@ def _read(context: RankContext) -> Answer:
 
     Return the seconds until each change is seen, None if it is not.
     """
-    shared_file = Path(context.told("shared/one", 10.0)) / "file"
+    shared_file = Path(context.wait_for("shared/one", 10.0)) / "file"
     written_s = _seconds_until(shared_file, b"one")
-    context.tell(f"shared/one/{context.rank}", 1)
+    context.publish(f"shared/one/{context.rank}", 1)
 
-    context.told("shared/two", VISIBLE_SECONDS + 4)
+    context.wait_for("shared/two", VISIBLE_SECONDS + 4)
     # A file that was not seen cannot be seen replaced: looking for it would take its full time.
     replaced_s = None if written_s is None else _seconds_until(shared_file, b"two")
-    context.tell(f"shared/two/{context.rank}", 1)
+    context.publish(f"shared/two/{context.rank}", 1)
 
-    context.told("shared/locked", VISIBLE_SECONDS + 4)
+    context.wait_for("shared/locked", VISIBLE_SECONDS + 4)
     locked = _is_locked(shared_file)
-    context.tell(f"shared/locked/{context.rank}", 1)
+    context.publish(f"shared/locked/{context.rank}", 1)
     return {
         "host": context.host,
         "folder": str(context.folder),

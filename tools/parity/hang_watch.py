@@ -83,8 +83,8 @@ class Trail(Waits):
         collectives = [call.function for call in calls if _is_collective(call.file, call.function)]
         if waits and collectives:
             where["collective"] = collectives[-1]
-        if isinstance(self.position.doing, Instruction):
-            where["instruction"] = str(self.position.doing)
+        if isinstance(self.position.action, Instruction):
+            where["instruction"] = str(self.position.action)
         if self.modules:
             where["module"] = self.modules[-1]
         return where

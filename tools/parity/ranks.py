@@ -228,7 +228,7 @@ def with_vocabulary(run_config: RunConfig, corpus: Corpus) -> RunConfig:
     prefixes = [str(dataset.prefix) for dataset in corpus.datasets]
     update: dict[str, Any] = {
         "tokenizer": "",
-        "begin": "none" if corpus.begin is None else corpus.begin,
+        "begin": "none" if corpus.begin_token is None else corpus.begin_token,
     }
     if run_config.data.blend:
         update["blend"] = tuple(

@@ -91,7 +91,9 @@ class GradientRecorder(StepObserver):
             # the optimizer's gradients are those of the scaled loss
             unscaled = take_fragments(
                 buffers,
-                lambda flat_buffer: flat_buffer.own(flat_buffer.grads).double() / scale.double(),
+                lambda flat_buffer: (
+                    flat_buffer.local_part(flat_buffer.grads).double() / scale.double()
+                ),
             )
             self.gradients[self.num_steps] = list(unscaled)
         self.num_steps += 1
@@ -103,7 +105,7 @@ def _plant_infinity(flat_buffer: Buffer, name: str) -> None:
         last = buffer_piece.stop - 1
         # of a tensor that is cut, the last rank's slice has it
         has_last_element = buffer_piece.part.shard == buffer_piece.part.shards - 1
-        is_local = flat_buffer.first <= last < flat_buffer.last
+        is_local = flat_buffer.start <= last < flat_buffer.stop
         if buffer_piece.part.name == name and has_last_element and is_local:
             flat_buffer.grads[last] = torch.inf
 
@@ -194,7 +196,7 @@ def record(
     )
     steps: list[dict[str, Any]] = []
     for step_number in range(record_plan.steps):
-        ((rank_report, _),) = trainer.step()
+        rank_report, _ = trainer.step()
         fields: dict[str, Any] = dict(report_fields(rank_report))
         fields["offenders"] = sorted({offender.name for offender in rank_report.offenders})
         fields["scaler"] = optimizer.numbers()["scaler"]

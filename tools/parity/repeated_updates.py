@@ -79,7 +79,7 @@ class _RepeatingTrainer(Trainer):
                 # the optimizer divides by the loss scale
                 scaled = gradients[buffer_piece.part.name].flatten() * optimizer.scale.double()
                 buffer.grads[buffer_piece.start : buffer_piece.stop] = scaled.to(buffer.grads.dtype)
-        self._advance(optimizer.step(self._lr()))
+        self._advance(optimizer.step(self._learning_rate()))
 
 
 def _is_complete(optimizer: ParallelAMPOptimizer, layout_record: Record) -> bool:

@@ -205,10 +205,10 @@ def peak_bytes(
     schedule = passes.schedule
 
     def growth(instruction: Instruction) -> float:
-        return kept[instruction.stage].growth(instruction)
+        return kept[instruction.stage].growth_after(instruction)
 
     def within(instruction: Instruction) -> float:
-        return kept[instruction.stage].within(instruction)
+        return kept[instruction.stage].peak_of(instruction)
 
     peaks = [round(size) for size in peak(schedule, growth, within, message)]
     # of the kinds of schedule only this one keeps all micro-batches, also those not simulated

@@ -102,7 +102,7 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     costs = config.stage_costs(config.sized_model, placement)
 
     def flops(instruction: Instruction) -> float:
-        return costs[instruction.stage].of(instruction)
+        return costs[instruction.stage].flops(instruction)
 
     schedule = pipeline_schedule(parallel, until_regular, flops)
     longer = pipeline_schedule(parallel, until_regular + period, flops)
@@ -144,7 +144,7 @@ class _InstructionCosts:
 
     def compute_seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction's matrix products."""
-        return self.costs[instruction.stage].of(instruction) / self.flops_per_second
+        return self.costs[instruction.stage].flops(instruction) / self.flops_per_second
 
     def traffic_seconds(self, instruction: Instruction) -> float:
         """Return the time of an instruction's communication with ranks of the same stage."""
@@ -313,7 +313,7 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = expert_layers
     forward = (4 * layers - unsummed) * transfer
-    recomputed = config.recompute.whole(layers) / layers
+    recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
     input_gradient = (
         forward * (1 + recomputed)
@@ -350,7 +350,7 @@ def _expert_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     row_bytes = model.hidden * config.plan.compute.itemsize
     # there and back, but for the experts of the rank itself
     forward = 2 * rows * row_bytes * (1 - 1 / parallel.expert)
-    recomputed = config.recompute.whole(layers) / layers
+    recomputed = config.recompute.count_whole_layers(layers) / layers
     return _bytes_of(op, forward, forward * (1 + recomputed))
 
 
@@ -373,7 +373,7 @@ def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     of_layer = elements * config.plan.attention.itemsize * others
     gradient_hops = parallel.context if config.engine_options.ring else others
     gradients_of_layer = elements * 4 * gradient_hops
-    recomputed = config.recompute.whole(layers)
+    recomputed = config.recompute.count_whole_layers(layers)
     if "attention" in config.recompute.modules:
         recomputed += layers
     input_gradient = (layers + recomputed) * of_layer + layers * gradients_of_layer

@@ -254,7 +254,7 @@ def schedule(run: Run) -> Html | None:
     pipeline = run_config.schedule
     ranks = len(pipeline.programs)
     costs = run_config.stage_costs(run_config.sized_model, pipeline.rank_of_stage)
-    predicted = simulate(pipeline, lambda item: costs[item.stage].of(item))
+    predicted = simulate(pipeline, lambda item: costs[item.stage].flops(item))
     table_rows: list[Fact] = [
         ("schedule", run_config.parallel.schedule),
         ("bubble, predicted", f"{bubble(predicted):.1%}"),

@@ -78,7 +78,7 @@ def score(
     length, stride: of the windows, in tokens, see `tools.text.windows`.
     report: called with the number of tokens after each batch.
     """
-    config = model.any.config
+    config = model.local_stage.config
     total = Score(size=None if begin is None else 0)
 
     def all_windows() -> Iterator[Window]:
@@ -122,10 +122,10 @@ def _nats(model: Relay, batch: list[Window]) -> float:
     rank; 0 on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
-    if logits is None or model.last is None:
+    if logits is None or model.last_stage is None:
         return 0.0
-    losses = model.last.losses(logits, targets)
-    if model.last.context.tp.rank:  # it has the same losses as the first
+    losses = model.last_stage.losses(logits, targets)
+    if model.last_stage.context.tp.rank:  # it has the same losses as the first
         return 0.0
     # In float64, for a sum over many tokens.
     return float(losses[counts].double().sum())
@@ -137,7 +137,7 @@ def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
     Padding is on the right, so no token attends to it. Sequence-parallel ranks have equal parts of
     s.
     """
-    context = model.any.context
+    context = model.local_stage.context
     unit = context.tp.size if context.cut_sequence else 1
     longest = max(len(window.tokens) for window in batch)
     shape = (-(-longest // unit) * unit, len(batch))

@@ -25,7 +25,7 @@ def likelihoods(
     windows: the same on all ranks, which return the same.
     report: called with the number of windows of each batch.
     """
-    config = model.any.config
+    config = model.local_stage.config
     replicas = model.dp  # they share the batches
     # Of each window: the log probability, and how many targets are not the likeliest token.
     sums = _zero_sums(model, len(windows))
@@ -40,7 +40,7 @@ def likelihoods(
         report(len(batch))
     busy_replicas = len(all_batches) % replicas.size or replicas.size  # in the last round
     is_idle = replicas.rank >= busy_replicas
-    if is_idle and model.any.context.experts is not None:
+    if is_idle and model.local_stage.context.experts is not None:
         # Tokens of the busy replicas may travel to this rank's experts, so it computes too.
         _sums_of_batch(model, all_batches[0])
     totals = model.world.sum_(sums).tolist()
@@ -56,7 +56,7 @@ def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     """Return [b, 2] on the first tensor rank of the last stage, zeros on others."""
     tokens, targets, counts = padded(batch, model)
     logits = model.logits(tokens)
-    stage = model.last
+    stage = model.last_stage
     if logits is None or stage is None:
         return _zero_sums(model, len(batch))
     losses = stage.losses(logits, targets).double()

@@ -117,7 +117,7 @@ def _choose_tokenizer(source: Source, file: Path | None) -> Tokenizer | None:
 
 def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | None) -> S:
     """Return this rank's stage with its weights."""
-    config = source.model.alone.undrawn
+    config = source.model.without_mtp.with_zero_weights
     pp = Axis.of(mesh, "pp")
     tp = Axis.of(mesh, "tp")
     require_layout(config, tp.size, pp.size)

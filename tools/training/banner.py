@@ -136,7 +136,9 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
-    taken_samples = corpus.train.taken(steps * config.train.global_batch)  # of each data set
+    taken_samples = corpus.train.samples_taken(
+        steps * config.train.global_batch
+    )  # of each data set
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     for source, part, taken in zip(
@@ -156,7 +158,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     """
     buffers = optimizer.all_buffers()
     # Those of routers' corrections are left out: they would be a formula for a few numbers.
-    kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.balances}
+    kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.holds_counts}
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
     num_bytes = sum(buffer.num_bytes() for buffer in buffers)
@@ -181,7 +183,9 @@ class _BufferKind(NamedTuple):
 
     @classmethod
     def of(cls, buffer: Buffer) -> "_BufferKind":
-        return cls(buffer.in_codes, len(buffer.state), buffer.of_experts, buffer.shards.size)
+        return cls(
+            buffer.has_fp8_weights, len(buffer.state), buffer.holds_experts, buffer.shards.size
+        )
 
     def sort_key(self) -> tuple[bool, int, bool, int]:
         """Return the key of a descending order: FP8 is first, then few moments, then what is not of
@@ -254,7 +258,7 @@ def _describe_stages(config: RunConfig, corpus: Corpus) -> str:
     for cost in costs:
         layers = counted(len(cost.cut.layers), "layer")
         stages.append(f"{layers} ({cost.forward / total_cost:.0%})")
-    simulated = simulate(schedule, lambda item: costs[item.stage].of(item))
+    simulated = simulate(schedule, lambda item: costs[item.stage].flops(item))
     return f"{', '.join(stages)}; predicted bubble {bubble(simulated):.1%}"
 
 

@@ -38,7 +38,7 @@ class Batches:
 
     def take(self, first_sample: int) -> Share:
         """Return this rank's share of the training batch at `first`, and begin to read the next."""
-        self._position.at("reading of samples")
+        self._position.note_action("reading of samples")
         following = first_sample + self._global_batch
         return self._prefetch.take(first_sample, following if following < self._end else None)
 
@@ -54,7 +54,7 @@ class Batches:
         replica: the data-parallel rank; None: this one. end: the position from which on samples
         only fill the batch, and do not count in its loss; None: all count.
         """
-        self._position.at("reading of samples")
+        self._position.note_action("reading of samples")
         share = self._read(samples, first_sample, self._dp.rank if replica is None else replica)
         # Decided by the global batch, the same on every rank: all have a mask, or none has.
         if end is None or first_sample + self._global_batch <= end:

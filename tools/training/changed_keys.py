@@ -17,7 +17,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
-from models.equivalence import TRAINING
+from models.equivalence import TRAINING_ONLY_KEYS
 from tools.config.checks import lr_schedule
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
@@ -216,7 +216,7 @@ def _all_keys(config: RunConfig) -> dict[str, str]:
 
 def _training_keys(model: Table) -> Table:
     """Return the keys of [model] that concern training, not the model's function."""
-    return {key: value for key, value in model.items() if key in TRAINING}
+    return {key: value for key, value in model.items() if key in TRAINING_ONLY_KEYS}
 
 
 def saved_keys(checkpoint: Store) -> dict[str, str]:

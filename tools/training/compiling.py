@@ -102,7 +102,7 @@ def leaf_calls(
     noted = dict[Call, None]()
     options = replace(
         config.engine_options,
-        leaves=Leaves(noted=noted, by_region=config.train.compile == "block"),
+        leaves=Leaves(recorded_calls=noted, by_region=config.train.compile == "block"),
     )
     # The estimate of memory runs each stage on tensors without storage, and so calls every leaf.
     memory = StageMemory(

@@ -56,7 +56,7 @@ class Corpus:
     held_out: Samples | Blend | None
     tokenizer: Tokenizer | None
     model: ModelConfig
-    begin: int | None = None
+    begin_token: int | None = None
     documents: DocumentTokens = DocumentTokens(None, None)
     identity: Identity | None = None
     notes: tuple[str, ...] = ()
@@ -103,13 +103,13 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     notes = list(corpus.notes)
     # The data sets as they are trained on, which may put a token before each document.
     streams = [samples.dataset for samples in corpus.training_parts]
-    notes += begin_notes(config, streams, corpus.begin, corpus.documents, corpus.tokenizer)
+    notes += begin_notes(config, streams, corpus.begin_token, corpus.documents, corpus.tokenizer)
     # The validation sets need the tokenizer, and so come after the training data.
     notes += _build_validation(config, corpus)
     return replace(
         corpus,
         notes=tuple(dict.fromkeys(notes)),  # each once, in this order
-        validation=open_validation(config, corpus.begin),
+        validation=open_validation(config, corpus.begin_token),
     )
 
 
@@ -141,7 +141,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
         held_out=config.data.held_out,
         shuffle=config.data.shuffle,
         seed=config.train.seed,
-        begin=corpus.begin,
+        begin=corpus.begin_token,
     )
     return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
@@ -208,7 +208,7 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
         held_out=held_out[0],
         tokenizer=tokenizer,
         model=model,
-        begin=begin_token,
+        begin_token=begin_token,
         documents=_tokens_around_documents(streams, begin_token, tokenizer),
     )
     if not config.data.blend:

@@ -49,7 +49,7 @@ from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
 from tools.training.launch import LostRank, under_torchrun
-from tools.training.stopping import CODES, SIGNALS, ended_on_purpose
+from tools.training.stopping import EXIT_CODES, SIGNALS, ended_on_purpose
 
 OVER_KEY = "the run is over"  # of the store; a spare that has seen it adds one with its number
 ENDED_KEY = "why the ranks of this host ended"  # of the store, with the rank
@@ -310,7 +310,7 @@ def ended_by_choice(exitcode: int) -> bool:
     by_signal = {-number for number in STOP_SIGNALS}
     # as a shell tells it; `by_signal` is as the parent process sees it
     after_signal = {128 + number for number in STOP_SIGNALS}
-    return exitcode in CODES.values() or exitcode in by_signal | after_signal
+    return exitcode in EXIT_CODES.values() or exitcode in by_signal | after_signal
 
 
 def newest_step(config: RunConfig) -> int:

@@ -146,7 +146,7 @@ def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> 
     whole_model = cuts(model, 1, config.train.seq_length)[0]  # the only stage of one
     # Only shapes and names are asked for, which need no memory.
     with torch.device("meta"):
-        return Stage(model.undrawn, context, whole_model)
+        return Stage(model.with_zero_weights, context, whole_model)
 
 
 def _describe_recipe(recipe: FP8Recipe) -> str:

@@ -154,7 +154,7 @@ class Harness:
 
     def _evaluate(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the harness's metrics by task."""
-        self._position.at(PHASE)
+        self._position.note_action(PHASE)
         evaluator: Any = import_module("lm_eval.evaluator")
         evaluation = evaluator.evaluate(
             self._model,
@@ -170,7 +170,7 @@ class Harness:
         return self._answer(_broadcast_samples(self._relay, samples)) if samples else []
 
     def _answer(self, samples: Sequence[Window]) -> list[Likelihood]:
-        return likelihoods(self._relay, samples, lambda _: self._position.at(PHASE))
+        return likelihoods(self._relay, samples, lambda _: self._position.note_action(PHASE))
 
 
 def _broadcast_samples(relay: Relay, samples: Sequence[Window]) -> list[Window]:

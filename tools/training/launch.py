@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from tools.training.stopping import (
-    CODES,
+    EXIT_CODES,
     SIGNALS,
     Stopped,
     code_of,
@@ -86,7 +86,7 @@ class LostRank:
 
 
 # returns the number of ranks to start after a failure, 0 to end the run
-Again = Callable[[LostRank], int]
+OnLostRank = Callable[[LostRank], int]
 
 
 def _no_restart(lost_rank: LostRank) -> int:
@@ -94,7 +94,7 @@ def _no_restart(lost_rank: LostRank) -> int:
 
 
 def launch_local(
-    argv: Sequence[str], ranks: int, threads: int = 0, again: Again = _no_restart
+    argv: Sequence[str], ranks: int, threads: int = 0, again: OnLostRank = _no_restart
 ) -> int:
     """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
     return start_ranks(own_program(argv), ranks, threads, again)
@@ -110,7 +110,7 @@ def own_program(argv: Sequence[str]) -> list[str]:
 
 
 def start_ranks(
-    command: Sequence[str], ranks: int, threads: int = 0, again: Again = _no_restart
+    command: Sequence[str], ranks: int, threads: int = 0, again: OnLostRank = _no_restart
 ) -> int:
     """Run `command` once per rank with torchrun's variables set, and wait for all.
 
@@ -430,7 +430,7 @@ def _last_lines(rank: int, failure: ProcessFailure) -> str:
         _, _, message = reason.partition(": ")  # which names the rank that hangs
         return message
     lines = reason.splitlines() or ["no reason given"]
-    shown = "\n".join(lines if code in CODES.values() else lines[:1])
+    shown = "\n".join(lines if code in EXIT_CODES.values() else lines[:1])
     return f"rank {rank} {ending}: {shown}"
 
 

@@ -177,7 +177,7 @@ def open_prepared(config: RunConfig, prepared: dict[str, Any]) -> tuple[Corpus, 
         identified(config, corpus)
     # Rank 0 has digested the data; the others take its word.
     identity = prepared["identity"] and Identity.model_validate(prepared["identity"])
-    validation = open_validation(config, corpus.begin)
+    validation = open_validation(config, corpus.begin_token)
     notes = tuple(prepared["notes"])
     return replace(corpus, identity=identity, notes=notes, validation=validation), checkpoint
 

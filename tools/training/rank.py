@@ -83,7 +83,7 @@ def train_rank(
 
         prepared = broadcast_from_first(store, prepare_run, partial(print_waiting, watchdog))
         position.enter(Phase.LOADING)
-        position.at("opening of data and checkpoint")
+        position.note_action("opening of data and checkpoint")
         corpus, checkpoint = open_prepared(config, prepared)
         trainer = Trainer(
             config,

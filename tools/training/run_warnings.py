@@ -57,7 +57,7 @@ def _many_epochs(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     train = config.train
     samples = train.steps * train.global_batch
     if isinstance(corpus.train, Blend):
-        shares = corpus.train.taken(samples)
+        shares = corpus.train.samples_taken(samples)
     else:
         shares = [samples]
     parts = corpus.training_parts

@@ -41,7 +41,7 @@ class Stopped(Exception):
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.code = 128 + signal_number
+        self.exit_code = 128 + signal_number
 
     @classmethod
     def named_by(cls, reason: str) -> "Stopped":
@@ -70,8 +70,8 @@ class FaultyHardware(Exception):
         self.hosts = hosts
 
 
-CODES: dict[type[Exception], int] = {UserError: 2, TrainingDiverged: 3, FaultyHardware: 3}
-ON_PURPOSE = (*CODES, Stopped)
+EXIT_CODES: dict[type[Exception], int] = {UserError: 2, TrainingDiverged: 3, FaultyHardware: 3}
+ON_PURPOSE = (*EXIT_CODES, Stopped)
 
 
 def as_user_error(error: Exception) -> Exception:
@@ -96,8 +96,8 @@ def code_of(reason: str, exitcode: int) -> int:
         itself.
     """
     if reason.startswith(f"{Stopped.__name__}: "):
-        return Stopped.named_by(reason).code
-    for kind, code in CODES.items():
+        return Stopped.named_by(reason).exit_code
+    for kind, code in EXIT_CODES.items():
         if reason.startswith(f"{kind.__name__}: "):
             return code
     # A crash whose traceback was noted, and that the launcher was quicker to end.

@@ -159,7 +159,7 @@ class Trainer:
             # Settings of the process, which are put back after the run.
             with tf32(self.config.plan.tf32), fp32_sums(), self._journal() as journal:
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
-                with self.position.during(Phase.SAVE):
+                with self.position.in_phase(Phase.SAVE):
                     self._saves.finish(self.progress.step)
             # Gathers of updated weights may still be under way.
             self.engine.optimizer.wait()
@@ -202,7 +202,7 @@ class Trainer:
         self._saves.require_whole()
         self._saves.poll()
         if ends or self._saves_after(self.progress.step):
-            with self.position.during(Phase.SAVE):
+            with self.position.in_phase(Phase.SAVE):
                 self._save()
 
     def _ask_to_stop(self, signal_number: int) -> None:
@@ -214,7 +214,7 @@ class Trainer:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved
         if it is sound.
         """
-        with self.position.during(Phase.SAVE):
+        with self.position.in_phase(Phase.SAVE):
             if error.fault.sound and self.progress.step > self._saved_step:
                 self._save()
             self._saves.finish(self.progress.step, str(error))
@@ -249,7 +249,7 @@ class Trainer:
         progress = self.progress
         record = step_fields(self.config, report, progress, seconds, self._throughput)
         if self._evaluates_after(progress.step):
-            with self.position.during(Phase.EVALUATION):
+            with self.position.in_phase(Phase.EVALUATION):
                 for name, samples in self.corpus.evaluated.items():
                     record[name] = self.evaluate(samples)
                 record |= self._harness.results()
@@ -303,7 +303,7 @@ class Trainer:
         shadow = None
         if is_due(self.config.fp8.shadow_every, step_number + 1):
             # Before the step, with the weights that it will read.
-            with self.position.during(Phase.COMPARISON):
+            with self.position.in_phase(Phase.COMPARISON):
                 shadow = run_shadow(self.engine.passes, share, step_number)
         # The sentinel recomputes the share of any data-parallel rank.
         share_of = partial(self.share, self.corpus.train, first_sample)
@@ -321,7 +321,7 @@ class Trainer:
         of one that raises NonFiniteStep.
         """
         try:
-            return self.engine.step(share, self._lr(), step_number, recording)
+            return self.engine.step(share, self._learning_rate(), step_number, recording)
         except NonFiniteStep as error:
             # The run ends once the state is saved (`_describe_divergence`).
             self._nonfinite_step = error
@@ -339,12 +339,12 @@ class Trainer:
             yield
         except OutsideVocabulary as error:
             start = self.progress.samples if first_sample is None else first_sample
-            location = samples.place(start + error.sample)
+            location = samples.location_of(start + error.sample)
             length = self.config.train.seq_length + 1
             message = describe_bad_id(*location, length, error.vocab) or str(error)
             raise UserError(message) from error
 
-    def _lr(self) -> float:
+    def _learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         if self.config.lr.unit == "samples":
             return self.config.lr_schedule.at(self.progress.applied_samples)

@@ -53,15 +53,15 @@ class HeldElements(NamedTuple):
     dim: int
     shards: int
     shard: int
-    first: int
-    last: int
+    start: int
+    stop: int
     given_first: int
     given_last: int
 
     @property
     def size(self) -> int:
         """Return the number of elements that the rank holds."""
-        return self.last - self.first
+        return self.stop - self.start
 
     @property
     def given(self) -> int:
@@ -71,7 +71,7 @@ class HeldElements(NamedTuple):
     @property
     def given_span(self) -> slice:
         """Return the positions of the given elements among those that the rank holds."""
-        return slice(self.given_first - self.first, self.given_last - self.first)
+        return slice(self.given_first - self.start, self.given_last - self.start)
 
     @property
     def matrix_slice(self) -> MatrixSlice:
@@ -176,7 +176,7 @@ class MatrixExchange:
             if matrix_slice not in flat_slices:
                 part = self._part_of(matrix_slice)
                 flat_slices[matrix_slice] = part.take(results[held.matrix]).reshape(-1)
-            return flat_slices[matrix_slice][held.first : held.last]
+            return flat_slices[matrix_slice][held.start : held.stop]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []

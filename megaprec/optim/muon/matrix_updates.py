@@ -98,7 +98,7 @@ class MatrixUpdates:
             for piece in buffer.pieces:
                 local[piece.part.name] = piece.part.shape
         # Without experts on ranks of their own, all ranks of a stage have the same matrices.
-        if not any(buffer.of_experts for buffer in self.buffers):
+        if not any(buffer.holds_experts for buffer in self.buffers):
             return local
         of_stage = gather_entries(local, stage, device)
         return {name: tuple(shape) for name, shape in of_stage.items()}  # JSON made lists of them
@@ -113,8 +113,8 @@ class MatrixUpdates:
         buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            held = run_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
-            tiles = tuple(buffer.blocks(owned.in_shard.start, owned.in_shard.stop))
+            held = held_elements_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
+            tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
             yield LocalElements(held, tiles, factors(part, groups), self.rule.factor(part.shape))
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
@@ -180,11 +180,11 @@ class MatrixUpdates:
         return direction.to(self._dtype)
 
 
-def run_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldElements:
+def held_elements_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldElements:
     """Return what this rank holds of a piece, of which it gives the owner what no other rank
     gives."""
     part = piece.part
-    held = piece.overlap(buffer.first, buffer.last)
+    held = piece.overlap(buffer.start, buffer.stop)
     given = piece.overlap(*buffer.share)  # which lies within the slice
     if part.copy or not given:
         given = range(held.start, held.start)
@@ -194,8 +194,8 @@ def run_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> Hel
         dim=-1 if part.dim is None else part.dim,
         shards=part.shards,
         shard=part.shard,
-        first=held.start - piece.start,
-        last=held.stop - piece.start,
+        start=held.start - piece.start,
+        stop=held.stop - piece.start,
         given_first=given.start - piece.start,
         given_last=given.stop - piece.start,
     )

@@ -112,7 +112,12 @@ class Source:
             if not name.startswith("mtp."):
                 retained[origin] = None
         return Source(
-            self.path, self.kind, self.model.alone, tuple(retained), self.facts, self.tokenizer
+            self.path,
+            self.kind,
+            self.model.without_mtp,
+            tuple(retained),
+            self.facts,
+            self.tokenizer,
         )
 
     def keys(self, kind: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
-from models.equivalence import TRAINING, as_computed
+from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, Json
 from tools.convert.hf.quantized import require_readable
@@ -22,7 +22,9 @@ from tools.convert.hf.quantized import require_readable
 NAMES = ("family", "bias")
 _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 # Fields that a refusal may name.
-_FIELDS = [name for name in ModelConfig.model_fields if name not in (*TRAINING, *NAMES, *_SIZES)]
+_FIELDS = [
+    name for name in ModelConfig.model_fields if name not in (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
+]
 
 
 def make_model(fields: Json, origin: str) -> ModelConfig:
@@ -78,7 +80,7 @@ def model_type(model: ModelConfig) -> str:
     for kind in (own_kind, *FAMILIES):
         if _can_say(kind, model):
             return kind
-    computed = as_computed(model)
+    computed = with_idle_keys_reset(model)
     if remedies := _remedies(own_kind, computed):
         raise UserError.of(
             "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
@@ -123,15 +125,15 @@ def _can_say(kind: str, model: ModelConfig) -> bool:
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Return the fields in which two models compute or train differently."""
-    ours = as_computed(model)
-    theirs = as_computed(other)
+    ours = with_idle_keys_reset(model)
+    theirs = with_idle_keys_reset(other)
     fields = type(model).model_fields
     return [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
 
 
 def _without_effect(model: ModelConfig) -> Sequence[str]:
     """Return the fields on which the logits of a model do not depend."""
-    names = (*TRAINING, *NAMES)
+    names = (*TRAINING_ONLY_KEYS, *NAMES)
     # Without a table of positions it is the size of nothing.
     return (*names, "max_positions") if model.positions == "rope" else names
 
@@ -149,7 +151,9 @@ def omitted_settings(model: ModelConfig) -> list[str]:
                 for field in lost
             )
         )
-    return [f"{field} = {getattr(model, field)}" for field in differing if field in TRAINING]
+    return [
+        f"{field} = {getattr(model, field)}" for field in differing if field in TRAINING_ONLY_KEYS
+    ]
 
 
 def notes_on_older_transformers(model: ModelConfig) -> list[str]:

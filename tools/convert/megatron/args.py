@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.equivalence import TRAINING, as_computed
+from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from models.router_settings import PLAIN
 from tools.convert.hf.config import NAMES, differing_fields, make_model
 from tools.convert.megatron.feed_forwards import (
@@ -200,7 +200,9 @@ def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
 def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit and only training goes by, as key = value."""
     differing = differing_fields(model, model_of_args(args, None))
-    omitted = [f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING]
+    omitted = [
+        f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING_ONLY_KEYS
+    ]
     for field in unsaid_by_arguments(model):
         omitted.append(f"{field} (Megatron-LM has no argument for it)")
     return omitted
@@ -269,9 +271,9 @@ def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
             "convert.megatron_not_expressible", lacking=f"such model: {error.problems[0]}"
         ) from error
     lost = [
-        _describe_difference(as_computed(model), read_back, name)
+        _describe_difference(with_idle_keys_reset(model), read_back, name)
         for name in differing_fields(model, read_back)
-        if name not in (*TRAINING, *NAMES)
+        if name not in (*TRAINING_ONLY_KEYS, *NAMES)
     ]
     if lost:
         raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lost))

@@ -178,7 +178,7 @@ def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, s
     if config.get("quantization_config") is not None:
         raise UserError.of("convert.nxd_quantized", file=config_file)
     try:
-        return from_hugging_face(config).alone, config["model_type"]
+        return from_hugging_face(config).without_mtp, config["model_type"]
     except UserError as error:
         raise UserError(
             *(problem.within(f"{config_file}: ") for problem in error.problems)

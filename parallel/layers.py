@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, attach
+from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
-from megaprec.main_grad import Destination, cleared_main_grad, destination
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, InputLayout, Linear

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.waiting import Pending
-from megaprec.errors import UserError
-from megaprec.main_grad import (
+from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
     cleared_main_grad,
@@ -27,6 +25,8 @@ from megaprec.main_grad import (
     note_weights_read,
     require_unchanged_weights,
 )
+from megaprec.comm.waiting import Pending
+from megaprec.errors import UserError
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue

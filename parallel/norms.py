@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part
-from megaprec.main_grad import destination, note_weights_read, require_unchanged_weights
+from megaprec.comm.main_grad import destination, note_weights_read, require_unchanged_weights
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.leaves import PLAIN, Leaves
@@ -22,7 +22,7 @@ from parallel.linear import Widen, add_gradient, sum_dtype
 class RMSNorm(nn.Module):
     """x [..., hidden] / root mean square * weight, in the dtype of products.
 
-    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as attention heads do.
+    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
     offset: added to the weight, which begins at 1 - offset; Gemma's norms have an offset of 1.
     """
 
@@ -153,7 +153,7 @@ class LayerNorm(nn.Module):
     """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of
     products.
 
-    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as attention heads do.
+    differs_over_tp: x differs between tp ranks although the sequence is not sharded, as heads do.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.main_grad import destination, note_weights_read, require_unchanged_weights
+from megaprec.comm.main_grad import destination, note_weights_read, require_unchanged_weights
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.linear import add_gradient

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
-from megaprec.main_grad import zero_missing_grads
+from megaprec.comm.main_grad import zero_missing_grads
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan

@@ -1,6 +1,6 @@
 """Gradients that a test writes into the buffers itself."""
 
-from megaprec.main_grad import begin_accumulation
+from megaprec.comm.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.save_load import load, save
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
-from megaprec.main_grad import cleared_main_grad
+from megaprec.comm.main_grad import cleared_main_grad
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport

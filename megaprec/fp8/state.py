@@ -205,7 +205,7 @@ class FP8State:
         the weight.
 
         name: unique among the weights of this process. Every change of a weight must increment its
-        version (`Buffer.start_collect` does so for the optimizers of this project).
+        version (`Buffer.start_all_gather` does so for the optimizers of this project).
         """
         state = (weight._version, moment)
         cast_in, casts = self._casts.get(name, (None, None))

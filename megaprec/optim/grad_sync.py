@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.main_grad import close_accumulation, zero_missing_grads
+from megaprec.comm.main_grad import close_accumulation, zero_missing_grads
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.numerics import RunningSums
 from megaprec.optim.partial_grads import sum_partial

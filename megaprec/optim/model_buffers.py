@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, has_layout, layout_of, parameters_of
+from megaprec.comm.main_grad import reset_accumulation
 from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
-from megaprec.main_grad import reset_accumulation
 from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel

@@ -20,8 +20,8 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of
+from megaprec.comm.main_grad import has_gradient
 from megaprec.errors import UserError
-from megaprec.main_grad import has_gradient
 from megaprec.optim.consensus import DIGEST_BITS
 from megaprec.optim.flat_buffer import Buffer, OwnedPiece
 from megaprec.optim.ranks import Ranks

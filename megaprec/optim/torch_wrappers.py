@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, layout_of, parameters_of
+from megaprec.comm.main_grad import set_gradient
 from megaprec.errors import UserError
-from megaprec.main_grad import set_gradient
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 DTensor = Any  # importing torch's class takes half a second

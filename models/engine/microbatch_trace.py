@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
+from megaprec.comm.main_grad import has_gradient
 from megaprec.comm.tensor_digests import digest
 from megaprec.diagnose.module_trace import BACKWARD, FORWARD, DigestTrace, TraceEntry
-from megaprec.main_grad import has_gradient
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis, copy_to_device
+from megaprec.comm.main_grad import reset_accumulation
 from megaprec.diagnose.position import Position
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
-from megaprec.main_grad import reset_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.gathered_texts import gather_entries
+from megaprec.comm.main_grad import begin_accumulation, has_gradient
 from megaprec.comm.random import key
 from megaprec.comm.tensor_digests import digest, hexadecimal
 from megaprec.diagnose.held_state import (
@@ -33,7 +34,6 @@ from megaprec.diagnose.held_state import (
     find_strayed,
 )
 from megaprec.diagnose.silent_fault import Fault, RankEvidence, judge, read_trace
-from megaprec.main_grad import begin_accumulation, has_gradient
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.step_report import StepObserver

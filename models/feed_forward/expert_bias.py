@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.main_grad import Destination, cleared_main_grad, destination
+from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
 from parallel.context import Context
 from parallel.layers import parameter
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.main_grad import (
+from megaprec.comm.main_grad import (
     Destination,
     begin_accumulation,
     destination,

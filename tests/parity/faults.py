@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
-from megaprec.main_grad import begin_accumulation
+from megaprec.comm.main_grad import begin_accumulation
 from megaprec.optim import grad_sync
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import ModelBuffers

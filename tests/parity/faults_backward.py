@@ -330,7 +330,7 @@ FAULTS = {
     "masters are rounded": Fault("llama", DP, "update", ".*", change(Run, "wide", rounded_masters)),
     # --- what later steps begin with
     "weights are not collected": Fault(
-        "llama", DP, "forward", "embedding", change(Buffer, "start_collect", uncollected)
+        "llama", DP, "forward", "embedding", change(Buffer, "start_all_gather", uncollected)
     ),
     "replicas take the same samples": Fault(
         "llama", DP, "data", ".*", change(Batches, "_read", same_samples)

@@ -43,8 +43,12 @@ def imports() -> dict[str, set[str]]:
 
 def room_of(path: str) -> str:
     """Return the folder of a module. `python -m megaprec` is the command line, wherever Python wants
-    its file to lie."""
-    return "tools" if path == "megaprec/__main__.py" else str(Path(path).parent)
+    its file to lie. The folders within megaprec/optim are one room with it: the optimizer is built
+    from them, and they from its buffers."""
+    if path == "megaprec/__main__.py":
+        return "tools"
+    folder = str(Path(path).parent)
+    return "megaprec/optim" if folder.startswith("megaprec/optim/") else folder
 
 
 def uses_of_rooms() -> dict[str, set[str]]:

@@ -180,19 +180,11 @@ def test_damaged_scales_are_refused(
             "masters are the only FP32 weights",
         ),
         (
-            ["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"],
-            "kept in FP8 are then",
-        ),
-        (
             [
                 "precision.nemo.recipe=bf16_with_fp8_mixed",
                 "precision.nemo.fp8_dot_product_attention=true",
             ],
             "set precision.nemo.fp8_dot_product_attention = false",
-        ),
-        (
-            ["fp8.kind=delayed", "optimizer.validation=after"],
-            'optimizer.validation = "after" finds a bad step',
         ),
         (
             ["precision.nemo.recipe=bf16_with_mxfp8_mixed"],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
-from megaprec.main_grad import begin_accumulation
+from megaprec.comm.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
 from tools.bench.measurement import (

@@ -46,7 +46,6 @@ ROUNDING = (
     "train.micro_batch",
     "train.threads",
     "train.compile",
-    "optimizer.native",
 )
 SCHEDULE = ("lr.*", "train.steps")
 # of FREELY: no number of a resume depends on them as such, but of a run

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import layout_of
+from megaprec.comm.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 from megaprec.errors import Problem, UserError
-from megaprec.main_grad import accumulate_autograd_grad, has_gradient, set_gradient
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.numerics import RunningSums
 

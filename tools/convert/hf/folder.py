@@ -104,7 +104,7 @@ def hf_model(folder: Path) -> ModelConfig:
     model = _name_folder_in_errors(folder, from_hugging_face, read_config(folder))
     if model.mtp_layers and _has_modules(model, _tensor_names(folder)):
         return model
-    return model.alone
+    return model.without_mtp
 
 
 def _name_folder_in_errors(
@@ -405,7 +405,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     left_out: tuple[str, ...] = ()
     if not has_module_rules(rules):
         left_out = _left_out_modules(source.model)
-        source = source.alone
+        source = source.without_mtp
     writer = _Writer(source, rules, dtype, shard_bytes)
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
     return Target(

@@ -1,8 +1,8 @@
 """The verdict about ranks that computed or hold something wrong: which rank it was, and where it
 began.
 
-Every rank gives a `RankEvidence`: digests of what it holds, of the messages that it sent and received,
-and traces of one micro-batch. The micro-batch was computed in the training step ("real") and again
+Every rank gives a `RankEvidence`: digests of what it holds, of the messages that it sent and
+received, and traces of one micro-batch. The micro-batch was computed in the training step ("real") and again
 on another replica ("again"). If these differ, every replica computes it twice more ("first",
 "second"). A replica that differs from itself, or from the majority of replicas, is at fault; if all
 agree now, the fault was transient, and the one that differs from the majority is the one that erred

@@ -1,0 +1,1 @@
+"""Layers and stages of a decoder, its cut into stages, multi-token prediction, and custom models."""

@@ -1,0 +1,1 @@
+"""The feed-forward of a layer, dense or with experts: router, dispatch of tokens, grouped products."""

@@ -296,7 +296,7 @@ from megaprec.diagnose.position import Phase, Position
 position = Position()
 position.share()
 position.enter(Phase.STEP, 7)
-position.at("update")
+position.note_action("update")
 print(position.shared, flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """

@@ -221,7 +221,7 @@ def test_a_source_distribution_has_the_code_and_nothing_that_does_not_run_withou
     with tarfile.open(file) as archive:
         names = {Path(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
     benchmarks = {path for path in modules() if path.is_relative_to("tools/bench")}
-    shipped = set(modules()) - benchmarks | {Path("megaprec/optim/native.c"), Path("LICENSE")}
+    shipped = set(modules()) - benchmarks | {Path("LICENSE")}
     assert shipped <= names and not benchmarks & names
     made = {"PKG-INFO", "setup.cfg", "megaprec.egg-info"}
     assert {path.parts[0] for path in names} <= {*kept, *made}

@@ -23,7 +23,8 @@ from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
-from tools.config.precision_settings import FP8, REFUSED_KEYS, Precision
+from tools.config.precision_settings import FP8, Precision
+from tools.config.removed_keys import REMOVED_KEYS
 from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.config.settings import LR, Log, Optimizer, Parallel, Train
 
@@ -505,12 +506,22 @@ def test_the_help_of_a_key_is_a_sentence() -> None:
     assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
 
 
-@pytest.mark.parametrize("key", REFUSED_KEYS)
+@pytest.mark.parametrize("key", REMOVED_KEYS)
 @pytest.mark.parametrize("value", ["false", '"stage"'])
 def test_a_key_that_no_run_computes_with_is_refused_by_name(key: str, value: str) -> None:
     (problem,) = problems(*MINIMAL, f"{key}={value}")
-    assert problem == (f"{key} = {value} (command line): {REFUSED_KEYS[key]}; remove this key")
+    assert problem == (f"{key} = {value} (command line): {REMOVED_KEYS[key]}; remove this key")
     assert key not in known_keys() and key not in describe_keys()
+
+
+def test_a_run_that_an_earlier_megaprec_wrote_down_is_still_read(tmp_path: Path) -> None:
+    """It has all keys, also those that are gone."""
+    run = load_run(None, MINIMAL)
+    run.save_resolved(tmp_path)
+    saved = tmp_path / "run.toml"
+    text = saved.read_text().replace("[optimizer]\n", '[optimizer]\nvalidation = "before"\n')
+    saved.write_text(text.replace("[fp8]\n", '[fp8]\nreduce_over = "world"\n'))
+    assert load_run(saved) == run
 
 
 def test_a_run_file_is_read_without_opening_the_weights_that_it_names(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _repeated_passes(
-    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
+    model: ModelConfig, parallel: Parallel, precision: Precision, fp8: FP8
 ) -> Iterator[str]:
     """Yield a problem for each setting that computes a pass again, if FP8 scales would then have
     advanced (`FP8Recipe.repeatable`)."""
@@ -114,7 +114,12 @@ def _repeated_passes(
         yield Problem.of("config.history_latent")
     if fp8.shadow_every:
         yield Problem.of("config.history_shadow", shadow_every=fp8.shadow_every)
-    if train.sentinel:
+
+
+def _sentinel(train: Train, precision: Precision, fp8: FP8) -> Iterator[str]:
+    """Yield a problem if the sentinel cannot compute a micro-batch again."""
+    plan = plan_or_none(precision, fp8)
+    if train.sentinel and plan is not None and plan.fp8 and not plan.fp8.repeatable:
         yield Problem.of("config.history_sentinel", sentinel=train.sentinel)
 
 
@@ -454,6 +459,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _recomputed_layers,
     _predicted_ahead,
     _repeated_passes,
+    _sentinel,
     expert_layout,
     expert_neighbours,
     virtual_ranks,

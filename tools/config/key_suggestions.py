@@ -90,13 +90,6 @@ KEYS: Mapping[str, tuple[str, ...]] = _keys_of_others()
 """Our keys by the names of Megatron-LM and DeepSpeed."""
 
 
-REMOVED: Mapping[str, str] = {
-    "optimizer.native": "AdamW has no kernels in C: remove it",
-    "optimizer.validation": "all ranks agree on a step before its update: remove it",
-}
-"""Keys that earlier versions had, and what to do about each."""
-
-
 def unknown_key_problems(
     settings: Mapping[str, Setting], known_fields: Mapping[str, FieldInfo | None]
 ) -> Iterator[str]:
@@ -136,8 +129,6 @@ def _unknown_key(key: str, setting: Setting, known_fields: Mapping[str, FieldInf
         return f"{key} ({setting.origin}): {outer} {remedy}"
     if key in known_fields:
         return ""
-    if key in REMOVED:
-        return f"{printed}: no such key, for {REMOVED[key]}"
     return f"{printed}: no such key{_suggestion(table, name or key, known_fields)}"
 
 

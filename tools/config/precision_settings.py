@@ -24,14 +24,6 @@ PLAN_ONLY: Mapping[str, str] = {
     ),
 }
 """Fields of a plan that other systems set and no run computes with, each with the reason."""
-REFUSED_KEYS: Mapping[str, str] = {
-    **PLAN_ONLY,
-    "fp8.reduce_over": (
-        "the scales are the same over the world and over a pipeline stage, for no two stages share "
-        "a tensor"
-    ),
-}
-"""Keys of earlier run files that changed no number, each with the reason."""
 Scaling = Literal["none", "constant", "dynamic"]
 
 

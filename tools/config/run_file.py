@@ -45,8 +45,9 @@ from tools.config.effectless import PERIODS, Tables, effectless
 from tools.config.initial_model import InitialModel, add_initial_model
 from tools.config.key_suggestions import unknown_key_problems
 from tools.config.native_keys import native_settings, origins_of, plan_of, with_origins
-from tools.config.precision_settings import FP8, REFUSED_KEYS, Precision
+from tools.config.precision_settings import FP8, Precision
 from tools.config.relative_paths import beside_run_file
+from tools.config.removed_keys import take_removed
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explain, too_large
@@ -266,7 +267,10 @@ class RunFile:
 
         # other systems' tables leave the settings; then unknown keys are known
         self._dialect = resolve_dialect(settings, known_keys())
-        self.problems += _take_refused(settings)
+        removed = [*take_removed(settings)]
+        # A run that an earlier megaprec wrote down has all keys; these never changed its numbers.
+        if not self._is_saved():
+            self.problems += removed
         self.problems += self._dialect.problems
         self.problems += unknown_key_problems(settings, _known_fields())
         self.problems += _two_sources(settings)
@@ -324,6 +328,10 @@ class RunFile:
         config._dialect_plan = plan
         return config
 
+    def _is_saved(self) -> bool:
+        """Return True if the file is a resolved run, which megaprec wrote."""
+        return self.path is not None and read_whole(Path(self.path)).startswith(SAVED.encode())
+
     def _written_keys(self) -> set[str]:
         """Return the keys that the user wrote and means for this run.
 
@@ -332,7 +340,7 @@ class RunFile:
         """
         origins = {key: setting.origin for key, setting in self.settings.items()}
         typed = {key for key, origin in origins.items() if origin == "command line"}
-        if self.path is None or read_whole(Path(self.path)).startswith(SAVED.encode()):
+        if self.path is None or self._is_saved():
             return typed
         in_file = {key for key, origin in origins.items() if origin == f"file {self.path}"}
         if "train.steps" in typed:
@@ -359,7 +367,7 @@ def load_precision(
     """
     given_keys = set(settings)
     dialect = resolve_dialect(settings, None)
-    problems = [*_take_refused(settings), *dialect.problems]
+    problems = [*take_removed(settings), *dialect.problems]
     # keys that a dialect adds are not of the user
     given = {key: setting for key, setting in settings.items() if key in given_keys}
     problems += unknown_key_problems(given, _known_fields())
@@ -387,20 +395,6 @@ def read_run_settings(
     if path is not None:
         settings = _read_file(Path(path)) | settings
     return settings, problems
-
-
-def _take_refused(settings: dict[str, Setting]) -> Iterator[Problem]:
-    """Take keys that changed no number out of `settings`; yield a problem for each."""
-    for key, reason in REFUSED_KEYS.items():
-        setting = settings.pop(key, None)
-        if setting is not None:
-            yield Problem.of(
-                "config.key_removed",
-                key=key,
-                value=toml(setting.value),
-                origin=setting.origin,
-                reason=reason,
-            )
 
 
 def _read_tables(

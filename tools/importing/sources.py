@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import naming_file
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
 from tools.arguments.deepspeed import is_deepspeeds
@@ -206,7 +207,7 @@ def _require_most(name: str, typed: Sequence[str]) -> None:
 def _text(path: Path) -> str:
     """Return the text of a file; of a log the beginning, where the arguments are."""
     try:
-        with path.open("rb") as file:
+        with naming_file(path), path.open("rb") as file:
             content = file.read(LARGEST_LOG)
     except OSError as error:
         raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error

@@ -107,7 +107,6 @@ def made_ready(
         update={
             "train": ready.train.model_copy(update=train),
             "precision": ready.precision.model_copy(update=precision),
-            "optimizer": ready.optimizer.model_copy(update={"validation": "before"}),
             "log": ready.log.model_copy(update={"sample": "", "timeline": 0, "digests": 0}),
         }
     )

@@ -1,0 +1,1 @@
+"""Canonical numerics: sums that have the same bits in every layout."""

@@ -1,0 +1,1 @@
+"""Muon over whole logical matrices, whatever ranks hold their slices."""

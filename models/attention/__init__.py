@@ -1,3 +1,3 @@
-"""Attention: its kernels and the choice among them, rotary positions, packed documents, sequences that
-are cut over ranks, latent attention.
+"""Attention: its kernels and the choice among them, rotary positions, packed documents, sequences
+cut over ranks, latent attention.
 """

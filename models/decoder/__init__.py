@@ -1,1 +1,1 @@
-"""Layers and stages of a decoder, its cut into stages, multi-token prediction, and custom models."""
+"""Layers and stages of a decoder, its cut into stages, multi-token prediction, own models."""

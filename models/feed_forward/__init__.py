@@ -1,1 +1,1 @@
-"""The feed-forward of a layer, dense or with experts: router, dispatch of tokens, grouped products."""
+"""The feed-forward of a layer, dense or with experts: router, dispatch, grouped products."""

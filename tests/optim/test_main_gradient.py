@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaprec import main_grad
+from megaprec.comm import main_grad
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim import grad_sync

@@ -358,7 +358,7 @@ def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable
     """Each block's update is of a changed step."""
 
     def make(inner: Any) -> Any:
-        return lambda self, block, step: inner(self, block, change_step(self, step))
+        return lambda self, tile, rule, step: inner(self, tile, rule, change_step(self, step))
 
     return change(ParallelAMPOptimizer, "_update_tile", make)
 

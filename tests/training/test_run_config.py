@@ -521,7 +521,7 @@ def test_a_run_that_an_earlier_megaprec_wrote_down_is_still_read(tmp_path: Path)
     saved = tmp_path / "run.toml"
     text = saved.read_text().replace("[optimizer]\n", '[optimizer]\nvalidation = "before"\n')
     saved.write_text(text.replace("[fp8]\n", '[fp8]\nreduce_over = "world"\n'))
-    assert load_run(saved) == run
+    assert dict(load_run(saved)) == dict(run)
 
 
 def test_a_run_file_is_read_without_opening_the_weights_that_it_names(tmp_path: Path) -> None:

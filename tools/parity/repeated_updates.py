@@ -58,9 +58,7 @@ class _FixedNormOptimizer(ParallelAMPOptimizer):
 class _RepeatingTrainer(Trainer):
     """Trainer that takes steps with given gradients."""
 
-    @staticmethod
-    def _optimizer_class(config: RunConfig) -> type[ParallelAMPOptimizer]:
-        return _FixedNormOptimizer
+    optimizer_class = _FixedNormOptimizer
 
     def apply(self, gradients: Tensors | None, norm: float) -> None:
         """Take one step with these gradients by name, of the given `norm`; skip it if there are

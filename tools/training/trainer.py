@@ -22,6 +22,7 @@ from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.diagnose.position import Phase, Position, StepPosition
 from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.param_groups import Group
 from megaprec.optim.step_report import NO_TOKENS, NonFiniteStep, StepObserver, StepReport
 from megaprec.precision.gemm import fp32_sums
@@ -69,6 +70,8 @@ class Trainer:
     position: what this rank does, kept up to date for a watchdog.
     straggler_events: returns events about slow ranks since the last call.
     """
+
+    optimizer_class = ParallelAMPOptimizer
 
     def __init__(
         self,
@@ -125,7 +128,7 @@ class Trainer:
             stage_maker(config.model.factory),
         )
         optimizer_options = _optimizer_options(config, device_of(mesh))
-        optimizer = stages.make_optimizer(**optimizer_options)
+        optimizer = stages.make_optimizer(self.optimizer_class, **optimizer_options)
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     def _resume(self, checkpoint: Path) -> None:

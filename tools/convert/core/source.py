@@ -102,7 +102,7 @@ class Source:
         self._loaded: dict[str, Tensor] = {}
 
     @property
-    def alone(self) -> "Source":
+    def without_mtp(self) -> "Source":
         """Return this source without modules of multi-token prediction."""
         if not self.model.mtp_layers:
             return self

@@ -21,7 +21,7 @@ without_dispatch_modes = _disable_current_modes
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_
-foreach_norm: Callable[..., list[Tensor]] = torch._foreach_norm
+foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 scaled_product: Callable[..., Tensor] = torch._scaled_mm
 
 

@@ -3,10 +3,11 @@ began.
 
 Every rank gives a `RankEvidence`: digests of what it holds, of the messages that it sent and
 received, and traces of one micro-batch. The micro-batch was computed in the training step ("real")
-and again on another replica ("again"). If these differ, every replica computes it twice more ("first",
-"second"). A replica that differs from itself, or from the majority of replicas, is at fault; if all
-agree now, the fault was transient, and the one that differs from the majority is the one that erred
-then. Two replicas that differ steadily accuse each other: nothing tells which is right.
+and again on another replica ("again"). If these differ, every replica computes it twice more
+("first", "second"). A replica that differs from itself, or from the majority of replicas, is at
+fault; if all agree now, the fault was transient, and the one that differs from the majority is the
+one that erred then. Two replicas that differ steadily accuse each other: nothing tells which is
+right.
 
 Within a replica, the first difference in order of computation names the rank. Tensor-parallel ranks
 that see it at the same moment, after a sum of their parts, are all named.

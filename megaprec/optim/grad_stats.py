@@ -97,7 +97,7 @@ def _norms(blocks: Sequence[Tensor]) -> Tensor:
     if blocks[0].device.type == "cpu":
         norms = [_norm(block) for block in blocks]
     else:
-        norms = foreach_norm(list(blocks), 2, torch.float64)
+        norms = list(foreach_norm(blocks, 2, torch.float64))
     return torch.stack(norms)
 
 

@@ -22,6 +22,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import plan
 from tests.checkpoint.test_checkpoint import change_index, saved
+from tests.refusals import raises
 
 SHAPES = [(), (1,), (7,), (4, 5), (3, 1), (1, 6), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
@@ -106,7 +107,7 @@ def test_a_range_that_the_file_does_not_have_is_damage(tmp_path: Path) -> None:
         lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=[0, 30]),
         path,
     )
-    with pytest.raises(UserError, match=r"lacks a part of weight/conv\.weight: it is damaged"):
+    with raises("checkpoint.part_missing", key="weight/conv.weight"):
         Store(path).read("weight", "conv.weight")
 
 

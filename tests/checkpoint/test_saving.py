@@ -36,6 +36,7 @@ from tests.checkpoint.test_checkpoint import (
 )
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 
 def full(descriptor: int, content: memoryview) -> None:
@@ -349,10 +350,7 @@ def test_a_failed_rename_brings_the_checkpoint_of_that_step_back(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", broken)
-    with pytest.raises(
-        UserError,
-        match=r"step_00000002 is not saved: .*Input/output error \(EIO\): look at the disk",
-    ):
+    with raises("checkpoint.not_saved"):
         saved(tmp_path, 2, value=6.0)
     assert names(tmp_path) == ["step_00000002"]
     path = latest(tmp_path)

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.virtual import VirtualAxis, tree_sum
-from megaprec.errors import UserError
 from tests.ranks import on_ranks
+from tests.refusals import raises
 
 ALONE = Axis("tp")
 
@@ -108,9 +108,7 @@ def test_a_maximum_keeps_a_nan() -> None:
 
 
 def test_virtual_ranks_must_divide_evenly() -> None:
-    with pytest.raises(
-        UserError, match="3 virtual ranks cannot be shared out evenly among 2 processes of tp"
-    ):
+    with raises("comm.virtual_ranks_uneven", virtual_ranks=3, processes=2, axis="tp"):
         VirtualAxis(Axis("tp", 0, 2), 3)
     with pytest.raises(
         ValueError, match="24 elements of dim 0 do not divide by the 5 virtual ranks"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import shows
 from tests.runs import train, write_run
 from tools import cli
 from tools.bisect.sides import Side, must_be_equal, other_keys
@@ -312,10 +313,7 @@ def test_one_run_given_twice_is_not_said_to_agree(
     other: str, room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bisect", str(room / "a"), f"{room}/{other}"]) == 2
-    assert (
-        "are the same run: give two; megaprec prove compares a run with itself"
-        in capsys.readouterr().err
-    )
+    assert shows(capsys.readouterr().err, "command.same_run")
 
 
 def test_a_side_without_records_has_none(made: Path) -> None:

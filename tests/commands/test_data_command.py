@@ -10,6 +10,7 @@ import pytest
 from megaprec.data.files import exclusive_lock
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
+from tests.refusals import raises
 from tools.commands.data import add_parser
 
 
@@ -66,7 +67,7 @@ def test_a_tokenizer_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "x", 1000) as writer:
         writer.add_document([999])
     command("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
-    with pytest.raises(UserError, match="vocabulary of 400 does not hold"):
+    with raises("data.vocabulary_too_small", vocab=400):
         command("inspect", tmp_path / "x", "--tokenizer", tmp_path / "py.model")
 
 

@@ -12,6 +12,7 @@ import pytest
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
 from tests.commands.test_data_command import command
+from tests.refusals import raises, shows
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_damage_is_bad(
 def test_half_a_pair_is_bad(good: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     good.with_suffix(suffix).unlink()
     assert command("verify", good) == 2
-    assert "no such file" in capsys.readouterr().out
+    assert shows(capsys.readouterr().out, "data.data_set_missing")
 
 
 def test_another_tokenizer_is_bad(
@@ -131,7 +132,7 @@ def test_negative_ids_and_numbers_that_are_none_are_bad(
     assert "-2 to 3: token ids cannot be negative" in capsys.readouterr().out
     changed(tmp_path / "x.idx", lambda content: content.__setitem__(17, 7))
     assert command("verify", tmp_path / "x") == 2
-    assert "float32 numbers, which are no token ids" in capsys.readouterr().out
+    assert shows(capsys.readouterr().out, "data.not_token_ids", name="float32")
 
 
 def test_a_data_set_without_a_token_is_bad(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_texts_are_read_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_nothing_at_all_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
+    with raises("data.source_missing"):
         command("verify", tmp_path / "nothing")
 
 

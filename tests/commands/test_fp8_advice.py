@@ -8,6 +8,7 @@ import torch
 
 from megaprec.fp8.quantize import quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from tests.refusals import shows
 from tools.cli import main
 from tools.commands import fp8_advice
 from tools.config.run_file import RunConfig, load_run
@@ -145,7 +146,7 @@ def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str
         assert len(told.splitlines()) == 1
     if not torch.cuda.is_available():
         assert main(["fp8-advice", str(run_file), "--device", "cuda"]) == 2
-        assert "--device cuda: torch sees no CUDA device here" in capsys.readouterr().err
+        assert shows(capsys.readouterr().err, "command.no_cuda")
 
 
 @pytest.mark.cases(1)

@@ -17,6 +17,7 @@ from megaprec.data.training import train_hugging_face
 from models.config import ModelConfig
 from models.decoder.kv_cache import CachedStage
 from tests import oracle
+from tests.refusals import shows
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
 from tools.text.generation import Generation, escape_control_characters
@@ -270,7 +271,12 @@ def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names
     # settings of a checkpoint stay as they were saved
     kept.write_text(kept.read_text().replace('"t"', '"h"'))
     assert main(["generate", str(run), "--prompt", "the"]) == 2
-    assert "tokenizer_config.json is not what was saved" in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err,
+        "checkpoint.digest_differs_newest",
+        wrong="tokenizer_config.json",
+        verb="is",
+    )
 
 
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(

@@ -10,6 +10,7 @@ import pytest
 
 from megaprec.data import training
 from megaprec.data.text import open_source
+from tests.refusals import shows
 from tools.cli import main
 from tools.commands import init
 from tools.config.run_file import load_run
@@ -163,7 +164,7 @@ def test_a_file_that_is_there_is_never_replaced(
 ) -> None:
     (here / "run.toml").write_text("mine")
     assert main(["init"]) == 2
-    assert "run.toml exists already" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "command.run_file_exists", output="run.toml")
     assert (here / "run.toml").read_text() == "mine"
 
 

@@ -12,6 +12,7 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tests.other_systems import write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.commands import diff
 from tools.commands.diff import compare
@@ -208,5 +209,5 @@ def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_p
         resolve_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none", "model.layers=-1"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(UserError, match="model_type 'bert' is not known"):
+    with raises("convert.hf_model_type", kind="bert"):
         resolve_run(tmp_path / "run.toml", [f"train.init_from={folder}"])

@@ -18,6 +18,7 @@ from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
 from models.presets import preset
 from parallel.context import Context
+from tests.refusals import shows
 from tools.cli import main
 from tools.commands.precision import read_precision
 from tools.config.native_keys import native_keys_of
@@ -220,7 +221,12 @@ def test_what_cannot_be_understood_is_refused_and_nothing_is_run(
 
 def test_a_file_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precision", "show", "nowhere.toml"]) == 2
-    assert "nowhere.toml: cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err,
+        "precision_file.file_unreadable",
+        path="nowhere.toml",
+        reason="No such file or directory",
+    )
 
 
 def test_show_names_every_field_what_decided_it_and_every_module(
@@ -290,9 +296,7 @@ def test_a_run_file_is_translated_with_its_model(
 
 def test_an_unknown_system_is_refused(pasted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precision", "translate", str(pasted(NXD)), "--to", "deepspeed"]) == 2
-    assert (
-        '--to "deepspeed": no such system; there are native, nxd, smp,' in capsys.readouterr().err
-    )
+    assert shows(capsys.readouterr().err, "command.system_unknown", to="deepspeed")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import simulate
+from tests.refusals import raises, shows
 from tests.runs import losses, train, train_on, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
@@ -184,7 +185,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for text in ("{", "[]", '{"traceEvents": [{"ph": "X", "name": "F0"}]}'):
         path.write_text(text)
-        with pytest.raises(UserError, match="not a trace that megaprec wrote"):
+        with raises("plots.trace_foreign"):
             read_trace(path)
     write_trace(path, simulate(schedule("1f1b", 2, 2)), "again")
     assert read_trace(path)
@@ -229,15 +230,13 @@ def test_schedules_that_do_not_fit_a_run_are_told_at_load(
 def test_a_schedule_file_that_does_not_fit_a_run_is_told_at_load(tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     run = [*BARE, "model.layers=4", "parallel.pipeline=2", f"parallel.schedule_file={own}"]
-    with pytest.raises(UserError, match="cannot be read"):
+    with raises("config.schedule_unreadable"):
         load_run(None, run)
     own.write_text(str(schedule("1f1b", 2, 4)))
-    with pytest.raises(
-        UserError, match=r"has 4 micro-batches, but train\.global_batch over .* is 8"
-    ):
+    with raises("config.schedule_microbatches", microbatches=4, microbatches_of_run=8):
         load_run(None, run)
     own.write_text(str(schedule("1f1b", 3, 8)))
-    with pytest.raises(UserError, match=r"has 3 ranks, but parallel\.pipeline is 2"):
+    with raises("config.schedule_ranks", ranks=3, pipeline=2):
         load_run(None, run)
     own.write_text(str(schedule("1f1b", 2, 8)).replace("B1.3 ", ""))
     with pytest.raises(UserError, match=r"rank 1: B1\.3 is missing"):
@@ -272,8 +271,8 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     assert main(["schedule", *map(str, other)]) == 0
     left_out = f"left out   {folder / TIMELINE}, which was recorded with another schedule"
     assert left_out in capsys.readouterr().err, "stdout is the report alone"
-    assert "recorded with another schedule" in refused(
-        capsys, *other, "--measured", folder / TIMELINE
+    assert shows(
+        refused(capsys, *other, "--measured", folder / TIMELINE), "command.measured_other_schedule"
     )
 
 

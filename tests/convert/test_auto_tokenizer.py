@@ -10,6 +10,7 @@ import pytest
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from tests.other_systems import slow, write_folder
+from tests.refusals import shows
 from tools.cli import main
 from tools.convert.auto_tokenizer import TEXTS
 
@@ -108,7 +109,7 @@ def test_a_model_without_a_tokenizer_says_so_and_takes_one(
         file
     ).encode(TEXTS[0])
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), *given]) == 2
-    assert "has a tokenizer of its own: leave it out" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "command.tokenizer_twice")
 
 
 def test_a_begin_token_that_the_tokenizer_does_not_have_is_left_to_config_json(

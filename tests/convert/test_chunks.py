@@ -10,6 +10,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.other_systems import CONFIGS
+from tests.refusals import raises
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import matches
 from tools.convert.core.tensors import Stored
@@ -75,7 +76,7 @@ def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_single_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a single number"):
+    with raises("convert.megatron_scalar"):
         whole(tmp_path, [], single=True)
 
 

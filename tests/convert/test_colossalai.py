@@ -14,6 +14,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from tests.convert.test_untrusted import Malice
 from tests.other_systems import slow, write_folder
+from tests.refusals import shows
 from tools.cli import main
 from tools.convert.formats import open_source
 
@@ -88,12 +89,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     torch.save({**torch.load(lost), "model.x": torch.zeros(2)}, lost)
     assert "has the tensor model.x, which its model has no place for" in refused(folder)
     (folder / "config.json").unlink()
-    assert "config.json is missing: Colossal-AI writes it for models of transformers" in refused(
-        folder
-    )
+    assert shows(refused(folder), "convert.colossal_config_missing")
     (folder / "pytorch_model.bin.index.json").unlink()
     (folder / "tmp_index_files").mkdir()
-    assert "was not saved whole: tmp_index_files/" in refused(folder)
+    assert shows(refused(folder), "convert.colossal_not_whole", stages="tmp_index_files")
 
 
 @here

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tests.other_systems import FOR_MEGATRON, IN_MEGATRON, same_files, usually, write_folder
+from tests.refusals import raises, shows
 from tests.runs import checkpoint, edit_index, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.commands.inspect import describe
@@ -210,7 +211,7 @@ def test_values_that_do_not_read_back_are_not_taken_for_a_model(
     # a disk that loses what it is given
     monkeypatch.setattr(target, "fill", lambda file, start, values: None)
     assert main(["convert", str(hf), str(tmp_path / "ours")]) == 2
-    assert "does not read back as it was written" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.read_back_differs")
     assert not (tmp_path / "ours").exists()
 
 
@@ -225,7 +226,7 @@ def test_a_wrong_order_of_query_key_and_value_is_found_by_the_logits(
     # reads back as it was written, all the same
     run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron")
     monkeypatch.undo()
-    with pytest.raises(UserError, match="are not the same model: FP32 logits differ"):
+    with raises("convert.verify_differs"):
         compare_logits(tmp_path / "ours", tmp_path / "megatron")
 
 
@@ -324,7 +325,9 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     folder = write_folder(tmp_path / "hf", "llama")
     shutil.copy(trained / "text.model", folder / "tokenizer.model")
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
-    assert "has 330 tokens, but the vocabulary of the model holds 131" in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err, "convert.tokenizer_beyond_vocabulary", vocab_size=330, vocab=131
+    )
 
 
 def test_a_destination_that_is_there_is_left_alone(
@@ -332,7 +335,7 @@ def test_a_destination_that_is_there_is_left_alone(
 ) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(folder)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "command.folder_exists")
 
 
 def test_a_layout_that_megatron_does_not_have_is_refused(
@@ -340,7 +343,7 @@ def test_a_layout_that_megatron_does_not_have_is_refused(
 ) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(tmp_path / "m"), "--to", "megatron", "--pp", "3"]) == 2
-    assert "stages that divide 4 layers" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.target_stages", layers=4)
     assert main(["convert", str(folder), str(tmp_path / "m"), "--to", "megatron", "--tp", "7"]) == 2
     assert "cannot be cut evenly among 7" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -376,7 +379,7 @@ def test_too_little_room_is_known_before_the_work(
         target.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100)
     )  # type: ignore[attr-defined]
     assert main(["convert", str(hf), str(tmp_path / "ours")]) == 2
-    assert "has 100 bytes free" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.no_room", free=100)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -20,6 +20,7 @@ from tests.internevo import weights
 from tests.nxd import Form
 from tests.nxd import save as save_nxd
 from tests.other_systems import write_folder
+from tests.refusals import shows
 from tools.cli import main
 from tools.convert.formats import open_source
 
@@ -67,10 +68,12 @@ def test_a_vocabulary_that_nothing_asks_for_is_refused(
         ("inspect", folder),
         ("diff", folder, folder),
     ):
-        assert "--vocab is for folders of Megatron-LM and NeMo" in said_by(
-            capsys, *command, "--vocab", 100
+        assert shows(
+            said_by(capsys, *command, "--vocab", 100),
+            "convert.vocab_unused",
+            formats="Megatron-LM and NeMo",
         )
-    assert "--vocab 0: give 1 or more" in said_by(capsys, "inspect", folder, "--vocab", 0)
+    assert shows(said_by(capsys, "inspect", folder, "--vocab", 0), "convert.vocab_option", vocab=0)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,7 +102,7 @@ def test_a_layout_of_megatron_is_refused_for_other_targets(
 def test_grouped_experts_need_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--to", "megatron", "--grouped-experts")
     said = said_by(capsys, "convert", hugging_face(tmp_path), tmp_path / "out", *options)
-    assert "--grouped-experts: the model has no experts" in said
+    assert shows(said, "convert.target_no_experts")
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -107,7 +110,7 @@ def test_what_is_for_megatron_alone_is_refused_for_all_others(
     make: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = said_by(capsys, "convert", make(tmp_path), tmp_path / "out", "--weights-only")
-    assert "--weights-only is for Megatron checkpoints" in said
+    assert shows(said, "convert.weights_only_unused")
 
 
 def refused(folder: Path) -> str:
@@ -122,12 +125,12 @@ def test_an_adapter_beside_weights_of_any_format_is_refused(
 ) -> None:
     folder = make(tmp_path)
     (folder / "adapter_config.json").write_text("{}")
-    assert "has an adapter, which is not read: merge it" in refused(folder)
+    assert shows(refused(folder), "convert.adapter")
 
 
 def test_an_adapter_alone_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "has an adapter, which is not read" in refused(tmp_path)
+    assert shows(refused(tmp_path), "convert.adapter")
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -151,9 +154,7 @@ def test_checkpoints_of_nemo_1_are_refused_with_a_way_out(inside: str, tmp_path:
     file.write_bytes(b"")
     (tmp_path / "m/model_config.yaml").write_text("num_layers: 4\n")
     for folder in {tmp_path / "m", file.parent}:
-        assert "of NeMo 1, whose checkpoints are not read" in refused(
-            folder
-        ) and "_nemo_to_hf.py" in refused(folder)
+        assert shows(refused(folder), "convert.nemo1") and shows(refused(folder), "convert.nemo1")
     archive = tmp_path / "one.nemo"
     archive.write_bytes(b"")
     assert f"{archive} is of NeMo 1" in refused(archive) and f"{archive} is of NeMo 1" in refused(
@@ -164,18 +165,13 @@ def test_checkpoints_of_nemo_1_are_refused_with_a_way_out(inside: str, tmp_path:
 def test_weights_of_nemo_without_their_context_say_what_is_missing(tmp_path: Path) -> None:
     folder = test_nemo.save(tmp_path)
     shutil.rmtree(folder / "context")
-    assert "NeMo says it in a folder context/ beside weights/, and it is missing" in refused(
-        folder / "weights"
-    )
+    assert shows(refused(folder / "weights"), "convert.megatron_no_args")
 
 
 def test_indices_of_stages_beside_an_older_index_are_not_a_checkpoint(tmp_path: Path) -> None:
     folder = colossalai(tmp_path) / "modeling"
     (folder / "tmp_index_files").mkdir()
-    assert (
-        "tmp_index_files/ still has the indices of stages, and the index beside it is of"
-        in refused(folder)
-    )
+    assert shows(refused(folder), "convert.colossal_not_whole", stages="tmp_index_files")
 
 
 def test_weights_that_no_index_names_are_noted(tmp_path: Path) -> None:
@@ -201,7 +197,7 @@ def test_a_comparison_that_rounding_would_fail_is_refused_before_the_work(
     for there, dtype in ((folder, "fp16"), (tmp_path / "wide", "bf16")):
         said = said_by(capsys, "convert", there, tmp_path / "out", *options, dtype)
         assert (
-            "--dtype rounds weight/embedding.weight from" in said
+            shows(said, "convert.verify_dtype", key="weight/embedding.weight")
             and not (tmp_path / "out").exists()
         )
 
@@ -224,8 +220,9 @@ def test_a_link_to_nowhere_is_no_free_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").symlink_to("nowhere")
-    assert "out exists already" in said_by(
-        capsys, "convert", hugging_face(tmp_path), tmp_path / "out"
+    assert shows(
+        said_by(capsys, "convert", hugging_face(tmp_path), tmp_path / "out"),
+        "command.folder_exists",
     )
 
 

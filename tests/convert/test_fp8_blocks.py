@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -236,9 +237,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
 def test_fp8_weights_of_which_the_config_says_nothing_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "hf")
     (path / "config.json").write_text(json.dumps(CONFIGS["deepseek_v3"]))
-    with pytest.raises(
-        UserError, match=r"in FP8, but config.json has no quantization_config that says so"
-    ):
+    with raises("convert.fp8_without_config"):
         open_source(path)
 
 
@@ -375,5 +374,5 @@ def test_a_folder_that_transformers_does_not_load_is_one_line(tmp_path: Path) ->
     pytest.importorskip("transformers", exc_type=ImportError)
     path = write_folder(tmp_path / "hf", "llama")
     (path / "generation_config.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"hf is not loaded by transformers \("):
+    with raises("convert.verify_not_loaded"):
         logits(path, torch.zeros(1, 3, dtype=torch.int64), torch.float32)

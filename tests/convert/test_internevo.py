@@ -25,6 +25,7 @@ from tests.internevo import (
     weights,
 )
 from tests.other_systems import slow
+from tests.refusals import raises, shows
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.verify import load_stage
@@ -94,9 +95,7 @@ def test_weight_parallelism_of_older_versions_cuts_layers_and_ends_apart(tmp_pat
     found = tensors(folder)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     (folder / "model_tp0_wp2_pp0.pt").unlink()
-    with pytest.raises(
-        UserError, match="is in the files of some ranks of a stage and not of others"
-    ):
+    with raises("convert.nxd_missing_on_ranks"):
         open_source(folder)
 
 
@@ -200,7 +199,7 @@ def test_ranks_that_are_missing_without_a_trace_are_missed(tmp_path: Path) -> No
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=4)
     for file in (*folder.glob("*tp3*"), *folder.glob("topo*"), *folder.glob("optimizer*")):
         file.unlink(missing_ok=True)
-    assert "all files has 192: files of ranks are missing" in refused(folder)
+    assert shows(refused(folder), "convert.internevo_width", ffn=192)
 
 
 @pytest.mark.parametrize("length", [3000, *slow((0,), (100,))])
@@ -219,22 +218,32 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         return refused(folder)
 
     rows = torch.zeros(HIDDEN // 2, HIDDEN)
-    assert "blocks.0.mlp.w9.weight" in broken("surplus", **{"blocks.0.mlp.w9.weight": rows})
-    assert "blocks.1.mlp.w1.weight is in the files of some ranks" in broken(
-        "lost", **{"blocks.1.mlp.w1.weight": None}
+    assert shows(
+        broken("surplus", **{"blocks.0.mlp.w9.weight": rows}),
+        "convert.nxd_missing_on_ranks",
+        name="blocks.0.mlp.w9.weight",
     )
-    assert "norm.weight is in the files of some ranks" in broken("norm", **{"norm.weight": None})
-    assert "head.weight has values of another type" in broken(
-        "type", **{"head.weight": torch.zeros(68, 48).half()}
+    assert shows(
+        broken("lost", **{"blocks.1.mlp.w1.weight": None}),
+        "convert.nxd_missing_on_ranks",
+        name="blocks.1.mlp.w1.weight",
     )
-    assert "text is no tensor" in broken("text", text="a")
+    assert shows(
+        broken("norm", **{"norm.weight": None}), "convert.nxd_missing_on_ranks", name="norm.weight"
+    )
+    assert shows(
+        broken("type", **{"head.weight": torch.zeros(68, 48).half()}),
+        "convert.nxd_dtype",
+        foreign="head.weight",
+    )
+    assert shows(broken("text", text="a"), "convert.state_value_not_tensor", name="text")
 
 
 @here
 def test_copies_that_differ_are_refused_when_they_are_read(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
     change(folder / "model_tp1_pp0.pt", **{"norm.weight": torch.zeros(HIDDEN).double()})
-    with pytest.raises(UserError, match=r"ranks disagree about norm\.weight"):
+    with raises("convert.megatron_ranks_disagree", name="norm.weight"):
         tensors(folder)
 
 
@@ -247,7 +256,7 @@ def test_a_closing_layer_that_cannot_be_told_is_not_guessed(tmp_path: Path) -> N
         for name, shape in (("w1", (192, 48)), ("w3", (192, 48)), ("w2", (48, 192))):
             whole[f"blocks.{n}.mlp.{name}.weight"] = torch.zeros(shape).double()
     folder = save(tmp_path / "step", form, whole, tp=4, mlp_ratio=4, multiple_of=64)
-    assert "w2 and w3 of the feed-forward have the same shape [48, 48]" in refused(folder)
+    assert shows(refused(folder), "convert.internevo_feed_forward", w2="[48, 48]")
 
 
 @here
@@ -255,23 +264,25 @@ def test_a_closing_layer_that_cannot_be_told_is_not_guessed(tmp_path: Path) -> N
 def test_kinds_that_are_not_read_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()))
     torch.save({}, folder / name)
-    assert f"{folder / name} holds" in refused(folder) and "cannot be read here" in refused(folder)
+    assert f"{folder / name} holds" in refused(folder) and shows(
+        refused(folder), "convert.internevo_kinds"
+    )
 
 
 @here
 def test_other_types_of_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()))
     torch.save({"layers.0.attention.wqkv.weight": torch.zeros(4, 4)}, folder / "model_tp0_pp0.pt")
-    assert "is no model of InternEvo's INTERNLM type" in refused(
+    assert shows(refused(folder), "convert.internevo_not_internlm") and "convert2hf" in refused(
         folder
-    ) and "convert2hf" in refused(folder)
+    )
 
 
 @here
 def test_a_folder_of_two_systems_is_refused_with_both_names(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()))
     (folder / "config.json").write_text("{}")
-    assert "has files of Hugging Face and of InternEvo" in refused(folder)
+    assert shows(refused(folder), "convert.several_formats", names="Hugging Face and of InternEvo")
 
 
 @pytest.mark.parametrize("name", ["model_config.pt", *slow(("model_tp0_pp0.pt",))])
@@ -303,14 +314,14 @@ def test_stages_with_each_others_names_are_refused(layout: dict[str, int], tmp_p
     first.rename(folder / "kept")
     last.rename(first)
     (folder / "kept").rename(last)
-    assert "files of stages have each other's names" in refused(folder)
+    assert shows(refused(folder), "convert.megatron_layer_of_stage")
 
 
 @here
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
     (folder / "model_tp01_pp0.pt").write_bytes((folder / "model_tp1_pp0.pt").read_bytes())
-    assert "are both of one rank: move one away" in refused(folder)
+    assert shows(refused(folder), "convert.internevo_rank_twice")
 
 
 @here
@@ -352,7 +363,13 @@ def test_tensors_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Pa
             folder / f"model_tp{rank}_pp0.pt",
             **{"blocks.1.mixer.out_proj.weight": torch.zeros(24).double()},
         )
-    assert "blocks.1.mixer.out_proj.weight of 2 ranks makes []" in refused(folder)
+    assert shows(
+        refused(folder),
+        "convert.nxd_shape",
+        foreign="blocks.1.mixer.out_proj.weight",
+        count=2,
+        shape="[]",
+    )
 
 
 @here

@@ -12,6 +12,7 @@ import torch
 
 from megaprec.errors import UserError
 from tests.other_systems import FOR_MEGATRON, write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.megatron.args import model_of_args
@@ -79,9 +80,7 @@ def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
 @pytest.mark.parametrize("skip", [[], [1, 0, 1], [1, 0, 1, 0, 1]])
 def test_windows_are_said_of_every_layer_and_no_other(skip: list[int], written: Path) -> None:
     args = vars(torch.load(file_of(written, "00_000"), weights_only=False)["args"])
-    with pytest.raises(
-        UserError, match=r"window_attn_skip_freq = .* has not a value for each of 4 layers"
-    ):
+    with raises("convert.megatron_window_freq", num_numbers=4):
         model_of_args({**args, "window_size": (4, 0), "window_attn_skip_freq": skip}, None)
 
 
@@ -251,7 +250,7 @@ def test_a_padded_vocabulary_of_other_rows_is_noted_and_a_shorter_one_refused(
     shorter = in_all(
         written, tmp_path / "less", lambda held: setattr(held["args"], "padded_vocab_size", 100)
     )
-    with pytest.raises(UserError, match="padded_vocab_size = 100 is less than vocab_size = 131"):
+    with raises("convert.megatron_vocab", padded=100, vocab=131):
         open_source(shorter)
 
 
@@ -273,5 +272,5 @@ def test_files_of_stages_with_each_others_names_are_refused(written: Path, tmp_p
         first.rename(folder / "kept")
         last.rename(first)
         (folder / "kept").rename(last)
-    with pytest.raises(UserError, match=r"belongs to pipeline stage 1 of 2.*each other's names"):
+    with raises("convert.megatron_layer_of_stage", owner=1, num_stages=2):
         open_source(folder)

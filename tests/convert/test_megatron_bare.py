@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.other_systems import write_folder
+from tests.refusals import shows
 from tools.cli import main
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import head_sizes, matches
@@ -65,7 +66,7 @@ def test_a_bare_checkpoint_of_megatron_core_is_read_as_a_run_file_says(
 ) -> None:
     there, core = bare(tmp_path)
     assert main(["convert", str(core), str(tmp_path / "refused")]) == 2
-    assert "megaprec convert --config RUN.toml reads the weights" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.megatron_no_args")
     run = tmp_path / "run.toml"
     run.write_text(RUN)
     given = ["--config", str(run), "--verify", "logits"]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.convert.test_megatron_stacked import STACKINGS, sizes_read, state_of
 from tests.other_systems import write_folder
 from tests.ranks import run_ranks
+from tests.refusals import shows
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
@@ -365,7 +366,7 @@ def test_weights_alone_are_asked_of_megatron_only(
 ) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(tmp_path / "ours"), "--weights-only"]) == 2
-    assert "--weights-only is for Megatron checkpoints" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.weights_only_unused")
 
 
 @pytest.mark.usefixtures("torch_files_read_here")

@@ -15,6 +15,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.presets import preset
 from tests.other_systems import CONFIGS, write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -137,7 +138,7 @@ def test_what_is_not_understood_is_refused_by_name(
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
     source = open_source(folder(tmp_path / "hf", one_scale(255)))
-    with pytest.raises(UserError, match="MXFP4 scales of expert 0 are beyond what bf16 holds"):
+    with raises("convert.mxfp4_scales", number=0):
         source.read("weight/layers.1.mlp.experts.0.down.weight")
 
 
@@ -145,7 +146,7 @@ def test_weights_that_are_not_quantized_though_the_config_says_so_are_refused(
     tmp_path: Path,
 ) -> None:
     path = write_folder(tmp_path / "hf", "gpt_oss", torch.bfloat16, quantization_config=QUANTIZED)
-    with pytest.raises(UserError, match="stores no MXFP4 blocks, but quantization_config is mxfp4"):
+    with raises("convert.quantization_mismatch", stores="stores no MXFP4 blocks", stated="mxfp4"):
         open_source(path)
 
 

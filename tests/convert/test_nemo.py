@@ -17,6 +17,7 @@ from tests.convert.test_megatron_stacked import state_of
 from tests.convert.test_untrusted import Malice
 from tests.nemo import OTHERS, SILU, config_of, write_context
 from tests.other_systems import usually, write_folder
+from tests.refusals import shows
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.systems.nemo import SPEC, read_yaml
@@ -176,10 +177,7 @@ def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
 @here
 def test_the_tokens_are_those_that_are_said(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    assert (
-        "vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N"
-        in refused(folder, None)
-    )
+    assert shows(refused(folder, None), "convert.nemo_vocab_null")
     (tmp_path / "two").mkdir()
     folder = save(tmp_path / "two", vocab_size=256)
     assert (open_source(folder).model.vocab, open_source(folder, 131).model.vocab) == (256, 131)
@@ -209,9 +207,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     ):
         open_source(folder, 131)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
-    assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(
-        folder
-    )
+    assert shows(refused(folder), "convert.nemo_not_distributed")
 
 
 @here
@@ -235,12 +231,10 @@ def test_a_folder_of_megatron_bridge_is_refused_with_a_way_out(tmp_path: Path) -
     (megatron/bridge/training/checkpointing.py)."""
     folder = save(tmp_path) / "weights"
     folder = folder.rename(tmp_path / "iter_0000007")
-    assert "common.pt has no args" in refused(folder) and "Bridge" not in refused(folder)
+    assert shows(refused(folder), "convert.megatron_no_args") and "Bridge" not in refused(folder)
     (folder / "run_config.yaml").write_text("model: {num_layers: 4}\n")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder" in refused(
-        tmp_path
-    )
+    assert shows(refused(tmp_path), "convert.megatron_no_args")
 
 
 @here
@@ -250,9 +244,11 @@ def test_a_tensor_without_the_prefix_is_refused(tmp_path: Path) -> None:
     for file in (folder / "weights").iterdir():
         file.unlink()
     dcp.save(state, checkpoint_id=folder / "weights", no_dist=True)
-    assert (
-        "has the tensor decoder.final_layernorm.weight, which does not begin with 'module.'"
-        in refused(folder)
+    assert shows(
+        refused(folder),
+        "convert.nemo_name",
+        name="decoder.final_layernorm.weight",
+        prefix="module.",
     )
 
 
@@ -288,7 +284,7 @@ def test_a_checkpoint_that_is_unfinished_or_an_adapter_is_refused(tmp_path: Path
     assert f"was not saved whole: NeMo removes {mark} last" in refused(folder)
     mark.unlink()
     (folder / "weights/adapter_metadata.json").write_text("{}")
-    assert "is an adapter, which is not read: NeMo's llm.peft.merge_lora" in refused(folder)
+    assert shows(refused(folder), "convert.nemo_adapter")
 
 
 @here

@@ -16,6 +16,7 @@ from tests.convert.test_untrusted import Malice
 from tests.models.test_families import float32_is_float64
 from tests.nxd import Form, put, rank_state, reference_class, save
 from tests.other_systems import slow, write_folder
+from tests.refusals import raises, shows
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.verify import load_stage
@@ -187,13 +188,10 @@ def test_of_several_checkpoints_none_is_guessed(tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form())
     save(run, config, whole, Form(), tag="step_200")
-    assert (
-        "has several checkpoints of NxD: give the folder of one of step_100, step_200"
-        in refused(run)
-    )
+    assert shows(refused(run), "convert.nxd_several", names="step_100, step_200")
     (run / "step_200/done").unlink()
     assert open_source(run).path == run / "step_100"
-    assert "was not saved whole" in refused(run / "step_200")
+    assert shows(refused(run / "step_200"), "convert.nxd_not_whole")
 
 
 @here
@@ -228,27 +226,27 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     model = run / "step_100/model"
     (run / "config.json").unlink()
-    assert "config.json is missing: an NxD checkpoint does not say what the model is" in refused(
-        run
-    )
+    assert shows(refused(run), "convert.nxd_config_missing")
     (run / "config.json").write_text(
         json.dumps({**config, "qkv_linear": True, "sequence_parallel_enabled": True})
     )
     assert open_source(run).kind == "nxd"
     torch.save(whole, run / "step_100/checkpoint.pt")
-    assert "has files of ranks and checkpoint.pt" in refused(run / "step_100")
+    assert shows(refused(run / "step_100"), "convert.nxd_two_kinds", merged="checkpoint.pt")
     (run / "step_100/checkpoint.pt").unlink()
     file = model / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     state = torch.load(file)
     torch.save({**state, "model.layers.0.mlp.router.weight": torch.zeros(2)}, file)
-    assert "model.layers.0.mlp.router.weight is in the files of some ranks" in refused(run)
+    assert shows(
+        refused(run), "convert.nxd_missing_on_ranks", name="model.layers.0.mlp.router.weight"
+    )
     torch.save({**state, "model.norm.weight": 3}, file)
-    assert "model.norm.weight is no tensor" in refused(run)
+    assert shows(refused(run), "convert.state_value_not_tensor", name="model.norm.weight")
     torch.save({**state, "model.norm.weight": torch.zeros(24)}, file)
-    with pytest.raises(UserError, match=r"ranks disagree about model\.norm\.weight"):
+    with raises("convert.megatron_ranks_disagree", name="model.norm.weight"):
         tensors(run)
     torch.save({}, model / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
-    assert "holds experts of a rank" in refused(run) and "--convert_to_full_state" in refused(run)
+    assert shows(refused(run), "convert.nxd_experts") and shows(refused(run), "convert.nxd_experts")
 
 
 @here
@@ -257,9 +255,7 @@ def test_weights_that_were_left_to_the_optimizer_are_named(tmp_path: Path) -> No
     run = save(tmp_path / "run", config, whole, Form(xser=True))
     lost = run / "step_100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt"
     lost.unlink()
-    assert f"{lost} is missing" in refused(
-        run
-    ) and "avoid_saving_lower_precision_weights" in refused(run)
+    assert f"{lost} is missing" in refused(run) and shows(refused(run), "convert.nxd_file_missing")
 
 
 @here
@@ -270,17 +266,15 @@ def test_copies_of_a_head_that_differ_are_refused(tmp_path: Path) -> None:
     state = torch.load(file)
     key = "model.layers.1.self_attn.qkv_proj.weight_v"
     torch.save({**state, key: state[key] + 1}, file)
-    with pytest.raises(
-        UserError,
-        match=r"copies of a head .* differ in model\.layers\.1\.self_attn\.v_proj\.weight",
-    ):
+    with raises("convert.nxd_head_copies", name="model.layers.1.self_attn.v_proj.weight"):
         tensors(run)
     key = "model.layers.0.self_attn.qkv_proj.weight_k"
     torch.save({**state, key: state[key] + 1}, file)
-    assert "copies of a key head (kv_size_multiplier) differ in the first layer" in refused(run)
+    assert shows(refused(run), "convert.nxd_copies_differ")
     equal = {n: torch.ones_like(v) if ".k_proj" in n else v for n, v in whole.items()}
-    assert "the order of their copies cannot be told" in refused(
-        save(tmp_path / "equal", config, equal, Form(tp=4, qkv_linear=True, copies=2))
+    assert shows(
+        refused(save(tmp_path / "equal", config, equal, Form(tp=4, qkv_linear=True, copies=2))),
+        "convert.nxd_copies_order",
     )
 
 
@@ -289,7 +283,7 @@ def test_a_hugging_face_folder_among_them_is_not_guessed(tmp_path: Path) -> None
     config, whole = wholes(tmp_path, **EVEN)
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     shutil.copy(tmp_path / "hf/model.safetensors", run)
-    assert "has files of Hugging Face and of NxD" in refused(run)
+    assert shows(refused(run), "convert.several_formats", names="Hugging Face and of NxD")
     torch.save({}, tmp_path / "hf/checkpoint.pt")
     assert open_source(tmp_path / "hf").kind == "hf"
 
@@ -331,7 +325,7 @@ def test_fused_parts_that_do_not_fit_each_other_are_refused(
     torch.save(
         {**state, key: torch.cat([state[key], state[key]])[: len(state[key]) + rows].clone()}, file
     )
-    assert f"{key} is [" in refused(run) and "do not fit each other" in refused(run)
+    assert f"{key} is [" in refused(run) and shows(refused(run), "convert.megatron_shapes")
 
 
 @here
@@ -345,9 +339,7 @@ def test_a_row_that_belongs_to_neither_of_two_fused_parts_is_refused(
     for file in (run / "step_100/model").iterdir():
         state = torch.load(file)
         torch.save({**state, key: torch.cat([state[key], state[key][:1]])}, file)
-    assert f"{key} leaves" in refused(
-        run
-    ) and "rows on a rank for two parts of one size" in refused(run)
+    assert f"{key} leaves" in refused(run) and shows(refused(run), "convert.nxd_halves")
 
 
 @here
@@ -371,7 +363,7 @@ def test_two_files_of_one_rank_are_refused(name: str, tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     model = save(tmp_path / "run", config, whole, Form(tp=2)) / "step_100/model"
     shutil.copy(model / "dp_rank_00_tp_rank_01_pp_rank_00.pt", model / name)
-    assert "are both of one rank: move one away" in refused(tmp_path / "run")
+    assert shows(refused(tmp_path / "run"), "convert.internevo_rank_twice")
 
 
 @here
@@ -414,10 +406,7 @@ def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path
         torch.save(
             {**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file
         )
-    assert (
-        "the parts of model.layers.0.self_attn.o_proj.weight on the ranks do not fit each other"
-        in refused(run)
-    )
+    assert shows(refused(run), "convert.nxd_parts", name="model.layers.0.self_attn.o_proj.weight")
 
 
 @here

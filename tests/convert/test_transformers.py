@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megaprec.data.indexed import IndexedWriter
-from megaprec.errors import UserError
 from tests.models.test_families import corrections, counting, float32_is_float64
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, WITHOUT_MEGATRON, slow, usually
+from tests.refusals import raises, shows
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools.cli import main
 from tools.convert.core import names, transforms
@@ -146,7 +146,7 @@ def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
         main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"])
         == 2
     )
-    assert "Megatron's GPT model has no" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "convert.megatron_not_expressible")
 
 
 PLANTED = {
@@ -178,7 +178,7 @@ def test_a_wrong_rearrangement_is_found_by_the_logits(
     # which a small model with the same fault would refuse
     run(tmp_path / "hf", tmp_path / "ours", "--no-verify")
     monkeypatch.undo()
-    with pytest.raises(UserError, match="are not the same model: FP32 logits differ"):
+    with raises("convert.verify_differs"):
         compare_logits(tmp_path / "hf", tmp_path / "ours")
 
 

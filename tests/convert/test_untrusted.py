@@ -15,6 +15,7 @@ import torch
 
 from megaprec.errors import UserError
 from tests.other_systems import slow, write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import PROGRAM, contents, tensors_in
@@ -149,7 +150,7 @@ def test_a_truncated_file_is_refused(cut: str, tmp_path: Path) -> None:
 
 def test_a_tensor_beyond_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
-    with pytest.raises(UserError, match="is truncated"):
+    with raises("convert.truncated"):
         Stored(tmp_path / "file", torch.float32, (10, 10), 40).read()
 
 

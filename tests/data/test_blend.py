@@ -18,6 +18,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from tests import runs
+from tests.refusals import raises
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
 from tools.training.corpus import open_corpus
@@ -74,7 +75,7 @@ def test_weights_are_taken_as_they_are_written(weights: list[float], expected: l
 
 
 def test_weights_without_a_short_period_are_refused() -> None:
-    with pytest.raises(UserError, match="fewer digits"):
+    with raises("data.blend_weights_too_fine"):
         shares([0.123456789, 0.3])
 
 
@@ -240,5 +241,5 @@ def test_data_sets_of_different_tokenizers_are_not_blended(
             writer.add_document(range(200))
         (tmp_path / f"{name}.model").write_bytes(model)
     blend = ", ".join(f'{{source = "{tmp_path}/{name}", weight = 1.0}}' for name in "xy")
-    with pytest.raises(UserError, match="are different tokenizers"):
+    with raises("training.blend_tokenizers"):
         open_corpus(load_run(file, [f"data.blend=[{blend}]"]))

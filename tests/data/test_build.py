@@ -18,6 +18,7 @@ from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 
 @dataclass
@@ -88,9 +89,7 @@ def test_a_build_replaces_no_file_that_no_build_has_made(
     text.write_text(content)
     source = tmp_path / "diary.txt"
     source.write_text("some text")
-    with pytest.raises(
-        UserError, match=r"diary.json would be replaced by .*: move it away or choose another"
-    ):
+    with raises("data.build_would_replace"):
         build(open_source(str(source)), tokenizer, tmp_path / "diary", overwrite=overwrite)
     assert text.read_text() == content
     assert names(tmp_path) == {"bytes.tok", "diary.json", "diary.txt"}
@@ -174,7 +173,7 @@ def test_a_build_that_fails_leaves_what_was_there(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\nbroken\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:2"):
+    with raises("data.row_not_json_object"):
         build(open_source(str(bad)), tokenizer, tmp_path / "out", overwrite=True)
     bad.unlink()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -200,7 +199,7 @@ def test_a_full_disk_is_told_of_and_leaves_nothing(
 def test_a_text_of_empty_documents_is_refused(tmp_path: Path, tokenizer: Bytes) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="has no text"):
+    with raises("data.text_empty"):
         build(open_source(str(path)), tokenizer, tmp_path / "out")
     assert names(tmp_path) == {"x.jsonl", "bytes.tok"}
 
@@ -223,7 +222,7 @@ os._exit(9)  # as SIGKILL would
     )
     assert killed.returncode == 9
     assert "out.bin.part" in names(tmp_path)
-    with pytest.raises(UserError, match="no such file"):
+    with raises("data.data_set_missing"):
         IndexedDataset(tmp_path / "out")
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
     assert IndexedDataset(tmp_path / "out").num_tokens == 7
@@ -235,7 +234,7 @@ def test_another_data_set_is_not_overwritten_unless_told(
 ) -> None:
     source = open_source(str(lines))
     build(source, tokenizer, tmp_path / "out")
-    with pytest.raises(UserError, match=r"out\.idx exists"):
+    with raises("data.build_exists"):
         build(source, tokenizer, tmp_path / "out")
     build(source, tokenizer, tmp_path / "out", overwrite=True)
 
@@ -289,7 +288,7 @@ def test_a_pair_that_others_put_there_is_not_reused(
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
     with IndexedWriter(tmp_path / "out", 257) as writer:
         writer.add_document([1, 2])
-    with pytest.raises(UserError, match=r"out has 2 tokens where out\.json says 7"):
+    with raises("data.token_count_differs", token_count=2, name="out", tokens=7):
         reusable(tmp_path / "out", open_source(str(lines)), tokenizer)
 
 
@@ -321,7 +320,7 @@ def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
     assert prepare(source, out, vocab_size=400).reused
     assert prepare(source, out, tokenizer=made.tokenizer).reused
     assert {path: path.stat().st_mtime_ns for path in out.parent.iterdir()} == stamps
-    with pytest.raises(UserError, match=r"py\.idx exists"):
+    with raises("data.build_exists"):
         prepare(source, out, vocab_size=401)
     tokenizer = load_tokenizer(made.tokenizer)
     dataset = IndexedDataset(out)
@@ -341,5 +340,5 @@ def test_prepare_takes_up_after_an_interrupted_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer": Path("x"), "vocab_size": 3}])
 def test_prepare_needs_a_tokenizer_or_a_size(tmp_path: Path, given: dict) -> None:
-    with pytest.raises(UserError, match="not both or neither"):
+    with raises("data.tokenizer_or_vocabulary"):
         prepare(open_source("python", max_chars=10), tmp_path / "x", **given)

@@ -14,7 +14,7 @@ from megaprec.data.document_tokens import (
     with_begin,
 )
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.errors import UserError
+from tests.refusals import raises
 
 BEGIN = 90
 
@@ -60,7 +60,7 @@ def test_a_data_set_that_has_the_token_before_its_documents_is_taken_as_it_is(
     ended = written(tmp_path, [[1, 2, 7], [3, 7]])
     assert with_begin(ended, 7) is ended, "the end of the document before is the begin token"
     assert isinstance(with_begin(ended, BEGIN), WithBeginTokens)
-    with pytest.raises(UserError, match=r"some documents begin with token 1, .*data.begin"):
+    with raises("data.begin_token_mixed", begin=1):
         with_begin(ended, 1)
 
 

@@ -17,6 +17,7 @@ from megaprec.data.indexed import HEADER, IndexedDataset, IndexedWriter
 from megaprec.data.intact import contents_of
 from megaprec.data.samples import Resets, Samples
 from megaprec.errors import UserError
+from tests.refusals import raises
 from tools.bench.scale import sparse_set
 
 TRILLIONS = 10 * 10**12  # tokens
@@ -114,7 +115,7 @@ def test_the_range_of_ids_in_the_record_counts_for_blocks_that_are_not_read(
         assert (contents.low, contents.high) == expected
     for wrong in ("ab", [1], ["a", 2], 7):
         with_suffix(prefix, ".json").write_text(json.dumps({**record, "ids": wrong}))
-        with pytest.raises(UserError, match=r"set\.json is damaged"):
+        with raises("data.record_damaged"):
             contents_of(IndexedDataset(prefix))
 
 
@@ -151,7 +152,7 @@ def test_damage_at_the_ends_is_caught_at_every_opening(
         known_check(with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin").stat().st_size)
         is not None
     )
-    with pytest.raises(UserError, match="corrupt index"):
+    with raises("data.index_corrupt"):
         IndexedDataset(prefix)
 
 
@@ -172,7 +173,7 @@ def test_damage_within_a_recorded_index_is_caught_by_its_random_places_or_its_di
             assert contents_of(opened).idx_sha256 != before.idx_sha256
     # 16 places of 9 of 500 sequences catch one damaged one in a quarter of the openings
     assert caught > 5
-    with pytest.raises(UserError, match="corrupt index"):
+    with raises("data.index_corrupt"):
         IndexedDataset(prefix, again=True)
 
 
@@ -181,7 +182,7 @@ def test_a_bin_of_another_size_is_refused(tmp_path: Path) -> None:
     IndexedDataset(prefix)
     with with_suffix(prefix, ".bin").open("ab") as file:
         file.write(b"\0\0")
-    with pytest.raises(UserError, match=r"describes \d+ bytes of tokens where set.bin has"):
+    with raises("data.index_corrupt"):
         IndexedDataset(prefix)
 
 

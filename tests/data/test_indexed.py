@@ -12,6 +12,7 @@ from megaprec.data import index_check, indexed
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 
 def write(prefix: Path, documents: list[list[int]], vocab_size: int = 1000) -> Path:
@@ -105,7 +106,7 @@ def test_every_dtype_code_is_read(tmp_path: Path, code: int) -> None:
     assert dataset.document(1).dtype == np.dtype(ids)
     assert dataset.document(1).tolist() == [3, 4]
     if ids[1] == "f":
-        with pytest.raises(UserError, match="no token ids"):
+        with raises("data.not_token_ids"):
             dataset.tokens(0, 5)
     else:
         assert dataset.tokens(0, 5).tolist() == [0, 1, 2, 3, 4]
@@ -167,13 +168,13 @@ def test_sequences_that_are_no_text_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_check, "CHUNK", 2)
-    with pytest.raises(UserError, match=r"x\.idx: sequence 2 has mode 1 .*text only"):
+    with raises("data.multimodal_sequence", sequence=2, modes=1):
         IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=b"\0\0\1"))
 
 
 def test_the_oldest_format_is_named_and_not_called_corrupt(tmp_path: Path) -> None:
     prefix = assemble(tmp_path / "x", [2], [0, 1], magic=b"TNTIDX\x00\x00\x01")
-    with pytest.raises(UserError, match=r"x\.idx: the format TNTIDX .*convert") as error:
+    with raises("data.old_index_format") as error:
         IndexedDataset(prefix)
     assert "corrupt" not in str(error.value)
 
@@ -183,14 +184,14 @@ def test_an_index_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = idx.read_bytes()
     for size in range(len(whole)):
         idx.write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"corrupt index: (truncated|it begins with)"):
+        with raises("data.index_corrupt"):
             IndexedDataset(tmp_path / "x")
 
 
 def test_an_index_that_claims_absurd_counts_is_refused_at_once(tmp_path: Path) -> None:
     idx = Path(f"{write(tmp_path / 'x', [[1]])}.idx")
     idx.write_bytes(idx.read_bytes()[:18] + struct.pack("<QQ", 2**63, 2**63))
-    with pytest.raises(UserError, match="truncated"):
+    with raises("data.index_corrupt"):
         IndexedDataset(tmp_path / "x")
 
 
@@ -215,10 +216,10 @@ def test_a_missing_half_is_named(tmp_path: Path, suffix: str) -> None:
 def test_tokens_and_documents_out_of_range_are_refused(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "x", [[1, 2], [3]]))
     for index in (-1, 2):
-        with pytest.raises(UserError, match="does not exist"):
+        with raises("data.document_missing"):
             dataset.document(index)
     for start, length in ((-1, 1), (0, 4), (3, 1), (1, -1)):
-        with pytest.raises(UserError, match="do not exist"):
+        with raises("data.token_range_outside"):
             dataset.tokens(start, length)
 
 
@@ -245,9 +246,7 @@ def test_negative_ids_are_in_no_vocabulary(tmp_path: Path) -> None:
     assemble(tmp_path / "x", [2], [0, 1], code=2, ids="i1")
     (tmp_path / "x.bin").write_bytes(struct.pack("<2b", 3, -4))
     dataset = IndexedDataset(tmp_path / "x")
-    with pytest.raises(
-        UserError, match=r"token ids -4 to 3, .* the first is -4 in document 0 of .*, token 1"
-    ):
+    with raises("data.vocabulary_too_small", low=-4, high=3, needed=4):
         check_vocabulary(dataset, contents_of(dataset), 100)
 
 
@@ -281,6 +280,6 @@ def test_a_crash_while_publishing_leaves_no_readable_mixture(
     monkeypatch.setattr(os, "replace", crash)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "x", [[1, 2]])
-    with pytest.raises(UserError, match=r"x\.idx: no such file"):
+    with raises("data.data_set_missing"):
         IndexedDataset(tmp_path / "x")
     assert not list(tmp_path.glob("*.part"))

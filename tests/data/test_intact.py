@@ -30,6 +30,7 @@ from tests.commands.test_data_command import command
 from tests.layouts import Run, batches, make_engine, share_of
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
+from tests.refusals import raises
 from tests.runs import rewind, steps, train, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
@@ -223,9 +224,7 @@ def test_of_a_large_file_blocks_are_compared_and_verify_reads_all(
     good = look(tmp_path / "x")
     assert "x.bin" not in scans and good.bin_sha256 == record["bin_sha256"] and not good.sampled
     blank(tmp_path / "x.bin")
-    with pytest.raises(
-        UserError, match=r"x\.bin is not what was built \(SHA-256 of block \d+ differs\)"
-    ):
+    with raises("data.block_digest_differs", number=2):
         look(tmp_path / "x")
     command(
         "build", "python", tmp_path / "x", "--vocab-size", 400, "--max-chars", 40_000, "--overwrite"
@@ -249,7 +248,7 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
     assert first.sampled and first == look(tmp_path / "x")
     blank(tmp_path / "x.bin")
     assert look(tmp_path / "x").bin_sha256 != first.bin_sha256
-    with pytest.raises(UserError, match=r"the first is 100 in document 0 of .*/y\.bin, token 100"):
+    with raises("data.vocabulary_too_small", low=0, vocab=100):
         check_vocabulary(
             dataset := IndexedDataset(ids_of(tmp_path / "y", 999, [*range(900)])),
             contents_of(dataset),
@@ -258,7 +257,9 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
 
 
 def test_a_build_never_writes_an_id_that_its_vocabulary_does_not_hold(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="token ids 3 to 330 do not fit a vocabulary of 330"):
+    with raises(
+        "data.ids_outside_vocabulary", min=3, max=330, vocab_size=330, tokens=330, document=0
+    ):
         ids_of(tmp_path / "x", 330, [3, 330])
     assert not [*tmp_path.iterdir()] and building
 
@@ -383,7 +384,5 @@ def test_a_record_whose_numbers_are_none_is_refused(
     (tmp_path / "x.json").write_text(json.dumps(record))
     assert read_record(tmp_path / "x") == record
     (tmp_path / "x.json").write_text(json.dumps({**record, key: value}))
-    with pytest.raises(
-        UserError, match=r"x\.json is damaged or of an older version: build the data set again"
-    ):
+    with raises("data.record_damaged"):
         read_record(tmp_path / "x")

@@ -13,6 +13,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 NASTY = [
     "",
@@ -206,7 +207,7 @@ def test_half_a_surrogate_pair_is_refused(
     pieces: Tokenizer, byte_level: Tokenizer, text: str
 ) -> None:
     for tokenizer in (pieces, byte_level):
-        with pytest.raises(UserError, match="surrogate"):
+        with raises("data.half_surrogate"):
             tokenizer.encode(text)
 
 
@@ -215,7 +216,7 @@ def test_learning_gives_the_same_bytes_for_the_same_text(
 ) -> None:
     again = train_hugging_face(iter(library()), tmp_path / "x.json", 900)
     assert again.read_bytes() == byte_level.path.read_bytes()
-    with pytest.raises(UserError, match="is another model"):
+    with raises("data.model_exists"):
         train_hugging_face(library(), again, 800)
     assert (
         load_tokenizer(train_hugging_face(library(), again, 800, overwrite=True)).vocab_size == 800
@@ -229,7 +230,7 @@ def test_a_size_that_does_not_suit_the_text_is_refused(tmp_path: Path, size: int
     with pytest.raises(UserError, match=why):
         train_hugging_face(["a text\n" * 3], tmp_path / "x.json", size)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="no line"):
+    with raises("data.vocabulary_not_learnable"):
         train_hugging_face([""], tmp_path / "x.json", 300)
 
 
@@ -237,5 +238,5 @@ def test_without_the_package_learning_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install tokenizers"):
+    with raises("data.tokenizers_missing"):
         train_hugging_face(["x"], tmp_path / "x.json", 300)

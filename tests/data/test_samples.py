@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Batch, Resets, Samples, count_samples, split
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 
 def stream(folder: Path, tokens: int) -> IndexedDataset:
@@ -142,5 +143,5 @@ def test_a_text_too_short_says_what_it_has_and_needs(
 
 @pytest.mark.parametrize("held_out", [-0.1, 1, 1.5, float("nan")])
 def test_a_fraction_that_is_none_is_refused(tmp_path: Path, held_out: float) -> None:
-    with pytest.raises(UserError, match="held-out fraction"):
+    with raises("data.held_out_fraction"):
         split(stream(tmp_path, 81), 8, held_out, seed=0)

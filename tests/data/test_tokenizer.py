@@ -16,6 +16,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2581\x10_. \n"))
 
@@ -117,7 +118,7 @@ def test_a_size_that_does_not_suit_the_text_is_refused_with_one_that_does(
 
 @pytest.mark.parametrize("texts", [[], ["", "\n\n"]])
 def test_a_text_without_lines_trains_nothing(tmp_path: Path, texts: list[str]) -> None:
-    with pytest.raises(UserError, match="without a line"):
+    with raises("data.nothing_to_learn_from"):
         train_sentencepiece(texts, tmp_path / "x", 300)
 
 
@@ -125,7 +126,7 @@ def test_another_model_is_not_overwritten_unless_told(tmp_path: Path) -> None:
     texts = library(50_000)
     before = train_sentencepiece(texts, tmp_path / "x", 500).read_bytes()
     assert train_sentencepiece(texts, tmp_path / "x", 500).read_bytes() == before
-    with pytest.raises(UserError, match="is another model"):
+    with raises("data.model_exists"):
         train_sentencepiece(texts, tmp_path / "x", 501)
     assert (tmp_path / "x.model").read_bytes() == before
     assert train_sentencepiece(texts, tmp_path / "x", 501, overwrite=True).read_bytes() != before
@@ -166,7 +167,7 @@ def test_without_the_package_the_message_names_it(
 ) -> None:
     path = hugging_face(tmp_path / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="needs tokenizers: pip install tokenizers"):
+    with raises("data.tokenizers_missing"):
         load_tokenizer(path)
 
 
@@ -175,12 +176,12 @@ def test_without_the_package_the_message_names_it(
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.model").write_bytes(content)
-    with pytest.raises(UserError, match="neither a SentencePiece"):
+    with raises("data.not_a_tokenizer"):
         load_tokenizer(tmp_path / "x.model")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing\.model: no such file"):
+    with raises("data.tokenizer_file_unusable", problem=": no such file"):
         load_tokenizer(tmp_path / "nothing.model")
 
 

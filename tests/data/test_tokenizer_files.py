@@ -19,6 +19,7 @@ from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.training import train_hugging_face
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
+from tests.refusals import raises
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers (pip install tokenizers)")
 TEXT = "the model learns what the text says, and the text says what it has seen\n" * 20
@@ -123,7 +124,7 @@ def test_a_key_given_twice_is_refused_by_name(definition: str, tmp_path: Path) -
     (tmp_path / "tokenizer.json").write_text(
         definition.replace('"vocab": {', '"vocab": {"the": 7, "the": 9, ', 1)
     )
-    with pytest.raises(UserError, match=r"tokenizer\.json: it has the key 'the' twice"):
+    with raises("data.definition_unreadable", error="it has the key 'the' twice"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
@@ -307,9 +308,7 @@ def test_a_sentencepiece_model_that_is_cut_off_is_refused(pieces: bytes, tmp_pat
     ends = [len(pieces) - len(kept[-1][1]) - 2, *range(1, len(pieces), 997)]
     for end in ends:
         (tmp_path / "a.model").write_bytes(pieces[:end])
-        with pytest.raises(
-            UserError, match=r"a\.model (has no normalizer_spec.* cut off|is neither)"
-        ):
+        with raises("data.not_a_tokenizer"):
             load_tokenizer(tmp_path / "a.model")
 
 
@@ -325,8 +324,8 @@ def test_settings_beside_a_tokenizer_model_count_as_beside_a_tokenizer_json(
         2,
     ]
     (tmp_path / "added_tokens.json").write_text('{"<|im_end|>": 330}')
-    with pytest.raises(
-        UserError, match=r"added_tokens\.json adds token 330, '<\|im_end\|>', which tokenizer.model"
+    with raises(
+        "data.added_token_conflict", number=330, token="<|im_end|>", name="tokenizer.model"
     ):
         load_tokenizer(tmp_path / "tokenizer.model")
 
@@ -343,8 +342,12 @@ def test_a_piece_that_settings_give_another_name_is_noted_if_no_text_can_hold_it
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     if not special:
-        with pytest.raises(
-            UserError, match=r"adds token 300, '<\|im_end\|>', which tokenizer.model does not have"
+        with raises(
+            "data.added_token_conflict",
+            number=300,
+            token="<|im_end|>",
+            name="tokenizer.model",
+            has="does not have",
         ):
             load_tokenizer(tmp_path / "tokenizer.model")
         return
@@ -398,12 +401,12 @@ def test_text_without_a_token_is_refused_in_any_number_of_processes(
 ) -> None:
     tokenizer = load_tokenizer(written(tmp_path, definition, _words))
     chunks = [Chunk(["the text"], [True]), Chunk(["the other"], [True])]
-    with pytest.raises(UserError, match=r"tokenizer\.json cannot encode the text: .*UNK"):
+    with raises("data.text_not_encodable"):
         list(encode_chunks(chunks, tokenizer, workers))
 
 
 def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is a folder; give a SentencePiece \.model or"):
+    with raises("data.tokenizer_file_unusable"):
         load_tokenizer(tmp_path)
     written(tmp_path, definition)
     with pytest.raises(UserError, match=f"{tmp_path} is a folder; give {tmp_path}/tokenizer.json"):
@@ -428,7 +431,7 @@ def test_a_data_set_is_not_reused_when_documents_end_with_another_token(
     assert not prepare(source, tmp_path / "out", tokenizer=path).reused
     assert prepare(source, tmp_path / "out", tokenizer=path).reused
     written(tmp_path, definition, tokenizer_config={"eos_token": "t"})
-    with pytest.raises(UserError, match="made of another text or tokenizer"):
+    with raises("data.build_exists"):
         prepare(source, tmp_path / "out", tokenizer=path)
 
 
@@ -447,9 +450,7 @@ def test_no_text_is_made_of_ids_that_no_token_has(
 
 def test_a_part_of_another_version_is_refused_by_name(definition: str, tmp_path: Path) -> None:
     path = written(tmp_path, definition, lambda said: said.update(lowercase=True))
-    with pytest.raises(
-        UserError, match=r"tokenizer.json: the package tokenizers .*: it does not know lowercase:"
-    ):
+    with raises("data.tokenizer_unreadable"):
         load_tokenizer(path)
 
 

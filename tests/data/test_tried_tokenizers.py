@@ -10,7 +10,7 @@ import pytest
 from megaprec.data import tried_tokenizers
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
-from megaprec.errors import UserError
+from tests.refusals import raises, shows
 from tools.cli import main
 
 pytest.importorskip("tokenizers", reason="needs tokenizers: the extra hf")
@@ -63,7 +63,7 @@ def test_a_tokenizer_that_the_library_cannot_bear_is_refused_in_one_line(
     assert main(command) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"{path}: the package tokenizers ") and said.count("\n") == 1
-    assert "save it anew by the library" in said
+    assert shows(said, "data.tokenizer_harmful")
 
 
 def test_a_tokenizer_is_tried_once_and_one_that_was_made_here_never(
@@ -84,6 +84,6 @@ def test_a_file_that_the_library_refuses_is_refused_by_the_reason(
 ) -> None:
     file = tmp_path / "x.model"
     file.write_bytes(b"\x0a\x05abcde" * 30)
-    with pytest.raises(UserError, match="neither a SentencePiece"):
+    with raises("data.not_a_tokenizer"):
         load_tokenizer(file)
     assert len(tries) == 1

@@ -22,6 +22,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from tests.data.test_tokenizer import hugging_face
+from tests.refusals import raises
 
 ROOT = Path(__file__).parents[2]
 SMALL = 20_000  # characters to a chunk
@@ -147,7 +148,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     # waits for all that hold the pipe
     killed = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, timeout=600)
     assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, b"")
-    with pytest.raises(UserError, match="no such file"):
+    with raises("data.data_set_missing"):
         IndexedDataset(tmp_path / "out")
     encoded: list[int] = []
     real = workers.encode_pieces

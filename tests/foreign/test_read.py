@@ -14,6 +14,7 @@ import torch
 
 from megaprec.errors import UserError
 from tests.foreign.expected import TABLE
+from tests.refusals import shows
 from tools.cli import main
 from tools.commands.precision import read_precision
 
@@ -86,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_place(
 
 def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precision", "show", str(tmp_path)]) == 2
-    assert "cannot be read (Is a directory)" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "precision_file.file_unreadable", reason="Is a directory")
 
 
 def write(folder: Path, text: str, name: str = "config.py") -> Path:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megaprec.comm.axis import Axis
-from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import plan
 from models.estimate.storage import simulated_experts
@@ -16,6 +15,7 @@ from parallel.context import Context
 from tests.dialects.test_modes import distance
 from tests.fp8.test_training import EXPERTS, KINDS, alone, fp8, run, states, whole
 from tests.layouts import Run, train_all
+from tests.refusals import raises
 
 Layout = tuple[dict[str, int], dict[str, Any]]
 LAYOUTS: list[Layout] = [
@@ -93,9 +93,7 @@ def test_every_recipe_trains_as_one_process_does(
 def test_scales_that_differ_between_replicas_are_refused() -> None:
     recipe = fp8(reduce_amax=False)
     axes = simulated_experts(2, 2, 1)
-    with pytest.raises(
-        UserError, match=r"fp8\.reduce_amax = false and experts on ranks of their own"
-    ):
+    with raises("parallel.fp8_reduce_amax_experts"):
         Context(
             plan("bf16", fp8=recipe),
             axes.tp if axes else Axis("tp"),

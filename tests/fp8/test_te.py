@@ -40,6 +40,7 @@ from parallel.context import Context
 from tests.fp8.test_training import MODEL
 from tests.layouts import LENGTH, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
+from tests.refusals import raises
 from tests.runs import steps, train_on, write_run
 from tools.config.run_file import load_run
 
@@ -305,7 +306,7 @@ def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], why: str) 
 
 
 def test_layers_that_are_made_again_are_refused() -> None:
-    with pytest.raises(UserError, match="before a layer is recomputed"):
+    with raises("parallel.fp8_history_recompute"):
         Context(plan("bf16", fp8=RECIPE), recompute=Recompute(layers=1), fp8=FP8State(RECIPE))
 
 

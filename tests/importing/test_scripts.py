@@ -9,6 +9,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, CONDITION, SCRIPTS
+from tests.refusals import raises, shows
 from tools.importing.shell import CommandLine, read_script, split_words
 
 RUN = "torchrun --nproc-per-node 4 pretrain_gpt.py"
@@ -325,7 +326,7 @@ def test_an_environment_of_programs_leaves_no_variable_open(tmp_path: Path) -> N
 def test_files_that_take_in_each_other_end_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text("TP=4\nsource env.sh\nsource env.sh\n")
     (_, word) = read_script(f"source env.sh\n{RUN} --a $TP", tmp_path / "train.sh", {}).words
-    assert "20 files are the most" in word.unknown
+    assert shows(word.unknown, "import.too_many_sources", most_sourced=20)
 
 
 def test_options_of_the_shell_leave_the_scripts_own_arguments() -> None:
@@ -378,5 +379,5 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
 
 
 def test_a_character_that_marks_what_is_unknown_is_refused_in_a_script() -> None:
-    with pytest.raises(UserError, match="private use area"):
+    with raises("import.private_character"):
         read(f"X=\ue0000\ue001\n{RUN} --a $X")

@@ -16,6 +16,7 @@ from models.engine.options import EngineOptions
 from parallel import layers
 from parallel.pipeline.builders import schedule
 from tests.other_systems import slow
+from tests.refusals import raises
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.convert.initial import resolve_run
@@ -312,7 +313,7 @@ def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
 
 def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="has none of the known formats"):
+    with raises("convert.format_unknown"):
         resolve_run(file, [f"train.init_from={tmp_path}/empty"])
 
 

@@ -7,7 +7,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
@@ -15,6 +14,7 @@ from models.decoder.kv_cache import CachedStage
 from models.decoder.stages import Stage
 from parallel.context import Context
 from tests.families import CASES, config_of
+from tests.refusals import raises
 
 # they cross windows and the original lengths of scaled positions
 PIECES = [
@@ -71,13 +71,11 @@ def test_keys_are_kept_in_the_dtype_of_the_products() -> None:
 
 def test_positions_that_the_model_has_not_are_refused() -> None:
     _, cached = both(config_of(CASES["llama"]))
-    with pytest.raises(
-        UserError, match=r"17 tokens do not fit: the model has 16 positions \(model.max_positions\)"
-    ):
+    with raises("model.too_many_positions", capacity=17, max_positions=16):
         cached.start(17)
     cached.start(4)
     cached.extend(torch.zeros(4, 1, dtype=torch.int64))
-    with pytest.raises(UserError, match="5 tokens do not fit: room was made for 4"):
+    with raises("model.cache_full", num_text=5, capacity=4):
         cached.extend(torch.zeros(1, 1, dtype=torch.int64))
 
 

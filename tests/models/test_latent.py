@@ -19,6 +19,7 @@ from models.config import ModelConfig
 from models.estimate.storage import SimulatedAxis
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
+from tests.refusals import raises
 from tools.config.run_file import load_run
 
 LATENT = {"kv_rank": 8, "query_rank": 10, "rope_dim": 4, "nope_dim": 6, "value_dim": 5}
@@ -106,10 +107,7 @@ def test_projections_are_not_recomputed_with_scales_of_another_moment(tmp_path: 
     context = Context(
         plan("bf16", fp8=recipe), fp8=FP8State(recipe, 1), recompute=Recompute(("attention",))
     )
-    with pytest.raises(
-        UserError,
-        match=r"advances the scales before the projections of model.latent are recomputed",
-    ):
+    with raises("model.latent_recompute"):
         LatentAttention(model(), context, "layers.0.attention")
     file = tmp_path / "run.toml"
     file.write_text(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.flops import stage_costs, training_flops
@@ -29,6 +28,7 @@ from tests.layouts import (
     train_all,
 )
 from tests.models.test_parity import zeros
+from tests.refusals import raises
 
 SIZES: dict[str, Any] = {
     "layers": 3,
@@ -265,9 +265,7 @@ def test_what_a_model_with_modules_cannot_have_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=said):  # pydantic's, of the problems
             ModelConfig(**{"family": "llama", **SIZES, "mtp_layers": 1, **wrong})
-    with pytest.raises(
-        UserError, match=r"model.mtp_layers = 2: virtual ranks do not compute these modules"
-    ):
+    with raises("model.mtp_virtual_ranks", mtp_layers=2):
         make_engine(None, Run(MODELS["two modules"], shards=2))
 
 

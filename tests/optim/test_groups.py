@@ -26,6 +26,7 @@ from tests.logical import (
     results,
 )
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 CLOSE = 1e-12
 LR = 1e-2
@@ -155,11 +156,9 @@ def test_a_pattern_that_matches_nothing_is_refused_on_every_rank() -> None:
 
 @pytest.mark.parametrize("factor", [-0.1, float("inf"), float("nan")])
 def test_a_factor_that_is_no_factor_is_refused(factor: float) -> None:
-    with pytest.raises(
-        UserError, match=r'optimizer.groups: lr = .* of pattern "x" must be 0 or more'
-    ):
+    with raises("optimizer.group_factor", name="lr", pattern="x"):
         Group("x", lr=factor)
-    with pytest.raises(UserError, match="weight_decay = "):
+    with raises("optimizer.group_factor", name="weight_decay"):
         Group("x", weight_decay=factor)
 
 

@@ -23,6 +23,7 @@ from tests.given import declare
 from tests.layouts import Run, train_all
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 CLOSE = 1e-12
 CPU = torch.device("cpu")
@@ -282,10 +283,7 @@ def test_masters_are_made_of_the_values_before_they_are_rounded(compute: str) ->
 
 
 def test_a_parameter_without_a_layout_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^first.weight: a parameter of shape \(35, 5\) .*attach_whole\(model\).*; 5 others",
-    ):
+    with raises("optimizer.layout_missing", path="first.weight", shape="(35, 5)"):
         ParallelAMPOptimizer([Net(WIDTH, torch.float32)], plan("fp32"))
 
 

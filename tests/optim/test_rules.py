@@ -18,6 +18,7 @@ from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.given import declare
 from tests.logical import INF, SHAPES, Case, Result, Tensors, gradient, initial, results
+from tests.refusals import raises
 
 CLOSE = 1e-12
 STEPS = 6
@@ -166,7 +167,7 @@ def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> 
 
 
 def test_a_class_that_would_fill_padding_is_refused() -> None:
-    with pytest.raises(UserError, match="Restless moves weights of 0 whose gradients are 0"):
+    with raises("optimizer.torch_rule_moves_zero"):
         Torch(Restless)
 
 
@@ -208,10 +209,7 @@ def test_a_class_of_ones_own_that_counts_no_steps_is_resumed() -> None:
 def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own() -> None:
     """Adam counts steps itself, which our AdamW leaves to the optimizer."""
     state = momentum(AdamW(), 3).state_dict()  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError,
-        match="Adam keeps step, but the loaded state has nothing: it is of another optimizer",
-    ):
+    with raises("optimizer.torch_rule_state", needed="step", loaded="nothing"):
         momentum(Torch(torch.optim.Adam), 1, state)
 
 

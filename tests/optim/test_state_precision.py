@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
-from megaprec.errors import UserError
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import SGD, AdamW
@@ -24,6 +23,7 @@ from tests.layouts import Run, train_all
 from tests.logical import LAYOUTS, SHAPES, Case, Result, differing, results
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 SCALE = LossScaling("constant", 1024.0)
 SCALED = {"scaling": SCALE}
@@ -413,9 +413,9 @@ def test_a_model_of_both_dtypes_keeps_each_in_a_buffer_of_its_own() -> None:
 
 
 def test_parts_of_one_parameter_are_held_in_one_dtype() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"keep_fp32: query.weight and key.weight and value.weight are one parameter",
+    with raises(
+        "optimizer.keep_fp32_part_of_parameter",
+        names="query.weight and key.weight and value.weight",
     ):
         results([Case("bf16", {"keep_fp32": ("key.*",)})], {})
     results([Case("bf16", {"keep_fp32": ("key.*", "query.*", "value.*")}, steps=1)], {})

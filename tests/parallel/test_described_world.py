@@ -10,6 +10,7 @@ import pytest
 
 from megaprec.errors import UserError
 from parallel.described_world import joined_world, require_sound, slurm_environment
+from tests.refusals import shows
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -166,4 +167,4 @@ def test_a_program_ends_with_one_line_where_no_world_is_described(program: str) 
         check=False,
     )
     assert done.returncode
-    assert "SLURM_STEP_NUM_TASKS=2 set but not SLURM_PROCID" in done.stderr.splitlines()[-1]
+    assert shows(done.stderr.splitlines()[-1], "parallel.slurm_incomplete", tasks=2)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import Axis, UserError, plan
 from parallel import Context, Recompute, make_mesh, parallelize, vocab_parallel_loss, world
 from tests.ranks import run_ranks
-from tests.refusals import said_of
+from tests.refusals import raises, said_of
 
 
 def joined() -> None:
@@ -55,13 +55,13 @@ def test_degrees_and_devices_that_are_none_are_refused_on_every_rank() -> None:
 
 def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:
     assert not dist.is_initialized()
-    with pytest.raises(UserError, match=r"with parallel\.world\(\)"):
+    with raises("parallel.no_world"):
         make_mesh()
     for device in ("gpu", "cuda:0", torch.device("cuda")):
         wrong: Any = device
-        with pytest.raises(UserError, match=r"^device = .*must be a type"), world(wrong):
+        with raises("parallel.device_type"), world(wrong):
             pass
-    with pytest.raises(UserError, match=r"^minutes = 0: must be"), world(minutes=0):
+    with raises("parallel.minutes", minutes=0), world(minutes=0):
         pass
 
 
@@ -85,7 +85,7 @@ def test_a_world_of_gpus_needs_one_for_each_local_rank(
     }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="LOCAL_RANK"), world("cuda"):
+    with raises("parallel.launcher_number", name="LOCAL_RANK"), world("cuda"):
         pass
 
 
@@ -100,7 +100,7 @@ def test_ranks_that_cannot_know_their_own_gpu_are_refused(monkeypatch: pytest.Mo
     }.items():
         monkeypatch.setenv(name, value)
     with (
-        pytest.raises(UserError, match=r"^LOCAL_RANK is not set, and torch sees 2 CUDA devices: "),
+        raises("parallel.local_rank_missing", count=2),
         world("cuda"),
     ):
         pass
@@ -141,16 +141,16 @@ def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
         with pytest.raises(UserError, match=f"^{name}.*: must be "):
             parallelize(*arguments)
     for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
-        with pytest.raises(UserError, match=r"^0\.weight has no values yet"):
+        with raises("parallel.no_values_yet", name="0.weight"):
             parallelize(nn.Sequential(empty), context, {"0": "column"})
     head: Any = nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"^head: must be a ColumnParallelLinear"):
+    with raises("parallel.head_not_parallel", kind="Linear"):
         vocab_parallel_loss(head)
 
 
 def test_an_axis_of_another_name_is_refused_and_not_one_of_a_single_rank() -> None:
     """All ranks would be number 0 of it, and read the same samples."""
     for name in ("data", "x"):
-        with pytest.raises(UserError, match=r"^Axis\.of\(.*one of pp, dp, cp, tp"):
+        with raises("comm.axis_arguments", axes="pp, dp, cp, tp"):
             Axis.of(None, name)
     assert Axis.of(None, "dp").size == 1

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, layout_of
-from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from parallel import loss
@@ -23,6 +22,7 @@ from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, VocabParallelEmbedding
 from parallel.linear import InputLayout, Linear
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 CLOSE = 1e-12
 # every one divides by 2, 3 and 4
@@ -328,5 +328,5 @@ def test_without_tensor_parallelism_sequence_changes_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
 def test_ids_that_torch_would_read_as_a_mask_of_rows_are_refused(dtype: torch.dtype) -> None:
     table = VocabParallelEmbedding(Context(plan("fp32")), 4, 2, name="table")
-    with pytest.raises(UserError, match=r"^ids of table\.weight are torch\..*ids\.long\(\)"):
+    with raises("parallel.ids_dtype", name="table.weight"):
         table(torch.ones(2, 3, dtype=dtype))

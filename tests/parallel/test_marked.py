@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, set_fp32_attr_to_module
@@ -27,6 +26,7 @@ from parallel.layers import ColumnParallelLinear, parameter
 from parallel.pipeline.builders import schedule
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 MODEL: dict[str, Any] = {
     "layers": 4,
@@ -325,7 +325,7 @@ def test_a_wrapper_that_casts_is_refused_within_a_stage(
     def build(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
         return Wrapped(Stage(config, context, cut, tied), wrap)
 
-    with pytest.raises(UserError, match=r"^inner is a (NaiveAMP|Planned)Model.*leave it out"):
+    with raises("parallel.fp32_mark_on_wrapper", path="inner"):
         engine_of(None, MODEL, plan("bf16"), build)
 
 
@@ -338,10 +338,7 @@ def lone_layer(made: PrecisionPlan) -> ColumnParallelLinear:
 def test_a_mark_that_nobody_sees_to_is_refused_by_the_optimizer() -> None:
     made = plan("bf16")
     model = nn.ModuleDict({"deep": lone_layer(made)})
-    with pytest.raises(
-        UserError,
-        match=r"^deep is marked FP32 and would compute in bf16: call parallel\.compute_marked",
-    ):
+    with raises("precision.fp32_mark_unused", path="deep", dtype_name="bf16"):
         ParallelAMPOptimizer([model], made)
     compute_marked_in_fp32(model, made)
     assert ParallelAMPOptimizer([model], made).marked == ("layer.bias", "layer.weight")

@@ -15,6 +15,7 @@ from parallel import Context, Pipeline, parallelize, vocab_parallel_loss
 from parallel.pipeline import KINDS
 from parallel.plain_modules import Style
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 VOCAB = 24
 HIDDEN = 8
@@ -227,7 +228,7 @@ def test_samples_that_do_not_make_whole_micro_batches_are_refused() -> None:
     pipeline = Pipeline(
         [model], ParallelAMPOptimizer([model], plan("fp32")), lambda y, t: y[..., 0], microbatches=2
     )
-    with pytest.raises(UserError, match="inputs have 3 samples"):
+    with raises("pipeline.batch_sizes", num_inputs=3, num_targets=3):
         pipeline.step(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long), lr=0.1)
 
 
@@ -331,9 +332,7 @@ class KeepsAList(nn.Module):
 def test_a_layer_that_was_replaced_but_is_still_called_is_refused_by_path() -> None:
     """It would be trained by nobody, and the layer in its place would never be used."""
     model = parallelize(KeepsAList(), Context(plan("fp32")), {"first": "row", "second": "column"})
-    with pytest.raises(
-        UserError, match=r"^second was replaced by a parallel layer, but the old one is called"
-    ):
+    with raises("parallel.old_layer_called", path="second"):
         model(torch.ones(2, 1, 4))
     model.order = [model.second, model.first]  # type: ignore[assignment]
     assert model(torch.ones(2, 1, 4)).shape == (2, 1, 4)

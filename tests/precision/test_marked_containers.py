@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.marks import marked_parts
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, set_fp32_attr_to_module
 from megaprec.precision.plan import plan
 from parallel import Context, parallelize
+from tests.refusals import raises
 
 
 class Layers(nn.Module):
@@ -67,9 +67,7 @@ def test_parts_of_a_marked_container_are_what_is_called_and_a_list_of_parameters
 
 def test_a_planned_model_does_not_leave_fp8_out_in_silence() -> None:
     fp8 = plan("bf16", fp8=FP8Recipe(kind="current"))
-    with pytest.raises(
-        UserError, match=r"^fp8 = current: no layer of this Sequential computes in FP8.*parallelize"
-    ):
+    with raises("precision.fp8_only_casts", fp8_kind="current", model_kind="Sequential"):
         PlannedModel(nn.Sequential(nn.Linear(16, 16)), fp8)
     context = Context(fp8, fp8=FP8State.over(None, fp8.fp8, layers=1))  # type: ignore[arg-type]
     net = parallelize(

@@ -24,6 +24,7 @@ from megaprec.precision.parallel_modes import ParallelMode
 from megaprec.precision.plan import LossScaling, plan
 from megaprec.precision.tf32 import tf32
 from tests.ranks import run_ranks
+from tests.refusals import raises
 
 THIRD = 1 / 3  # no half precision has it
 
@@ -146,9 +147,7 @@ def test_eval_and_train_return_the_wrapper_and_set_both() -> None:
 
 
 def test_a_dtype_that_is_none_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"must be torch\.float16, torch\.bfloat16 or torch\.float32"
-    ):
+    with raises("precision.dtype_argument"):
         NaiveAMPModel(Seen(), dtype=torch.int8)
 
 
@@ -175,7 +174,7 @@ def test_torch_tf32_is_fp32_and_allows_tf32() -> None:
 
 @pytest.mark.parametrize("dtype", ["torch.bf16", "float8", 16, None, torch.float64])
 def test_a_dtype_of_no_model_is_refused_in_one_line(dtype: Any) -> None:
-    with pytest.raises(UserError, match=r"dtype = .*torch\.bfloat16.*torch\.tf32") as refused:
+    with raises("precision.dtype_argument") as refused:
         NaiveAMPModel(Seen(), dtype=dtype)
     assert len(refused.value.problems) == 1
 
@@ -393,7 +392,7 @@ def test_inner_modules_cast_what_they_are_given_if_the_plan_says_so() -> None:
 
 
 def test_a_plan_with_wider_parameters_than_products_is_autocasts_to_run() -> None:
-    with pytest.raises(ValueError, match=r"torch\.autocast"):
+    with raises("precision.parameters_wider"):
         PlannedModel(Seen(), plan("bf16", parameters="fp32"))
 
 
@@ -414,12 +413,12 @@ def test_an_argument_of_another_kind_is_refused_by_name(argument: str, value: An
 
 def test_what_is_no_module_or_no_plan_is_refused_by_name() -> None:
     anything: Any = "bf16"
-    with pytest.raises(UserError, match="plan = 'bf16': must be a PrecisionPlan"):
+    with raises("precision.not_a_plan", plan="bf16"):
         PlannedModel(Seen(), anything)
     for wrap in (NaiveAMPModel, lambda model: PlannedModel(model, plan("bf16"))):
-        with pytest.raises(UserError, match="model = 'bf16': must be a torch module"):
+        with raises("precision.not_a_module", name="model", value="bf16"):
             wrap(anything)
-    with pytest.raises(UserError, match="module = 'bf16': must be a torch module"):
+    with raises("precision.not_a_module", name="module", value="bf16"):
         set_fp32_attr_to_module(anything)
 
 
@@ -429,11 +428,9 @@ def test_a_mark_that_comes_too_late_is_refused(wrap: Callable[[nn.Module], nn.Mo
     set_fp32_attr_to_module(model.first)
     wrap(model)
     set_fp32_attr_to_module(model.first)  # as it is already
-    with pytest.raises(
-        UserError, match=r"Linear is part of a model that is already wrapped.*: mark it before"
-    ):
+    with raises("precision.fp32_mark_too_late", kind="Linear"):
         set_fp32_attr_to_module(model.second)
-    with pytest.raises(UserError, match="is part of a model that is already wrapped"):
+    with raises("precision.fp32_mark_too_late"):
         set_fp32_attr_to_module(wrap(Seen()))
 
 

@@ -25,6 +25,7 @@ from megaprec.resources import (
     require_threads,
 )
 from parallel.hangs.heartbeat import Beat, machine_id, newest
+from tests.refusals import raises
 from tests.runs import write_run
 from tools import cli
 from tools.console.tables import PIPE_COLUMNS, print_table
@@ -150,7 +151,7 @@ def test_numbers_of_threads_that_can_be_are_taken() -> None:
     require_threads({})
     require_threads({"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": "1"})
     require_threads({"OMP_NUM_THREADS": f" {most_processes()} , 1"})
-    with pytest.raises(UserError, match="MKL_NUM_THREADS"):
+    with raises("megaprec.thread_count", name="MKL_NUM_THREADS"):
         require_threads({"MKL_NUM_THREADS": "2,1"})
 
 

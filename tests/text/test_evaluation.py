@@ -27,6 +27,7 @@ from parallel.context import Context
 from tests import oracle
 from tests.families import CASES, config_of
 from tests.ranks import run_ranks
+from tests.refusals import shows
 from tests.runs import checkpoint, train, write_run
 from tools.cli import main
 from tools.text.evaluation import Score, batches, score
@@ -335,7 +336,4 @@ def test_wrong_input_is_refused_by_name(
     assert (
         main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
     )
-    assert (
-        '"mine" is the name of two sets; give NAME=PATH with another name'
-        in capsys.readouterr().err
-    )
+    assert shows(capsys.readouterr().err, "command.set_name_twice", name="mine")

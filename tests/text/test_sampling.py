@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaprec.errors import UserError
+from tests.refusals import raises
 from tools.text.sampling import Sampling
 
 VOCAB = 50
@@ -77,7 +77,7 @@ def test_temperature_zero_is_the_likeliest_and_so_is_the_smallest_above() -> Non
 def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
     logits = some_logits(0)
     logits[7] = bad
-    with pytest.raises(UserError, match="the model computes inf or NaN"):
+    with raises("text.not_finite"):
         Sampling(temperature).choose(logits, torch.Generator())
 
 

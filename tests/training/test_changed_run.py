@@ -14,6 +14,7 @@ from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
+from tests.refusals import shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
 from tools import cli
 from tools.config.run_file import known_keys, load_run
@@ -198,7 +199,9 @@ def test_what_is_asked_for_twice_is_allowed_twice(
     arguments = [OWN, f"train.folder={run}", "train.seed=7", "data.shuffle=false"]
     assert train(file, *arguments, "--allow", "seed") == 2
     said = capfd.readouterr().err
-    assert "train.seed" not in said and "accept them with --allow shuffle" in said
+    assert "train.seed" not in said and shows(
+        said, "training.changes_on_resume", flags="--allow shuffle"
+    )
     assert train(file, "--allow", "seed", "--allow", "shuffle", *arguments) == 0
 
 
@@ -252,7 +255,9 @@ def test_a_ready_data_set_that_was_replaced_is_refused(
         and " SHA-256 " in first
         and " -> " in first
     )
-    assert last.startswith("this run cannot resume from") and "--allow data" in last
+    assert last.startswith("this run cannot resume from") and shows(
+        last, "training.changes_on_resume", flags="--allow data"
+    )
     assert train(file, *arguments, "--allow", "data") == 0
 
 
@@ -316,9 +321,8 @@ def test_another_tokenizer_of_the_same_size_is_refused(
     capfd.readouterr()
     assert train(file, *tokenizer) == 2
     said = capfd.readouterr().err
-    assert (
-        "is not the tokenizer that the checkpoint was trained with" in said
-        and "--allow tokenizer" in said
+    assert "is not the tokenizer that the checkpoint was trained with" in said and shows(
+        said, "training.changes_on_resume", flags="--allow tokenizer"
     )
     assert train(file, *tokenizer, "--allow", "tokenizer") == 0
 
@@ -357,7 +361,7 @@ def test_a_data_set_with_ids_that_the_tokenizer_does_not_have_is_refused_though_
     )
     keys = [f"data.tokenizer={small}", "model.vocab=400", f"train.folder={tmp_path}/run"]
     assert train(file, f"data.source={file.parent}/run/data/text", *keys) == 2
-    assert "which a vocabulary of 270 does not hold" in capfd.readouterr().err
+    assert shows(capfd.readouterr().err, "data.vocabulary_too_small", low=2, vocab=270)
 
 
 def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(

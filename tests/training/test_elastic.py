@@ -11,6 +11,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.hosts import ADDRESSES, Hosts, two_hosts
+from tests.refusals import raises
 from tests.runs import assert_close, steps, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
@@ -92,7 +93,7 @@ def test_a_layout_that_names_an_axis_is_not_made_larger(
     axis: str, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="world size 4 != "):
+    with raises("config.world_size", world_size=4):
         in_this_world(load_run(run_file, [f"parallel.{axis}=1"]))
 
 

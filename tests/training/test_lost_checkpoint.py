@@ -17,6 +17,7 @@ from megaprec.checkpoint.digests import FILE_DIGESTS, OWN_DIGEST
 from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names, saved
+from tests.refusals import raises, shows
 from tests.runs import checkpoint, edit_index, rewind, steps, train, write_run
 from tools.cli import main
 
@@ -136,9 +137,7 @@ def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is
     why = "is damaged: it has no checkpoint.json: it is not used, and stays"
     assert damaged_beside(newer) == [f"{older} {why}"]
     unlink(newer)
-    with pytest.raises(
-        UserError, match=r"step_00000002 is damaged: it has no .* move it away to start anew"
-    ):
+    with raises("checkpoint.damaged_newest"):
         latest(tmp_path)
     with pytest.raises(UserError) as said:
         checkpoints(tmp_path)
@@ -169,7 +168,7 @@ def test_a_checkpoint_named_by_itself_is_refused_alike(tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     assert checkpoint_at(path) == path
     unlink(path)
-    with pytest.raises(UserError, match=r"step_00000001 is damaged: it has no checkpoint\.json"):
+    with raises("checkpoint.damaged_named", damage="it has no checkpoint.json"):
         checkpoint_at(path)
 
 
@@ -305,7 +304,7 @@ def test_an_index_that_lost_its_digests_is_damaged(
         json.dumps({k: v for k, v in index.items() if k not in (OWN_DIGEST, FILE_DIGESTS)})
     )
     said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
-    assert "has lost the digests that it was saved with" in said[0]
+    assert shows(said[0], "checkpoint.digests_lost")
 
 
 def test_of_a_checkpoint_without_digests_a_run_says_that_nothing_was_checked(

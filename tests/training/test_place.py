@@ -8,6 +8,7 @@ import pytest
 
 from megaprec.checkpoint.reader import Store
 from megaprec.data.samples import Batch, Samples
+from tests.refusals import shows
 from tests.runs import checkpoint, rewind, train, write_run
 from tools.convert.train_state import read_progress
 
@@ -106,7 +107,7 @@ def test_a_shuffled_run_is_refused_with_samples_of_another_length_unless_that_is
     said = capsys.readouterr().err
     why = "its samples come in another order, so text of this epoch comes twice or not at all"
     assert f"train.seq_length: 16 -> 32: {why}" in said
-    assert "accept them with --allow seq_length" in said
+    assert shows(said, "training.changes_on_resume", flags="--allow seq_length")
     assert train(file, *changed, "--allow", "seq_length") == 0
     assert "changed    train.seq_length: 16 -> 32: " in capsys.readouterr().out
     assert read_progress(Store(checkpoint(run, 3))).samples == READ // 32 + 4

@@ -20,6 +20,7 @@ from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names
 from tests.checkpoint.test_damage import flip
 from tests.other_systems import slow
+from tests.refusals import raises, shows
 from tests.runs import assert_close, checkpoint, steps, tensors, train, train_on, write_run
 from tests.training.deaths import Death, planted
 from tools.config.run_file import RunConfig, load_run
@@ -172,7 +173,7 @@ def test_a_damaged_checkpoint_or_a_folder_in_use_is_named_and_ends_the_run(
     assert len(steps(tmp_path)) == 5
     checkpoint_path(tmp_path / "checkpoints", 3).mkdir(parents=True)
     assert restarts.ranks_after(KILLED) == 0
-    assert "step_00000003 is damaged" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "checkpoint.damaged_newest")
 
 
 def test_an_elastic_run_goes_on_without_a_rank_that_cannot_be_started_again(
@@ -205,7 +206,7 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resum
 ) -> None:
     folder = [f"train.folder={tmp_path}", "checkpoint.resume=false", "train.steps=3"]
     assert train(run_file, *folder) == 0
-    with pytest.raises(UserError, match="is there from an earlier run"):
+    with raises("training.resume_false"):
         check_resumable(load_run(run_file, folder))
     for variable, run_id in (
         (RESTARTED, f"{OURS}7"),
@@ -213,9 +214,7 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resum
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "1")
-            with pytest.raises(
-                UserError, match="is there from an earlier run"
-            ):  # a shell has left it
+            with raises("training.resume_false"):  # a shell has left it
                 check_resumable(load_run(run_file, folder))
             patch.setenv("TORCHELASTIC_RUN_ID", run_id)
             check_resumable(load_run(run_file, folder))

@@ -18,6 +18,7 @@ from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from models.presets import preset
+from tests.refusals import raises
 from tools.commands.keys import describe_keys
 from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
@@ -319,12 +320,16 @@ def test_tables_built_in_python_obey_the_same_laws(run_file: Path) -> None:
 def test_a_world_of_another_size_is_refused_with_what_would_do(run_file: Path) -> None:
     config = load_run(run_file)
     check_world(config, 4)
-    with pytest.raises(
-        UserError,
-        match=r"world size 6 != parallel.tensor 2 x parallel.pipeline 2 x parallel.data 1 = 4",
+    with raises(
+        "config.world_size",
+        world_size=6,
+        keys="parallel.tensor 2 x parallel.pipeline 2 x parallel.data 1",
+        ranks_of_layout=4,
     ):
         check_world(config, 6)
-    with pytest.raises(UserError, match=r"start 4 ranks or set parallel.data = 2"):
+    with raises(
+        "config.world_size", ranks_of_layout=4, advice="start 4 ranks or set parallel.data = 2"
+    ):
         check_world(config, 8)
 
 

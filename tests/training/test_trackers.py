@@ -14,6 +14,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.project.test_readme import ROOT
+from tests.refusals import raises, shows
 from tests.runs import rewind, steps, train, write_run
 from tools.config.run_file import load_run
 from tools.journal.trackers import Feed, require_trackers
@@ -181,7 +182,9 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
     )
     assert lines[4].endswith("did you mean tensorboard?")
     assert lines[5].endswith('mine.py has no function "x"')
-    assert "nowhere.py cannot be imported: FileNotFoundError" in lines[6]
+    assert shows(
+        lines[6], "megaprec.function_not_imported", location="nowhere.py", kind="FileNotFoundError"
+    )
     assert lines[7] == 'log.to = "a:": give "file.py:function" or "package.module:function"'
 
 
@@ -200,7 +203,7 @@ def test_a_folder_that_a_tracker_left_is_no_package(
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match="needs wandb: pip install"):
+    with raises("journal.tracker_missing", name="wandb"):
         require_trackers(("wandb",))
 
 

@@ -34,6 +34,7 @@ from parallel.mesh import broadcast_from_first
 from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow
 from tests.ranks import run_ranks
+from tests.refusals import raises, shows
 from tests.runs import (
     assert_close,
     checkpoint,
@@ -574,7 +575,7 @@ def test_of_two_runs_that_start_at_once_the_later_is_refused(
     monkeypatch.setattr("tools.training.prepare.open_checked", lambda *_: open_corpus(config))
     with ExitStack() as first, ExitStack() as second:
         prepare(config, first)
-        with pytest.raises(UserError, match="another process trains there now"):
+        with raises("command.folder_in_use"):
             prepare(config, second)
     with ExitStack() as later:
         prepare(config, later)
@@ -729,7 +730,7 @@ def test_a_resumed_run_never_replaces_the_data_that_it_was_trained_on(
     before = (tmp_path / "data" / "text.bin").read_bytes()
     capsys.readouterr()
     assert train(run_file, *own, "data.vocab_size=325") == 2
-    assert "data.vocab_size = 325, but the tokenizer has 320 tokens" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "training.vocabulary_differs", vocab_size=325, size=320)
     assert train(run_file, *own, "data.vocab_size=320", "data.max_chars=9000") == 2
     assert "not the text that" in capsys.readouterr().err
     assert (tmp_path / "data" / "text.bin").read_bytes() == before

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaprec.checkpoint.atomic import latest
-from megaprec.errors import UserError
+from tests.refusals import raises
 from tests.runs import rewind, steps, tensors, train_on, write_run
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
@@ -88,7 +88,7 @@ def test_weights_frozen_in_a_checkpoint_and_trained_now_are_named(
 ) -> None:
     folder = train_on(file, own(tmp_path, FREEZE), "train.steps=3")
     config = load_run(file, [own(tmp_path, ""), f"train.folder={folder}"])
-    with pytest.raises(UserError, match="which was frozen when it was saved and is trained now"):
+    with raises("checkpoint.state_of_frozen_missing"):
         Trainer(config, open_corpus(config), None, newest(folder))
 
 
@@ -97,9 +97,7 @@ def test_a_buffer_that_training_changes_ends_the_run_after_one_step(
 ) -> None:
     config = load_run(file, [own(tmp_path, COUNT.format(persistent=True))])
     trainer = Trainer(config, open_corpus(config), None, None)
-    with pytest.raises(
-        UserError, match=r"seen is a buffer that training changes; .* persistent=False"
-    ):
+    with raises("training.buffer_changes", unsaved="seen"):
         trainer.run()
     assert trainer.progress.step == 1
     config = load_run(file, [own(tmp_path, COUNT.format(persistent=False)), "train.steps=2"])

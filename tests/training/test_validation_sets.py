@@ -12,6 +12,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import open_source
 from megaprec.data.training import train_sentencepiece
 from tests import oracle
+from tests.refusals import shows
 from tests.runs import RUN, checkpoint, steps, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
@@ -191,9 +192,8 @@ def test_a_set_that_is_too_short_for_one_sample_is_refused(
     (file.parent / "short.txt").write_text("a b")
     one = f'data.validation=[{{name="short", source="{file.parent}/short.txt"}}]'
     assert train(file, one, "train.eval_every=1") == 2
-    assert (
-        'short.txt": ' in (said := capsys.readouterr().err)
-        and "give more text or a shorter sequence" in said
+    assert 'short.txt": ' in (said := capsys.readouterr().err) and shows(
+        said, "data.data_too_short"
     )
 
 

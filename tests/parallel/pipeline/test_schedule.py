@@ -13,6 +13,7 @@ from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, 
 from parallel.pipeline.schedules import Schedule, complete, forward_only
 from parallel.pipeline.simulation import Mark, RefusedSchedule, peak, sends_under_way, simulate
 from parallel.pipeline.verify import check
+from tests.refusals import raises
 
 KIND = st.sampled_from(sorted(KINDS))
 RANKS = st.integers(1, 8)
@@ -47,7 +48,7 @@ def test_an_instruction_is_read_back_from_its_text(op: Op, stage: int, microbatc
     "text", ["", "F", "F0", "R0.1", "F0.", "F-1.0", "F01.2", "X0.1", "F0.1 ", "sB0.1", "f0.1"]
 )
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is no instruction"):
+    with raises("pipeline.instruction"):
         Instruction.parse(text)
 
 

@@ -22,8 +22,8 @@ from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
-from tools.parity.fragments import Fragment, take_fragments
-from tools.parity.fragments import assemble as assemble_fragments
+from tools.verify.parity.fragments import Fragment, take_fragments
+from tools.verify.parity.fragments import assemble as assemble_fragments
 
 # tp, pp, dp
 LAYOUTS = [

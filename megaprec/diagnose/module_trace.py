@@ -2,8 +2,8 @@
 
 `trace_modules` is the one place that hooks modules. Its callers look for the first inf or NaN
 (`megaprec.diagnose.nonfinite_trace`), record activations to compare layouts
-(`tools.parity.borders`) or, here, digest the activations of one micro-batch and their gradients in
-order of computation.
+(`tools.verify.parity.borders`) or, here, digest the activations of one micro-batch and their
+gradients in order of computation.
 
 Two runs of the same computation give the same list of digests. The first entry that differs tells
 where they parted: the output of a module differs although its inputs did not, so the module

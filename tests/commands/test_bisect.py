@@ -11,10 +11,10 @@ import pytest
 from tests.refusals import shows
 from tests.runs import train, write_run
 from tools import cli
-from tools.bisect.sides import Side, must_be_equal, other_keys
 from tools.config.run_file import load_run
-from tools.prove.proof import turn_one_sign
 from tools.training.step_records import STEP_FIELDS
+from tools.verify.bisect.sides import Side, must_be_equal, other_keys
+from tools.verify.prove.proof import turn_one_sign
 
 ADDED_OTHERWISE = [
     "parallel.tensor=2",

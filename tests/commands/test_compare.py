@@ -9,9 +9,9 @@ import pytest
 
 from tests.runs import losses, train, write_run
 from tools import cli
+from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss
 from tools.commands.compare import read_curves
 from tools.journal.records import METRICS
-from tools.plots.compare_plot import COLORS, LAST, Curve, by_loss
 
 MODES = {
     "fp32": ["precision.compute=fp32"],

@@ -9,10 +9,10 @@ import torch
 from megaprec.fp8.quantize import quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from tests.refusals import shows
+from tools.analysis.planning.fp8_timing import Shape, Times, linear_times
 from tools.cli import main
 from tools.commands import fp8_advice
 from tools.config.run_file import RunConfig, load_run
-from tools.planning.fp8_timing import Shape, Times, linear_times
 
 RUN = """
 [model]

@@ -17,13 +17,13 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.commands import prove
 from tools.config.settings import Parallel
-from tools.parity.ranks import RunFailed
-from tools.prove.first_difference import by_step, first_parting
-from tools.prove.proof import turn_one_sign
-from tools.prove.runs import ProofRuns, _ready
 from tools.training.batches import Batches
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
+from tools.verify.parity.ranks import RunFailed
+from tools.verify.prove.first_difference import by_step, first_parting
+from tools.verify.prove.proof import turn_one_sign
+from tools.verify.prove.runs import ProofRuns, _ready
 
 Fault = Callable[[pytest.MonkeyPatch], object]
 

@@ -13,9 +13,9 @@ import pytest
 from tests.parity.test_command import open_tags
 from tests.runs import train, write_run
 from tools import cli
+from tools.analysis.report.sections import SECTIONS
 from tools.config.run_file import load_run
-from tools.parity.certificate import run_digest
-from tools.report.sections import SECTIONS
+from tools.verify.parity.certificate import run_digest
 
 EVIL = "</td><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)>&\"'"
 OTHER_KEYS = "the certificate below is of other keys than those of run.toml"

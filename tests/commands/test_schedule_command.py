@@ -15,11 +15,11 @@ from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import simulate
 from tests.refusals import raises, shows
 from tests.runs import losses, train, train_on, write_run
+from tools.analysis.plots.drawing import Drawing, Rect, Text, to_svg
+from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.cli import main
 from tools.config.run_file import load_run
 from tools.journal.timeline_file import TIMELINE, read_trace, write_trace
-from tools.plots.drawing import Drawing, Rect, Text, to_svg
-from tools.plots.timeline import Panel, as_text, draw
 
 REQUIRED = (
     "model.hidden=16",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FRAMES = {"_current_frames", "_current_exceptions", "f_back"}
 # `_getframe` of the thread's own stack is walked here, by the thread itself, while it stands still
 # in it.
-OWN_STACK = {"tools/parity/hang_watch.py"}
+OWN_STACK = {"tools/verify/parity/hang_watch.py"}
 
 
 def read_by_another_thread() -> tuple[bool, list[str]]:

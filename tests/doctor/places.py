@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tools.doctor.questions import RankContext
+from tools.verify.doctor.questions import RankContext
 
 HOSTS = ("alpha", "beta", "gamma", "delta")
 

@@ -15,7 +15,7 @@ from tests.project.test_readme import ROOT
 from tests.runs import write_run
 from tools import cli
 from tools.commands import doctor
-from tools.doctor.finding import Finding, not_tried, ok, wrong
+from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
 
 WELL = ok("ranks", "2 ranks on 1 host answer")
 BAD = wrong("disk", "/scratch on a: locks do not hold", "mount it with locks")
@@ -144,7 +144,7 @@ def test_this_machine_and_a_run_file_are_found_well(tmp_path: Path) -> None:
 
 STOPPING = """
 import os, signal, sys
-from tools.doctor import disk
+from tools.verify.doctor import disk
 disk.try_filesystem = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 from tools.cli import main
 sys.exit(main())

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.doctor.places import place
-from tools.doctor import disk
-from tools.doctor.disk import Disk, filesystem_of, judge, probe, try_filesystem
-from tools.doctor.finding import OK, WRONG
+from tools.verify.doctor import disk
+from tools.verify.doctor.disk import Disk, filesystem_of, judge, probe, try_filesystem
+from tools.verify.doctor.finding import OK, WRONG
 
 
 def test_a_good_folder_has_no_problems_and_is_left_as_it_was(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.doctor.places import HOSTS, place
 from tests.ranks import run_ranks
-from tools.doctor import clocks, links, shared
-from tools.doctor.finding import OK, WRONG, Finding
-from tools.doctor.links import Pair
-from tools.doctor.questions import RankContext
+from tools.verify.doctor import clocks, links, shared
+from tools.verify.doctor.finding import OK, WRONG, Finding
+from tools.verify.doctor.links import Pair
+from tools.verify.doctor.questions import RankContext
 
 
 def read_clocks(mesh: DeviceMesh, folder: Path, ahead: float) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.doctor.places import HOSTS, place
-from tools.doctor import kernels, machine
-from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding
+from tools.verify.doctor import kernels, machine
+from tools.verify.doctor.finding import NOT_TRIED, OK, WRONG, Finding
 
 
 def answers(**differs: Any) -> list[dict[str, Any]]:

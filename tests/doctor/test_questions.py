@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.doctor.places import place
-from tools.doctor import questions
-from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding, ok, verdict
-from tools.doctor.questions import Check, RankContext, conduct, format_ranks
+from tools.verify.doctor import questions
+from tools.verify.doctor.finding import NOT_TRIED, OK, WRONG, Finding, ok, verdict
+from tools.verify.doctor.questions import Check, RankContext, conduct, format_ranks
 
 
 def answered(answers: Sequence[Any]) -> Iterator[Finding]:

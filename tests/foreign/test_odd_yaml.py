@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.foreign.data_files import from_yaml
+from tools.interop.foreign.data_files import from_yaml
 
 ODD = [
     "a: " + "9" * 20_000,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments.megatron import READ, REFUSED, UNUSED
 from tools.config.run_file import known_keys, load_run
-from tools.foreign.read import read_foreign
-from tools.foreign.whose import KINDS, whose_file
-from tools.importing.run import import_run
+from tools.interop.arguments.megatron import READ, REFUSED, UNUSED
+from tools.interop.foreign.read import read_foreign
+from tools.interop.foreign.whose import KINDS, whose_file
+from tools.interop.importing.run import import_run
 
 HERE = Path(__file__).parents[2]
 FILES = {

@@ -6,7 +6,7 @@ import torch
 
 from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
-from tools.doctor.kernels import FAULTY, HERE, KERNELS
+from tools.verify.doctor.kernels import FAULTY, HERE, KERNELS
 
 KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
 SINCE = {

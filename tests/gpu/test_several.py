@@ -14,8 +14,8 @@ from tests.doctor.places import place
 from tests.layouts import Trained, train_rank
 from tests.models.test_other_device import FOUR, run
 from tests.ranks import run_ranks
-from tools.doctor.finding import OK
-from tools.doctor.links import judge, measure
+from tools.verify.doctor.finding import OK
+from tools.verify.doctor.links import judge, measure
 
 LAYOUTS = {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments import deepspeed
-from tools.arguments.megatron import READ, REFUSED, UNUSED, form_of, option
 from tools.config.key_suggestions import ELSEWHERE, KEYS
 from tools.config.run_file import known_keys, load_run
 from tools.convert.megatron.keys import ALLOWED_VALUES, OFF
+from tools.interop.arguments import deepspeed
+from tools.interop.arguments.megatron import READ, REFUSED, UNUSED, form_of, option
 
 FACTS = [
     line.split(" ", 2)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megaprec.errors import UserError
-from tools.arguments.deepspeed import READ, UNUSED, WHY
 from tools.config.run_file import RunConfig, load_run, read_run_settings
-from tools.importing.run import import_run
+from tools.interop.arguments.deepspeed import READ, UNUSED, WHY
+from tools.interop.importing.run import import_run
 
 KEYS = ("model.preset=llama-demo", "train.steps=100", "train.seq_length=32")
 FULL: dict[str, Any] = {

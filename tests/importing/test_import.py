@@ -12,14 +12,14 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, SCRIPTS
-from tools.arguments.megatron import READ, REFUSED, UNUSED, option
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.convert.megatron.args import model_of_args
-from tools.importing.arguments import Arguments, read_words
-from tools.importing.megatron_model import completed
-from tools.importing.run import import_run
-from tools.importing.shell import split_words
+from tools.interop.arguments.megatron import READ, REFUSED, UNUSED, option
+from tools.interop.importing.arguments import Arguments, read_words
+from tools.interop.importing.megatron_model import completed
+from tools.interop.importing.run import import_run
+from tools.interop.importing.shell import split_words
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64 "

@@ -10,12 +10,12 @@ import torch
 from megaprec.errors import UserError
 from tests.importing.test_arguments import FACTS
 from tests.importing.test_import import BASE, CHANGES
-from tools.arguments.megatron import DEFAULTS, READ, REFUSED, UNUSED
 from tools.cli import main
-from tools.importing.arguments import Arguments, read_words
-from tools.importing.megatron_model import completed
-from tools.importing.run import Imported, import_run
-from tools.importing.shell import split_words
+from tools.interop.arguments.megatron import DEFAULTS, READ, REFUSED, UNUSED
+from tools.interop.importing.arguments import Arguments, read_words
+from tools.interop.importing.megatron_model import completed
+from tools.interop.importing.run import Imported, import_run
+from tools.interop.importing.shell import split_words
 
 WORDS = (
     "",

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from tests.project.test_readme import ROOT
-from tools.arguments import deepspeed
-from tools.arguments.megatron import READ, REFUSED, UNUSED, option
+from tools.interop.arguments import deepspeed
+from tools.interop.arguments.megatron import READ, REFUSED, UNUSED, option
 
 PAGE = (ROOT / "docs" / "from-megatron.md").read_text()
 

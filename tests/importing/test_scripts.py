@@ -10,7 +10,7 @@ import pytest
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, CONDITION, SCRIPTS
 from tests.refusals import raises, shows
-from tools.importing.shell import CommandLine, read_script, split_words
+from tools.interop.importing.shell import CommandLine, read_script, split_words
 
 RUN = "torchrun --nproc-per-node 4 pretrain_gpt.py"
 

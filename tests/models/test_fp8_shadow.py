@@ -26,11 +26,11 @@ from tests.fp8.test_weights import kept, require_same, state_of
 from tests.layouts import SAMPLES, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
+from tools.analysis.plots.shadow_plot import PICTURE, plot_shadow
 from tools.config.precision_settings import FP8
 from tools.console.tables import to_json
 from tools.journal.records import read_events
 from tools.journal.shadow_records import SHADOW, alarms, shadow_event
-from tools.plots.shadow_plot import PICTURE, plot_shadow
 
 DROPOUT = {**run().model, "dropout": 0.2}
 

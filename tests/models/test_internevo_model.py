@@ -29,7 +29,7 @@ from tests.internevo_model import InternEvo
 from tools.commands.precision import read_precision
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
-from tools.parity.runs import epsilon, in_float64
+from tools.verify.parity.runs import epsilon, in_float64
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

@@ -43,12 +43,12 @@ from tests.layouts import Fragment, Run, Trained, train_rank
 from tests.ranks import on_ranks, run_ranks
 from tests.runs import checkpoint, steps, tensors, write_run
 from tools.config.run_file import load_run
-from tools.parity.record import Plan, record
 from tools.text.generation import Generation
 from tools.text.load import load_model
 from tools.text.sampling import Sampling
 from tools.training.corpus import open_corpus
 from tools.training.trainer import Trainer
+from tools.verify.parity.record import Plan, record
 
 MODEL = {
     "family": "llama",

@@ -16,12 +16,12 @@ from typing import Any
 from tests.parity import fault_table
 from tests.parity.fault_table import FAULTS
 from tests.parity.runs import PLAN, carried_out, ready
-from tools.bisect.replay import Replay, Take, located_bits, located_in_float64
 from tools.config.run_file import RunConfig
-from tools.parity.layouts import fitted, requested_layouts
-from tools.parity.ranks import Run, run_alone
-from tools.parity.record import Record
-from tools.parity.runs import alone
+from tools.verify.bisect.replay import Replay, Take, located_bits, located_in_float64
+from tools.verify.parity.layouts import fitted, requested_layouts
+from tools.verify.parity.ranks import Run, run_alone
+from tools.verify.parity.record import Record
+from tools.verify.parity.runs import alone
 
 HOW: dict[str, Callable[[Replay, Take], dict[str, Any]]] = {
     "bits": located_bits,

@@ -29,7 +29,7 @@ from megaprec.errors import UserError
 from tests.ranks import run_ranks
 from tools.commands import parity
 from tools.config.run_file import load_run
-from tools.parity.ranks import PENDING, Run, carry_out
+from tools.verify.parity.ranks import PENDING, Run, carry_out
 
 # the first is most at risk
 FAMILIES = (

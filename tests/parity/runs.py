@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
-from tools.parity.certificate import Compared, entry
-from tools.parity.compare import compare
-from tools.parity.layouts import fitted, requested_layouts
-from tools.parity.noise import Noise
-from tools.parity.ranks import Run, corpus_of, run_alone
-from tools.parity.record import Plan, Record, gather, record
-from tools.parity.repeated_updates import updates
-from tools.parity.runs import (
+from tools.verify.parity.certificate import Compared, entry
+from tools.verify.parity.compare import compare
+from tools.verify.parity.layouts import fitted, requested_layouts
+from tools.verify.parity.noise import Noise
+from tools.verify.parity.ranks import Run, corpus_of, run_alone
+from tools.verify.parity.record import Plan, Record, gather, record
+from tools.verify.parity.repeated_updates import updates
+from tools.verify.parity.runs import (
     EPSILON,
     LayoutLimits,
     alone,

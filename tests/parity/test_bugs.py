@@ -11,7 +11,7 @@ from tests.parity import fault_table
 from tests.parity.fault_table import FAULTS
 from tests.parity.faults import after_reduce
 from tests.parity.runs import outcome, references
-from tools.parity.borders import TOKENS_IN
+from tools.verify.parity.borders import TOKENS_IN
 
 SAMPLE = [  # one of each part of a step
     "a feed-forward's output is not summed",

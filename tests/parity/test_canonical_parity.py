@@ -10,12 +10,12 @@ import pytest
 from tests.parity import fault_table
 from tests.parity.fault_table import FAULTS
 from tests.parity.runs import PLAN, carried_out, outcome, ready
-from tools.bisect.replay import Replay, located_bits
-from tools.parity.layouts import fitted, requested_layouts
-from tools.parity.ranks import Run, run_alone
-from tools.parity.record import Record
-from tools.parity.runs import alone
-from tools.parity.summary import EQUAL_BITS, verdict
+from tools.verify.bisect.replay import Replay, located_bits
+from tools.verify.parity.layouts import fitted, requested_layouts
+from tools.verify.parity.ranks import Run, run_alone
+from tools.verify.parity.record import Record
+from tools.verify.parity.runs import alone
+from tools.verify.parity.summary import EQUAL_BITS, verdict
 
 
 @pytest.mark.cases(1, sample=1)

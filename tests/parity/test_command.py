@@ -16,11 +16,11 @@ from tools import cli
 from tools.commands import doctor_layout
 from tools.commands.parity import fitting_layouts
 from tools.config.run_file import load_run
-from tools.parity.certificate import not_tried
-from tools.parity.compare import Difference, worst
-from tools.parity.layouts import every
-from tools.parity.runs import LayoutLimits, alike_size, shrunk
-from tools.parity.summary import conclusion, show
+from tools.verify.parity.certificate import not_tried
+from tools.verify.parity.compare import Difference, worst
+from tools.verify.parity.layouts import every
+from tools.verify.parity.runs import LayoutLimits, alike_size, shrunk
+from tools.verify.parity.summary import conclusion, show
 
 ROOT = Path(__file__).parents[2]
 TRAIN = [

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.parity.test_command import ROOT, TRAIN, command, own_model
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
-from tools.parity import ranks
-from tools.parity.hang_watch import Watch, describe_position, odd_ranks, recorded_position
-from tools.parity.layouts import fitted, requested_layouts
-from tools.parity.ranks import PENDING, Run, corpus_of, run_together
-from tools.parity.record import Plan, record
-from tools.parity.runs import LayoutLimits, in_float64, made_ready, with_random_tokens
+from tools.verify.parity import ranks
+from tools.verify.parity.hang_watch import Watch, describe_position, odd_ranks, recorded_position
+from tools.verify.parity.layouts import fitted, requested_layouts
+from tools.verify.parity.ranks import PENDING, Run, corpus_of, run_together
+from tools.verify.parity.record import Plan, record
+from tools.verify.parity.runs import LayoutLimits, in_float64, made_ready, with_random_tokens
 
 PATIENCE = 4.0
 LONE_BARRIER = (

@@ -7,8 +7,8 @@ import torch
 
 from tests.parity.campaign import accused
 from tests.parity.runs import ready, references
-from tools.parity.compare import _StepComparison
-from tools.parity.noise import (
+from tools.verify.parity.compare import _StepComparison
+from tools.verify.parity.noise import (
     FLOAT64_SLACK,
     FLOAT64_TOLERANCE,
     LOW_PRECISION_SLACK,

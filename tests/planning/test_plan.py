@@ -13,14 +13,14 @@ import torch
 from models.estimate.gpus import gpu_named
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.runs import train
+from tools.analysis.planning.device import target_of
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.search import candidates, least_bytes, plan_run
+from tools.analysis.planning.speed import Assumptions, least_seconds, passes_of
 from tools.cli import main
 from tools.config import run_file as run_file_module
 from tools.config.native_keys import plan_of
 from tools.config.run_file import load_run
-from tools.planning.device import target_of
-from tools.planning.memory import MemoryModel
-from tools.planning.search import candidates, least_bytes, plan_run
-from tools.planning.speed import Assumptions, least_seconds, passes_of
 
 RUN = """
 [model]
@@ -183,7 +183,7 @@ def test_a_part_of_a_long_schedule_stands_for_all_of_it(
     for overrides in every_kind(file):
         config = load_run(file, (*overrides, "train.global_batch=64"))
         whole = plan_run(config, MemoryModel("cuda"), ASSUMED)
-        monkeypatch.setattr("tools.planning.speed.MANY", 0)
+        monkeypatch.setattr("tools.analysis.planning.speed.MANY", 0)
         assert passes_of(config).more > 0
         part = plan_run(config, MemoryModel("cuda"), ASSUMED)
         monkeypatch.undo()
@@ -283,7 +283,7 @@ def test_ranks_that_share_this_machine_have_together_what_one_process_has(
 ) -> None:
     """However many ranks the run file itself has."""
     monkeypatch.setattr("tools.commands.plan._measure_tflops", lambda config: 0.6)
-    monkeypatch.setattr("tools.planning.device.memory_bytes", lambda: 12 << 30)
+    monkeypatch.setattr("tools.analysis.planning.device.memory_bytes", lambda: 12 << 30)
     few = ("train.device=cpu", "model.layers=2", "train.global_batch=4")  # layouts
     alone = data(capsys, file, *few)
     shared = data(capsys, file, *few, "parallel.data=2", "--ranks", 4)["layouts"]

@@ -17,13 +17,13 @@ import pytest
 
 from models.estimate.flops import training_flops
 from tests.project.test_readme import ROOT
+from tools.analysis.plots.shadow_plot import PICTURE
+from tools.analysis.plots.training_plot import PLOT
 from tools.cli import main
 from tools.commands.doctor_layout import STEPS
 from tools.commands.prove import FILE
 from tools.config.run_file import load_run
 from tools.console.units import flops
-from tools.plots.shadow_plot import PICTURE
-from tools.plots.training_plot import PLOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}

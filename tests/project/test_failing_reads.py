@@ -30,9 +30,9 @@ OTHERWISE = {
 # read what they have just written
 OWN_FILES = (
     "tools/bench/",
-    "tools/doctor/",
-    "tools/parity/",
-    "tools/prove/",
+    "tools/verify/doctor/",
+    "tools/verify/parity/",
+    "tools/verify/prove/",
 )
 
 

@@ -13,8 +13,8 @@ from megaprec.optim.step_report import Offender, StepReport
 from tests.project.test_readme import ROOT
 from tests.runs import train, write_run
 from tools import cli
+from tools.analysis.plots.training_plot import LOSS, OTHERS
 from tools.journal.records import TASK_PREFIX, read_events, read_metrics
-from tools.plots.training_plot import LOSS, OTHERS
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 

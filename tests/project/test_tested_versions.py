@@ -17,7 +17,7 @@ from tests.project.test_readme import ROOT
 from tests.refusals import raises
 from tests.runs import train, write_run
 from tools.convert import probe, verify
-from tools.doctor.machine import facts
+from tools.verify.doctor.machine import facts
 
 RULES = [
     "torch<2.14,>=2.11",

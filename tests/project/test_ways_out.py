@@ -22,16 +22,16 @@ ROOT = Path(__file__).parents[2]
 ROOMS = ("megaprec", "parallel", "models", "tools")
 OTHERS = (
     "megaprec/dialects",
-    "tools/foreign",
-    "tools/arguments",
+    "tools/interop/foreign",
+    "tools/interop/arguments",
     "tools/convert",
-    "tools/importing",
+    "tools/interop/importing",
 )
 AREAS_OF_OTHERS = {
     "dialect": "megaprec/dialects",
-    "precision_file": "tools/foreign",
+    "precision_file": "tools/interop/foreign",
     "convert": "tools/convert",
-    "import": "tools/importing",
+    "import": "tools/interop/importing",
 }
 TABLES = "|".join(tables_of_a_run())
 KEY = re.compile(rf"(?<![\w./\[\0-])({TABLES})\.([a-z_][a-z0-9_]*)")
@@ -56,7 +56,7 @@ OF_OTHERS = {
     ),  # torchrun and pip
     *("--moe-grouped-gemm", "--num-layers", "--bf"),  # Megatron-LM, in examples
 }
-STYLES = "tools/report/page.py"  # has variables of CSS
+STYLES = "tools/analysis/report/page.py"  # has variables of CSS
 
 
 @cache
@@ -130,7 +130,7 @@ def test_every_value_that_a_message_gives_to_a_key_is_accepted() -> None:
                 or "..." in value
             ):
                 continue
-            if name == "tools/foreign/whose.py":  # pairs of names, theirs and ours
+            if name == "tools/interop/foreign/whose.py":  # pairs of names, theirs and ours
                 continue
             tried += 1
             table, _, field = key.partition(".")

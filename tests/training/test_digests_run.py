@@ -6,7 +6,7 @@ import pytest
 
 from tests.runs import rewind, train, train_on, write_run
 from tools.journal.records import DIGESTS, read_digests, read_metrics
-from tools.prove.first_difference import by_step, first_parting
+from tools.verify.prove.first_difference import by_step, first_parting
 
 
 def test_every_nth_step_and_every_loaded_state_has_a_line_and_a_resume_repeats_them(

@@ -9,14 +9,14 @@ import pytest
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.analysis.planning.memory import sharding_of
+from tools.analysis.planning.search import least_bytes
 from tools.config.expert_ranks import expert_replicas, replicas_sharing_state
 from tools.config.layouts import fit_layout, in_words, largest_fitting, layout_problems
 from tools.config.run_file import RunConfig, load_run
 from tools.config.settings import Parallel, Train
-from tools.parity.layouts import fitted as for_parity
-from tools.parity.layouts import requested_layouts
-from tools.planning.memory import sharding_of
-from tools.planning.search import least_bytes
+from tools.verify.parity.layouts import fitted as for_parity
+from tools.verify.parity.layouts import requested_layouts
 
 RUN = [
     "model.family=mixtral",

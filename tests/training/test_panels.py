@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tools.plots.charts import STRETCH_WIDTH, WIDTH, Chart, Row, draw_rows, short
-from tools.plots.drawing import to_themed_svg
-from tools.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
+from tools.analysis.plots.charts import STRETCH_WIDTH, WIDTH, Chart, Row, draw_rows, short
+from tools.analysis.plots.drawing import to_themed_svg
+from tools.analysis.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

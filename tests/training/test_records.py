@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import checkpoint, rewind, steps, train, write_run
+from tools.analysis.report.run import Run
 from tools.cli import main
 from tools.journal.records import (
     EVENTS,
@@ -17,7 +18,6 @@ from tools.journal.records import (
     read_lines,
     read_metrics,
 )
-from tools.report.run import Run
 
 ODD = (
     b"\xff\xfe", b"5", b"[]", b"{}", b"null", b'"x"', b"[" * 100_000, b'{"step": "three"}', b'{"step": 3}', b"{",

@@ -46,11 +46,11 @@ from tests.runs import (
     train_on,
     write_run,
 )
+from tools.analysis.plots.drawing import PALETTE
+from tools.analysis.plots.training_plot import plot_run
 from tools.config.run_file import load_run
 from tools.console.wrapped import say
 from tools.journal.journal import Journal
-from tools.plots.drawing import PALETTE
-from tools.plots.training_plot import plot_run
 from tools.training.corpus import open_corpus
 from tools.training.prepare import open_prepared, prepare
 from tools.training.stopping import ECHO_SECONDS

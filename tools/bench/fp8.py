@@ -14,9 +14,9 @@ import torch
 from megaprec.fp8.matmul import describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from parallel.mesh import world
+from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.bench.llama_layers import Workload, add_workload, megaprec_step
 from tools.bench.measurement import print_record, seconds_in_turn
-from tools.planning.fp8_timing import Shape, linear_times
 
 SUBJECT = "FP8 against bf16, on a GPU"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel.mesh import world
-from tools.planning.fp8_timing import synchronize
+from tools.analysis.planning.fp8_timing import synchronize
 from tools.training.launch import start_ranks
 from tools.training.machine import keep_freed_memory
 

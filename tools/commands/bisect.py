@@ -18,13 +18,18 @@ import torch
 
 from megaprec.errors import UserError
 from parallel.described_world import joined_world
-from tools.bisect.replay import (
+from tools.config.run_file import RunConfig
+from tools.console.tables import add_json, print_result
+from tools.console.units import counted
+from tools.console.wrapped import say
+from tools.training.corpus import Corpus, open_corpus
+from tools.verify.bisect.replay import (
     Replay,
     located_bits,
     located_in_float64,
     require_comparable,
 )
-from tools.bisect.sides import (
+from tools.verify.bisect.sides import (
     Records,
     Side,
     common_start,
@@ -33,17 +38,12 @@ from tools.bisect.sides import (
     other_keys,
     other_tokens,
 )
-from tools.config.run_file import RunConfig
-from tools.console.tables import add_json, print_result
-from tools.console.units import counted
-from tools.console.wrapped import say
-from tools.parity.certificate import NOT_TRIED, WRONG
-from tools.parity.ranks import RunFailed, with_vocabulary
-from tools.parity.record import Plan
-from tools.parity.runs import LayoutLimits, made_ready
-from tools.parity.summary import describe_difference
-from tools.prove.first_difference import LOADED
-from tools.training.corpus import Corpus, open_corpus
+from tools.verify.parity.certificate import NOT_TRIED, WRONG
+from tools.verify.parity.ranks import RunFailed, with_vocabulary
+from tools.verify.parity.record import Plan
+from tools.verify.parity.runs import LayoutLimits, made_ready
+from tools.verify.parity.summary import describe_difference
+from tools.verify.prove.first_difference import LOADED
 
 AGREE = "they agree"
 PART = "they part"

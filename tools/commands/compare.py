@@ -11,12 +11,12 @@ from rich import box
 from rich.table import Table
 
 from megaprec.errors import UserError
+from tools.analysis.plots.compare_plot import LAST, Curve, by_loss, draw
+from tools.analysis.plots.drawing import has_matplotlib
+from tools.analysis.report.comparable import differences
+from tools.analysis.report.run import Run
 from tools.console.tables import add_json, print_result, print_table
 from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
-from tools.plots.compare_plot import LAST, Curve, by_loss, draw
-from tools.plots.drawing import has_matplotlib
-from tools.report.comparable import differences
-from tools.report.run import Run
 
 
 def add_parser(subparsers: Any) -> None:

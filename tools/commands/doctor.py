@@ -34,11 +34,11 @@ from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
-from tools.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
-from tools.doctor.questions import RankContext
-from tools.doctor.ranks import DoctorRequest, take_part
 from tools.training.launch import launch_local
 from tools.training.machine import check_machine
+from tools.verify.doctor.finding import CODES, Finding, document, not_tried, show, verdict, wrong
+from tools.verify.doctor.questions import RankContext
+from tools.verify.doctor.ranks import DoctorRequest, take_part
 
 # as many local ranks as there are GPUs, but at most so many; more cores allow a larger layout
 MAX_LOCAL_RANKS = 8

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from megaprec.errors import UserError
 from tools.commands.parity import certify
 from tools.config.run_file import RunConfig, load_run
-from tools.doctor.finding import Finding, not_tried, ok, wrong
-from tools.doctor.questions import RankContext, run_with_time_limit
-from tools.parity.certificate import NOT_TRIED, PROVEN
-from tools.parity.ranks import PENDING, Failure, Launcher, Run, carry_out, run_together
-from tools.parity.record import Record, gather
+from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
+from tools.verify.doctor.questions import RankContext, run_with_time_limit
+from tools.verify.parity.certificate import NOT_TRIED, PROVEN
+from tools.verify.parity.ranks import PENDING, Failure, Launcher, Run, carry_out, run_together
+from tools.verify.parity.record import Record, gather
 
 STEPS = 20
 TIME_LIMIT = 60.0  # seconds that the ranks' part may take in a launched world

@@ -21,10 +21,10 @@ from megaprec.errors import UserError
 from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
+from tools.analysis.planning.fp8_timing import Shape, linear_times
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
-from tools.planning.fp8_timing import Shape, linear_times
 from tools.training.fp8_summary import weight_eligibility
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by

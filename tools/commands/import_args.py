@@ -22,7 +22,7 @@ from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.run_file import read_run_settings
-from tools.importing.run import import_run
+from tools.interop.importing.run import import_run
 
 OVERRIDE = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]* *=")
 NAME = re.compile(r"\w+|[@*]")  # of a variable of a shell script

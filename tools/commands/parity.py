@@ -23,11 +23,13 @@ from rich.console import Console
 
 from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
+from tools.analysis.report.parity_page import page
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
-from tools.parity.certificate import (
+from tools.training.corpus import open_corpus
+from tools.verify.parity.certificate import (
     NOT_TRIED,
     PROVEN,
     WRONG,
@@ -39,10 +41,10 @@ from tools.parity.certificate import (
     not_tried,
     write,
 )
-from tools.parity.compare import compare
-from tools.parity.layouts import Layout, every, fitted, largest, requested_layouts
-from tools.parity.noise import DRAWS, Noise
-from tools.parity.ranks import (
+from tools.verify.parity.compare import compare
+from tools.verify.parity.layouts import Layout, every, fitted, largest, requested_layouts
+from tools.verify.parity.noise import DRAWS, Noise
+from tools.verify.parity.ranks import (
     FLAG,
     Failure,
     Launcher,
@@ -52,9 +54,9 @@ from tools.parity.ranks import (
     run_alone,
     with_vocabulary,
 )
-from tools.parity.record import Plan, Record, gather
-from tools.parity.repeated_updates import updates
-from tools.parity.runs import (
+from tools.verify.parity.record import Plan, Record, gather
+from tools.verify.parity.repeated_updates import updates
+from tools.verify.parity.runs import (
     EPSILON,
     LayoutLimits,
     alone,
@@ -68,9 +70,7 @@ from tools.parity.runs import (
     tokens_per_expert,
     with_random_tokens,
 )
-from tools.parity.summary import show
-from tools.report.parity_page import page
-from tools.training.corpus import open_corpus
+from tools.verify.parity.summary import show
 
 RANKS = 4  # ranks of the largest default layout
 LOCAL_LAUNCHER = Launcher()

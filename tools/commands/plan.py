@@ -26,14 +26,9 @@ from megaprec.errors import UserError
 from megaprec.precision.gemm import product
 from megaprec.resources import cores
 from models.decoder.own_model import require_builtin
-from tools.commands.notes import add_strict, tell_notes
-from tools.config.run_file import RunConfig
-from tools.console.tables import add_json
-from tools.console.wrapped import say
-from tools.convert.initial import resolve_run
-from tools.planning.device import Target, assumed_devices, target_of
-from tools.planning.memory import MemoryModel
-from tools.planning.report import (
+from tools.analysis.planning.device import Target, assumed_devices, target_of
+from tools.analysis.planning.memory import MemoryModel
+from tools.analysis.planning.report import (
     as_data,
     layout_lines,
     memory_lines,
@@ -41,8 +36,13 @@ from tools.planning.report import (
     prediction_lines,
     run_lines,
 )
-from tools.planning.search import LayoutSearch, Planned, plan_run, search
-from tools.planning.speed import Assumptions
+from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
+from tools.analysis.planning.speed import Assumptions
+from tools.commands.notes import add_strict, tell_notes
+from tools.config.run_file import RunConfig
+from tools.console.tables import add_json
+from tools.console.wrapped import say
+from tools.convert.initial import resolve_run
 
 COMMENT = (
     "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of "

@@ -38,7 +38,7 @@ from tools.console.tables import print_table, table_console
 from tools.console.toml import Setting, toml
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
-from tools.foreign.read import read_foreign
+from tools.interop.foreign.read import read_foreign
 
 
 @dataclass(frozen=True)

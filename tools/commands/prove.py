@@ -26,10 +26,10 @@ from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result, print_table, to_json
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
-from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
-from tools.parity.layouts import Layout, fitted, requested_layouts
-from tools.parity.ranks import RunFailed
-from tools.prove.proof import (
+from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
+from tools.verify.parity.layouts import Layout, fitted, requested_layouts
+from tools.verify.parity.ranks import RunFailed
+from tools.verify.prove.proof import (
     STRAIGHT,
     Row,
     Span,
@@ -39,7 +39,7 @@ from tools.prove.proof import (
     overall,
     proof,
 )
-from tools.prove.runs import ProofRuns
+from tools.verify.prove.runs import ProofRuns
 
 FORMAT = "megaprec prove 1"
 FILE = "prove.json"  # in the folder of the run

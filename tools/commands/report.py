@@ -10,8 +10,8 @@ from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
-from tools.report.run import Run
-from tools.report.sections import page
+from tools.analysis.report.run import Run
+from tools.analysis.report.sections import page
 
 
 def add_parser(subparsers: Any) -> None:

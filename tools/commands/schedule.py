@@ -25,6 +25,10 @@ from parallel.pipeline.instructions import SENDS, Cost, Instruction, Op
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import RefusedSchedule, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
+from tools.analysis.planning.device import target_of
+from tools.analysis.planning.memory import MemoryModel, PlannedPasses, RankBytes
+from tools.analysis.planning.report import aligned, describe_fit
+from tools.analysis.plots.timeline import Panel, as_text, draw
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.run_file import RunConfig
 from tools.config.schedules import plan_equal, read_schedule
@@ -32,10 +36,6 @@ from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.convert.initial import resolve_run
 from tools.journal.timeline_file import TIMELINE, read_trace, write_trace
-from tools.planning.device import target_of
-from tools.planning.memory import MemoryModel, PlannedPasses, RankBytes
-from tools.planning.report import aligned, describe_fit
-from tools.plots.timeline import Panel, as_text, draw
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
 STAGE_HEADINGS: tuple[str, ...] = (

@@ -16,14 +16,14 @@ from megaprec.errors import UserError
 from megaprec.tested_versions import untested
 from models.decoder.own_model import require_builtin
 from parallel.described_world import joined_world
+from tools.analysis.plots.shadow_plot import plot_shadow
+from tools.analysis.plots.training_plot import plot_run
 from tools.commands.convert import write_model
 from tools.commands.notes import add_strict, moved_notes, tell_notes
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
-from tools.plots.shadow_plot import plot_shadow
-from tools.plots.training_plot import plot_run
 from tools.training.banner import print_outcome, print_skipped
 from tools.training.data_identity import ALLOW
 from tools.training.elastic import (

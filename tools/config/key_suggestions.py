@@ -12,9 +12,9 @@ from typing import get_origin
 from pydantic.fields import FieldInfo
 
 from megaprec.errors import closest, did_you_mean
-from tools.arguments import deepspeed, megatron
 from tools.config.wrong_values import inside_of
 from tools.console.toml import Setting, toml
+from tools.interop.arguments import deepspeed, megatron
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.layers": ("num_hidden_layers", "n_layer"),
@@ -66,7 +66,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "train.global_batch": ("batch_size",),
 }
 """Our keys, and the words for them in Hugging Face's settings and other trainers'; of Megatron-LM
-and DeepSpeed, `tools.arguments` knows every name."""
+and DeepSpeed, `tools.interop.arguments` knows every name."""
 
 
 def _keys_of_others() -> dict[str, tuple[str, ...]]:

@@ -52,7 +52,7 @@ from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explain, too_large
 from tools.console.toml import Setting, toml
-from tools.foreign.whose import RUN, whose_file
+from tools.interop.foreign.whose import RUN, whose_file
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has

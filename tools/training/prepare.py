@@ -15,6 +15,7 @@ from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import with_suffix
 from megaprec.errors import Problem, UserError
 from parallel.described_world import joined_world
+from tools.analysis.planning.report import summary_line
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
@@ -23,7 +24,6 @@ from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import open_newest_checkpoint
 from tools.journal.trackers import require_trackers
-from tools.planning.report import summary_line
 from tools.training.corpus import Corpus, identified, open_built, open_corpus, open_validation
 from tools.training.data_identity import Identity
 from tools.training.data_sources import check_sources

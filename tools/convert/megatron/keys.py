@@ -1,17 +1,17 @@
 """Megatron's arguments as a checkpoint holds them: those that a model is read from, those with few
 permitted values, and those that do not matter.
 
-They follow from the table that command lines are read by (`tools.arguments.megatron`). What else
-megatron-core's `TransformerConfig` and `GPTModel` have stands here; `ALIASES` are fields that only
-have another name. A value that `ALLOWED_VALUES` does not list is
-refused. An argument that no table has is named in a note, unless it is off.
+They follow from the table that command lines are read by (`tools.interop.arguments.megatron`). What
+else megatron-core's `TransformerConfig` and `GPTModel` have stands here; `ALIASES` are fields that
+only have another name. A value that `ALLOWED_VALUES` does not list is refused. An argument that no
+table has is named in a note, unless it is off.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.arguments.megatron import ANOTHER_MODEL, READ, REFUSED, UNUSED
+from tools.interop.arguments.megatron import ANOTHER_MODEL, READ, REFUSED, UNUSED
 
 Args = Mapping[str, Any]
 ALIASES = {

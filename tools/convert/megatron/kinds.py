@@ -11,8 +11,8 @@ from typing import Any
 
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
-from tools.arguments.megatron import READ
 from tools.convert.megatron.keys import ALLOWED_VALUES, LISTS, READ_ARGUMENTS
+from tools.interop.arguments.megatron import READ
 
 SWITCH = "True or False"
 SIZE = "a whole number from 1 on"

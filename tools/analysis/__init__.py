@@ -1,0 +1,1 @@
+"""Runs looked at: plans, pictures and reports."""

@@ -1,0 +1,265 @@
+"""The words of a plan: the bytes of a rank, the verdict, the predicted step, and the table of
+layouts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple
+from itertools import groupby
+from typing import Any
+
+from models.estimate.flops import training_flops
+from tools.analysis.planning.device import RESERVED, Target, target_of
+from tools.analysis.planning.memory import MemoryModel, RankBytes
+from tools.analysis.planning.search import LayoutSearch, Planned, plan_run
+from tools.analysis.planning.speed import Assumptions, Prediction
+from tools.config.expert_ranks import expert_slices
+from tools.config.layouts import AXES, in_words
+from tools.config.run_file import RunConfig
+from tools.config.settings import Parallel
+from tools.console.units import duration, flops, size
+
+STATE = ("weights", "gradients", "masters", "moments", "activations")
+OTHERS = {
+    "buffers": "rotary tables and FP8 casts",
+    "communication": "gradients that travel",
+    "sums": "sums of micro-batches",
+    "optimizer": "the update",
+    "save": "the copy of a save",
+    "process": "Python and torch",
+}
+
+
+def run_lines(config: RunConfig, target: Target) -> Iterator[str]:
+    """Yield the lines on the run and its device."""
+    model = config.sized_model
+    parallel = config.parallel
+    train = config.train
+    yield (
+        f"model      {model.family}, {model.num_parameters:,} parameters, {train.seq_length:,} "
+        "tokens a sequence"
+    )
+    yield f"layout     {', '.join((in_words(parallel), *_modes(parallel)))}"
+    microbatches = f"{config.num_microbatches:,} micro-batches x {train.micro_batch:,}"
+    yield (
+        f"batch      {train.global_batch:,} samples = {parallel.data:,} x {microbatches}, "
+        f"{config.tokens_per_step:,} tokens a step"
+    )
+    memory = f"{size(target.memory)} of memory" if target.memory else "memory not known"
+    # the name of a CPU is its memory
+    if target.device == "cpu":
+        yield f"device     {target.name}"
+    else:
+        yield f"device     {target.name}: {memory}"
+
+
+def _modes(parallel: Parallel) -> Iterator[str]:
+    """Yield what a layout does besides its sizes."""
+    if parallel.pipeline > 1:
+        yield str(parallel.schedule_file or parallel.schedule)
+    if parallel.sequence:
+        yield "sequence parallel"
+    if parallel.zero and parallel.copies > 1:
+        yield "ZeRO-1"
+    if parallel.context > 1:
+        yield f"context by {parallel.context_by}"
+    if parallel.recompute != "none":
+        yield f"recompute {', '.join(parallel.recompute_modules) or parallel.recompute}"
+
+
+def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
+    """Yield the table of bytes by pipeline rank, and the verdict."""
+    rows: list[tuple[str, ...]] = [("rank", *STATE, "other", "total")]
+    for first, last, rank_bytes in _equal_runs(planned.ranks):
+        by_kind = rank_bytes.by_kind()
+        numbers = str(first) if first == last else f"{first}-{last}"
+        state = [size(by_kind[kind]) for kind in STATE]
+        rows.append((numbers, *state, size(_other(by_kind)), size(rank_bytes.total)))
+    yield "bytes of a rank, by pipeline rank; activations at their peak"
+    yield from aligned(rows)
+    by_kind = planned.ranks[planned.fullest].by_kind()
+    others = [f"{words} {size(by_kind[kind])}" for kind, words in OTHERS.items() if by_kind[kind]]
+    if others:
+        yield f"other      {', '.join(others)}"
+    logits = planned.ranks[-1].logits or max(rank.logits for rank in planned.ranks)
+    if logits:
+        yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
+    yield f"verdict    {describe_fit(planned.ranks, target)}"
+
+
+def _other(by_kind: Mapping[str, int]) -> int:
+    """Return the bytes of the kinds that tables show together."""
+    return sum(by_kind[kind] for kind in OTHERS)
+
+
+def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
+    """Return whether the run fits, with the numbers that say so."""
+    total = max(rank.total for rank in ranks)
+    needs = f"{target.verdict(total)}: {size(total)} on the fullest rank"
+    if not target.memory:
+        return f"{needs}; --gpu says what there is"
+    return f"{needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
+
+
+def summary_line(config: RunConfig) -> str:
+    """Return the plan of a run in a line: the bytes of the fullest rank by kind, and the device's
+    memory.
+
+    Empty for a custom model, whose memory is not known before it is built.
+    """
+    if config.model.factory:
+        return ""
+    target = target_of(config)
+    planned = plan_run(config, MemoryModel(target.device), None)
+    by_kind = planned.ranks[planned.fullest].by_kind()
+    shown = {kind: by_kind[kind] for kind in STATE} | {"other": _other(by_kind)}
+    parts = ", ".join(f"{kind} {size(count)}" for kind, count in shown.items())
+    available = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
+    line = f"{size(planned.total)}{available} a rank: {parts}"
+    if target.verdict(planned.total) == "does not fit":
+        line += "; DOES NOT FIT"
+    return line
+
+
+def prediction_lines(
+    config: RunConfig, predicted: Prediction, assumed: Assumptions
+) -> Iterator[str]:
+    """Yield the predicted step and what it rests on."""
+    traffic = predicted.traffic
+    speed = rates(config, predicted, assumed)
+    run_seconds = config.train.steps * predicted.seconds
+    within = "tensor and context" if traffic.cp else "tensor"
+    by_axis = {
+        "tensor": traffic.tp,
+        "context": traffic.cp,
+        "pipeline": traffic.pp,
+        "data": traffic.dp,
+        "experts": traffic.experts,
+    }
+    sent = [f"{size(count)} over {axis}" for axis, count in by_axis.items() if count]
+    yield "prediction, not a measurement"
+    yield (
+        f"step       {duration(predicted.seconds)}: products {duration(predicted.compute)}, "
+        f"{within} traffic {duration(predicted.tp)},"
+    )
+    yield (
+        f"           replicas {duration(predicted.dp)}; ranks wait {predicted.idle:.1%} of the "
+        "passes"
+    )
+    yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
+    of_rank = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
+    yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {of_rank}"
+    spent = f"{run_seconds / 3600 * config.world_size:,.1f} rank-hours"
+    yield f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {spent}"
+    yield (
+        f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a "
+        "rank,"
+    )
+    yield (
+        f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and "
+        f"{assumed.slow:g} GB/s beyond;"
+    )
+    yield "           other: --efficiency, --tflops, --fast-link, --machine, --slow-link"
+
+
+def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
+    """Return tokens a second of the run, and model TFLOP/s and MFU of a rank."""
+    tokens = config.tokens_per_step / predicted.seconds
+    of_token = training_flops(config.sized_model, config.train.seq_length)
+    tflops = tokens * of_token / config.world_size / 1e12
+    return {"tokens_per_s": tokens, "tflops": tflops, "mfu": tflops / assumed.tflops}
+
+
+def layout_lines(
+    found: LayoutSearch, ranks: int, target: Target, assumed: Assumptions
+) -> Iterator[str]:
+    """Yield the table of the layouts that fit."""
+    has_context = any(planned.config.parallel.context > 1 for planned in found.layouts)
+    axes = [axis for axis in AXES if has_context or axis != "context"]
+    yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
+    if target.device == "cpu":
+        yield (
+            f"each has a share of {target.name}: {size(target.memory)}, "
+            f"{flops(assumed.tflops * 1e12)}/s"
+        )
+    if not found.layouts:
+        yield none_found(found, ranks)
+        return
+    smallest = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
+    yield f"{found.too_large} others do not fit{smallest}, {found.slower} are slower"
+    has_experts = found.layouts[0].config.model.experts > 0
+    if has_experts:
+        yield "experts: the ranks over which they are spread x the slices of each"
+    columns = ["layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU"]
+    if has_experts:
+        columns.insert(1, "experts")
+    rows = [tuple(columns)]
+    for planned in found.layouts:
+        cells = _layout_cells(planned, axes, assumed)
+        rows.append(tuple(cells[column] for column in columns))
+    yield from aligned(rows)
+
+
+def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -> dict[str, str]:
+    """Return the cells of a row of the table of layouts, by column."""
+    parallel = planned.config.parallel
+    predicted = planned.prediction
+    assert predicted is not None  # layouts are searched with a peak speed
+    traffic = predicted.traffic
+    return {
+        "layout": " x ".join(str(getattr(parallel, axis)) for axis in axes),
+        "experts": f"{parallel.expert} x {expert_slices(parallel)}",
+        "recompute": parallel.recompute,
+        "sequence": "yes" if parallel.sequence else "no",
+        "memory": size(planned.total),
+        "waits": f"{predicted.idle:.1%}",
+        "sends": size(sum(astuple(traffic))),
+        "step": duration(predicted.seconds),
+        "MFU": f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
+    }
+
+
+def none_found(found: LayoutSearch, ranks: int) -> str:
+    """Return why no layout was found."""
+    if found.too_large:
+        least = f"the smallest of {found.too_large} needs {size(found.smallest)} a rank"
+        return f"no layout of {ranks:,} ranks fits: {least}"
+    return (
+        f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the "
+        "model and one machine, and data x train.micro_batch divides train.global_batch"
+    )
+
+
+def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:
+    """Return a plan as plain values, for JSON."""
+    predicted = planned.prediction
+    ranks = [
+        {**rank.by_kind(), "logits": rank.logits, "total": rank.total} for rank in planned.ranks
+    ]
+    data: dict[str, Any] = {
+        "parallel": planned.config.parallel.model_dump(),
+        "ranks": ranks,
+        "total": planned.total,
+        "verdict": target.verdict(planned.total),
+    }
+    if predicted and assumed:
+        data["prediction"] = asdict(predicted) | rates(planned.config, predicted, assumed)
+    return data
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the rows as lines with columns of equal width."""
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _equal_runs(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
+    """Yield runs of neighbouring ranks with the same bytes: first, last, and the bytes."""
+    first = 0
+    for rank_bytes, equal_ranks in groupby(ranks):
+        last = first + len([*equal_ranks]) - 1
+        yield first, last, rank_bytes
+        first = last + 1

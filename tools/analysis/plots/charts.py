@@ -1,0 +1,469 @@
+"""Charts: curves over steps or tokens with axes, ticks and a legend, as parts of a drawing.
+
+The pictures of a run, of several runs and of FP8 comparisons are rows of such charts, and so are
+the curves of a report.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tools.analysis.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
+
+WIDTH = 1100.0  # of a drawing
+# around the axes of a chart, for labels
+LEFT = 66.0
+RIGHT = 26.0
+TOP = 12.0
+BOTTOM = 24.0
+LABEL_HEIGHT = 16.0  # of the label below the ticks
+# A longer series is thinned to one stretch for so many pixels; of each stretch the lowest and the
+# highest value are drawn.
+STRETCH_WIDTH = 2.0
+X_TICK_SPACING = 62.0
+Y_TICK_SPACING = 30.0
+# numbers from here on are written with a unit: of the axes of y and x
+LARGE = 1e4
+LARGE_STEP = 1e5
+LEGEND_SIZE = 10.5  # of its text
+LEGEND_ROW = 15.0  # height
+LEGEND_SIGN = 21.0  # width of the piece of a line before a name
+LEGEND_GAP = 12.0  # between two entries
+TITLE_SIZE = 13.0
+TITLE_LIFT = 8.0  # of the title's baseline above the axes
+CROSS = 3.2  # half of the width of a cross
+DOT = 3.0  # radius
+DASHED = (4.0, 2.5)
+DOTTED = (1.5, 2.0)
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one quantity. y: a value that is NaN leaves a gap.
+
+    label: in the legend; "" for none. joined: by a line.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str = "main"
+    width: float = 1.6
+    opacity: float = 1.0
+    dash: tuple[float, ...] = ()
+    marker: Literal["", "dot", "cross"] = ""
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Crosses:
+    """Crosses on the horizontal axis, `lift` pixels above it."""
+
+    x: Sequence[float]
+    label: str = "skipped step"
+    color: str = "red"
+    lift: float = 0.0
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line through the chart."""
+
+    y: float
+    color: str = "faint"
+    label: str = ""
+    dash: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    base: of a logarithmic axis of y, 0 for a linear one.
+    linear_below: a logarithmic axis is linear from 0 to this number.
+    from_zero: the axis of y begins at 0.
+    stepped: a value holds until the next one.
+    resumed: x at which the run was resumed.
+    band: the lowest and the highest y of a shaded band.
+    hints: further entries of the legend, without a line.
+    notes: texts beside points.
+    tick_notes: a second line for labels of the horizontal axis.
+    x_range, y_range: the lowest and the highest value shown; None for those of the values.
+    """
+
+    title: str
+    series: Sequence[Series]
+    crosses: Sequence[Crosses] = ()
+    x_label: str = ""
+    right_title: str = ""
+    base: int = 0
+    linear_below: float = 0.0
+    from_zero: bool = False
+    stepped: bool = False
+    resumed: Sequence[float] = ()
+    levels: Sequence[Level] = ()
+    band: tuple[float, float] | None = None
+    hints: Sequence[str] = ()
+    notes: Sequence[tuple[float, float, str]] = ()
+    tick_notes: Mapping[float, str] = field(default_factory=dict)
+    has_legend: bool = True
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+
+    def scaled(self, y_value: float) -> float:
+        """Return the place of a value on the axis of y, in units of the axis."""
+        if not self.base:
+            return y_value
+        if self.linear_below:
+            share = y_value / self.linear_below
+            return share if share < 1 else 1 + math.log(share, self.base)
+        return math.log(max(y_value, 1e-300), self.base)  # a logarithm of 0 is an error
+
+
+@dataclass(frozen=True)
+class Box:
+    """The area of a chart's axes in the drawing, in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+
+class Frame:
+    """The axes of a chart: from values to pixels.
+
+    x_range, y_range: the lowest and the highest value shown; of y in units of the axis.
+    """
+
+    def __init__(self, chart: Chart, plot_area: Box) -> None:
+        self.chart = chart
+        self.box = plot_area
+        self.x_range = chart.x_range or _finite_range(
+            x_value for one in chart.series for x_value in one.x
+        )
+        if chart.y_range:
+            self.y_range = chart.y_range
+            return
+        values = [y_value for one in chart.series for y_value in one.y]
+        lowest, highest = _finite_range(
+            chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
+        )
+        if chart.from_zero:
+            lowest = 0.0
+        margin = 0.06 * (highest - lowest) or 0.5
+        self.y_range = (lowest if chart.from_zero else lowest - margin, highest + margin)
+
+    def x_pixel(self, x_value: float) -> float:
+        lowest, highest = self.x_range
+        share = (x_value - lowest) / (highest - lowest) if highest > lowest else 0.5
+        return self.box.left + self.box.width * share
+
+    def y_pixel(self, y_value: float) -> float:
+        lowest, highest = self.y_range
+        share = (
+            (self.chart.scaled(y_value) - lowest) / (highest - lowest) if highest > lowest else 0.5
+        )
+        return self.box.bottom - self.box.height * share
+
+    def level(self, y: float) -> list[Point]:
+        """Return the ends of a horizontal line through the chart."""
+        height = self.y_pixel(y)
+        return [(self.box.left, height), (self.box.right, height)]
+
+    def upright(self, x: float) -> list[Point]:
+        """Return the ends of a vertical line through the chart."""
+        pixel = self.x_pixel(x)
+        return [(pixel, self.box.top), (pixel, self.box.bottom)]
+
+
+def _finite_range(values: Iterable[float]) -> tuple[float, float]:
+    finite = [value for value in values if not math.isnan(value)]
+    return (min(finite), max(finite)) if finite else (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Charts beside each other. columns: how many would fit. height: of the axes, in pixels."""
+
+    charts: Sequence[Chart]
+    columns: int
+    height: float
+
+
+def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
+    """Return a drawing of rows of charts below each other. right: room at the right edge."""
+    drawing = Drawing(width, 0)
+    y_value = 8.0
+    if title:
+        drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
+        y_value = 34.0
+    for row in rows:
+        cell = (width - right) / row.columns
+        box_width = cell - LEFT - RIGHT
+        headers = [_header_height(chart, box_width) for chart in row.charts]
+        axes_top = y_value + max(headers)
+        for column, chart in enumerate(row.charts):
+            plot_area = Box(column * cell + LEFT, axes_top, box_width, row.height)
+            drawing.shapes += draw_chart(chart, plot_area)
+        y_value = axes_top + row.height + max(_footer_height(chart) for chart in row.charts)
+    drawing.height = y_value
+    return drawing
+
+
+def _header_height(chart: Chart, width: float) -> float:
+    """Return the height of what stands above the axes: title and legend."""
+    rows = max(len(_legend_rows(chart, width)), bool(chart.title))
+    return TOP + LEGEND_ROW * rows
+
+
+def _footer_height(chart: Chart) -> float:
+    """Return the height of what stands below the axes: labels of ticks, and of the axis."""
+    lines = bool(chart.x_label) + bool(chart.tick_notes)
+    return BOTTOM + LABEL_HEIGHT * lines
+
+
+def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
+    """Yield the shapes of a chart."""
+    frame = Frame(chart, plot_area)
+    title_baseline = plot_area.top - TITLE_LIFT
+    if chart.title:
+        yield Text(plot_area.left, title_baseline, chart.title, TITLE_SIZE)
+    if chart.right_title:
+        yield Text(plot_area.right, title_baseline, chart.right_title, 11, anchor="end")
+    yield from _legend(chart, plot_area)
+    if chart.band:
+        yield _band(frame, chart.band)
+    yield from _axes(frame)
+    for x_value in chart.resumed:
+        yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
+    for level in chart.levels:
+        yield Trail(frame.level(level.y), level.color, 1.0, dash=level.dash)
+    for series in chart.series:
+        yield from _curve(frame, series)
+    for crosses in chart.crosses:
+        # of very many, evenly chosen ones: more would not be seen
+        every = 1 + len(crosses.x) // int(plot_area.width / STRETCH_WIDTH)
+        height = plot_area.bottom - crosses.lift
+        centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::every]]
+        yield _draw_crosses(centers, crosses.color)
+    for x_value, y_value, text in chart.notes:
+        # below and to the right of the point, where the curve seldom is
+        yield Text(frame.x_pixel(x_value) + 8, frame.y_pixel(y_value) + 12, text, 11)
+
+
+def _band(frame: Frame, band: tuple[float, float]) -> Rect:
+    """Return the shaded part of the axes between two values of y, as far as it is shown."""
+    area = frame.box
+    bottom = min(frame.y_pixel(band[0]), area.bottom)
+    top = max(frame.y_pixel(band[1]), area.top)
+    return Rect(area.left, top, area.width, bottom - top, "other1", opacity=0.08)
+
+
+def _axes(frame: Frame) -> Iterator[Shape]:
+    """Yield a grid line and a label for each tick, and the axes."""
+    area = frame.box
+    for y_value, label in _y_ticks(frame):
+        yield _grid_line(*frame.level(y_value))
+        yield Text(area.left - 7, frame.y_pixel(y_value) + 4, label, anchor="end")
+    baseline = area.bottom + 16
+    tick_count = max(2, int(area.width / X_TICK_SPACING))
+    for x_value in round_numbers(*frame.x_range, tick_count):
+        pixel = frame.x_pixel(x_value)
+        label = short(x_value) if x_value >= LARGE_STEP else f"{x_value:,g}"
+        yield _grid_line(*frame.upright(x_value))
+        yield Text(pixel, baseline, label, anchor="middle")
+        note = frame.chart.tick_notes.get(x_value)
+        if note:
+            yield Text(pixel, baseline + LABEL_HEIGHT, note, color="faint", anchor="middle")
+    corner = (area.left, area.bottom)
+    yield Trail([(area.left, area.top), corner, (area.right, area.bottom)], "ink", 0.9)
+    if frame.chart.x_label:
+        center = area.left + area.width / 2
+        label_baseline = area.bottom + _footer_height(frame.chart) - 8
+        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
+
+
+def _grid_line(start: Point, end: Point) -> Line:
+    return Line(*start, *end, "line", 0.8)
+
+
+def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
+    """Yield the values of ticks and their labels: powers of the base on a logarithmic axis."""
+    chart = frame.chart
+    lowest, highest = frame.y_range
+    count = max(2, int(frame.box.height / Y_TICK_SPACING))
+    if not chart.base:
+        for y_value in round_numbers(lowest, highest, count):
+            yield y_value, short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
+        return
+    if chart.linear_below:
+        yield 0.0, "0"
+        for exponent in range(math.floor(highest)):
+            y_value = chart.linear_below * chart.base**exponent
+            yield y_value, f"{y_value:g}"
+        return
+    spacing = max(1, math.ceil((highest - lowest) / count))
+    for exponent in range(math.ceil(lowest), math.floor(highest) + 1):
+        if exponent % spacing == 0:
+            label = f"{chart.base}{str(exponent).translate(SUPERSCRIPTS)}"
+            yield float(chart.base) ** exponent, label
+
+
+def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
+    """Return at most about `count` round numbers between two."""
+    if highest <= lowest:
+        return [lowest]
+    tick_step = round_step((highest - lowest) / count)
+    first = math.ceil(lowest / tick_step - 1e-9)
+    last = math.floor(highest / tick_step + 1e-9)
+    return [row_number * tick_step for row_number in range(first, last + 1)]
+
+
+def round_step(length: float) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
+    power = 10.0 ** math.floor(math.log10(length))
+    least = length * (1 - 1e-9)  # a length that is round but for rounding
+    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= least)
+
+
+def short(row_number: float) -> str:
+    """Return a number with three digits and a unit: 1.23 M."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if row_number >= unit:
+            return f"{row_number / unit:.3g} {name}"
+    return f"{row_number:.3g}"
+
+
+def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
+    """Yield the line of a series, and its markers."""
+    points: list[Point | None] = []
+    for x_value, y_value in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
+        is_gap = math.isnan(x_value) or math.isnan(y_value)
+        points.append(None if is_gap else (frame.x_pixel(x_value), frame.y_pixel(y_value)))
+    if series.joined:
+        line = list(_as_steps(points, frame.box.right)) if frame.chart.stepped else points
+        yield Trail(line, series.color, series.width, series.opacity, series.dash)
+    marked = [point for point in points if point]
+    if series.marker == "cross":
+        yield _draw_crosses(marked, series.color)
+    elif series.marker == "dot" or len(marked) == 1:
+        # a single point has no line
+        yield from (_draw_dot(point, series.color) for point in marked)
+
+
+def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | None]:
+    """Yield the corners of a line that stays at the height of a point until the next one, the last
+    time until x = `end`."""
+    height: float | None = None
+    for point in points:
+        if point and height is not None:
+            yield point[0], height
+        yield point
+        height = point[1] if point else None
+    if height is not None:
+        yield end, height
+
+
+def _draw_dot(center: Point, color: str) -> Rect:
+    x_value, y_value = center
+    return Rect(x_value - DOT, y_value - DOT, 2 * DOT, 2 * DOT, color, DOT)
+
+
+def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
+    points: list[Point | None] = []
+    for x_value, y_value in centers:
+        points += [(x_value - CROSS, y_value - CROSS), (x_value + CROSS, y_value + CROSS), None]
+        points += [(x_value - CROSS, y_value + CROSS), (x_value + CROSS, y_value - CROSS), None]
+    return Trail(points, color, 1.5)
+
+
+def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float, float]]:
+    """Yield the points of a series; of a long one the lowest and the highest of each stretch, in
+    order."""
+    count = len(series.x)
+    if count <= 2 * max_stretches:
+        yield from zip(series.x, series.y, strict=True)
+        return
+    for stretch in range(max_stretches):
+        start = stretch * count // max_stretches
+        stop = (stretch + 1) * count // max_stretches
+        numbers = [i for i in range(start, stop) if not math.isnan(series.y[i])]
+        if not numbers:
+            yield series.x[start], math.nan
+            continue
+        lowest = min(numbers, key=series.y.__getitem__)
+        highest = max(numbers, key=series.y.__getitem__)
+        for row_number in sorted({lowest, highest}):
+            yield series.x[row_number], series.y[row_number]
+
+
+def _legend_entries(chart: Chart) -> list[Series]:
+    """Return what the legend names, each as a series without values that looks like it."""
+    entries = [series for series in chart.series if series.label]
+    entries += [
+        Series(level.label, (), (), level.color, 1.2, dash=level.dash)
+        for level in chart.levels
+        if level.label
+    ]
+    if chart.resumed:
+        entries.append(Series("resumed", (), (), "faint", 1.2, dash=DOTTED))
+    entries += [
+        Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
+        for crosses in chart.crosses
+        if crosses.x and crosses.label
+    ]
+    entries += [Series(hint, (), (), joined=False) for hint in chart.hints]
+    return entries
+
+
+def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
+    """Return the entries of the legend, in rows that fit beside the title; none for one curve
+    alone."""
+    entries = _legend_entries(chart) if chart.has_legend else []
+    if len(entries) < 2 and not chart.levels and not chart.hints:
+        return []
+    # the title stands on the left of the lowest row
+    available = width - text_width(chart.title, TITLE_SIZE) - LEGEND_GAP
+    rows: list[list[Series]] = [[]]
+    for entry in entries:
+        if rows[-1] and sum(map(_entry_width, [*rows[-1], entry])) > available:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def _entry_width(entry: Series) -> float:
+    """Return the width of an entry of the legend, with the gap before it."""
+    return LEGEND_GAP + LEGEND_SIGN + text_width(entry.label, LEGEND_SIZE)
+
+
+def _legend(chart: Chart, plot_area: Box) -> Iterator[Shape]:
+    """Yield the legend above the axes on the right, where it never lies over a curve."""
+    rows = _legend_rows(chart, plot_area.width)
+    for row_number, row in enumerate(rows):
+        rows_below = len(rows) - 1 - row_number
+        baseline = plot_area.top - TITLE_LIFT - LEGEND_ROW * rows_below
+        middle = baseline - 4  # of the height of letters
+        entry_end = plot_area.right
+        for entry in reversed(row):
+            entry_end -= _entry_width(entry)
+            start = entry_end + LEGEND_GAP
+            text_start = start + LEGEND_SIGN
+            sign_end = text_start - 5
+            if entry.joined:
+                line = [(start, middle), (sign_end, middle)]
+                yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
+            elif entry.marker:
+                yield _draw_crosses([((start + sign_end) / 2, middle)], entry.color)
+            yield Text(text_start, baseline, entry.label, LEGEND_SIZE)

@@ -1,0 +1,238 @@
+"""The picture of `megaprec compare`: the losses of several runs.
+
+A few runs share one chart. Many would hide each other, so each gets a chart of its own, in which
+the run with the lowest loss is grey; or, beside a run that the others are measured against, the
+differences from it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.analysis.plots.charts import (
+    LEFT,
+    LEGEND_ROW,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Box,
+    Chart,
+    Crosses,
+    Frame,
+    Level,
+    Row,
+    Series,
+    draw_rows,
+)
+from tools.analysis.plots.drawing import Drawing, Line, Shape, Text, text_width
+from tools.analysis.plots.training_plot import (
+    Over,
+    Record,
+    axis_label,
+    mean_width,
+    positions,
+    skipped_positions,
+    smoothed,
+    values,
+)
+
+LAST = 10  # newest applied steps, over whose loss the mean is taken
+MAX_TOGETHER = 8  # runs that share a chart at most
+COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728", "#8250c4", "#7a5230", "#d957a8", "#6e7781")
+COLUMNS = 4  # of charts
+LABEL_SIZE = 12.0
+LABEL_SPACING = 18.0  # between two labels at the ends of lines
+FINALS_WIDTH = 100.0  # of the final losses, and of the lines to the labels
+MARGIN = 12.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run: its name in the plot and the records of its metrics.jsonl."""
+
+    name: str
+    records: list[Record]
+
+    @property
+    def skipped(self) -> int:
+        return sum(record["outcome"] != "applied" for record in self.records)
+
+    @property
+    def final(self) -> float:
+        """The mean loss over the newest applied steps; NaN if there are none."""
+        applied = [record for record in self.records if record["outcome"] == "applied"]
+        losses = [record["loss"] for record in applied[-LAST:]]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    @property
+    def held_out(self) -> float:
+        """The newest held-out loss; NaN if there is none."""
+        record = self._newest_evaluation()
+        return record["eval_loss"] if record else math.nan
+
+    @property
+    def held_out_step(self) -> int | None:
+        """The step after which the newest held-out loss was computed; None if there is none."""
+        record = self._newest_evaluation()
+        return record["step"] if record else None
+
+    def _newest_evaluation(self) -> Record | None:
+        for record in reversed(self.records):
+            if "eval_loss" in record:
+                return record
+        return None
+
+
+def by_loss(curves: Sequence[Curve]) -> list[Curve]:
+    """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
+    return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
+
+
+def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
+    """Write the picture. Raises UserError without matplotlib."""
+    if against is None and len(curves) <= MAX_TOGETHER:
+        _draw_together(curves, x_axis).save(path)
+    else:
+        _draw_separately(by_loss(curves), x_axis, against).save(path)
+
+
+def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
+    series: list[Series] = []
+    crosses: list[Crosses] = []
+    colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
+    for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
+        losses = values(curve.records, "loss")
+        series += _smoothed_series(positions(curve.records, x_axis), losses, line_color)
+        # each run's crosses a little above those of the run before
+        skipped = skipped_positions(curve.records, x_axis)
+        crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
+    chart = Chart(
+        "loss, nats a token; crosses: skipped steps",
+        series,
+        crosses,
+        x_label=axis_label(x_axis),
+        right_title=f"mean of last {LAST} steps",
+    )
+    # room for the names, however long
+    names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
+    width = WIDTH + names_width
+    drawing = draw_rows("", [Row([chart], 1, 440)], width, right=names_width + FINALS_WIDTH)
+    box = Box(LEFT, TOP + LEGEND_ROW + 8, width - names_width - FINALS_WIDTH - LEFT - RIGHT, 440)
+    drawing.shapes += _label_ends(Frame(chart, box), curves, colors, drawing.width - MARGIN)
+    return drawing
+
+
+class _LineEnd(NamedTuple):
+    """The height at which the line of a run ends, in pixels."""
+
+    height: float
+    curve: Curve
+    color: str
+
+
+def _label_ends(
+    frame: Frame, curves: Sequence[Curve], colors: Sequence[str], finals_end: float
+) -> Iterator[Shape]:
+    """Yield the name and the final loss of each run beside the end of its line, far enough from the
+    other names."""
+    area = frame.box
+    ends = sorted(_line_ends(frame, curves, colors), key=lambda end: end.height)
+    label_heights: list[float] = []
+    for end in ends:
+        # below the label before
+        least = label_heights[-1] + LABEL_SPACING if label_heights else end.height
+        label_heights.append(max(end.height, least))
+    # so that the lowest label stays beside the axes
+    lift = max(0.0, label_heights[-1] - area.bottom)
+    for end, label_height in zip(ends, label_heights, strict=True):
+        middle = label_height - lift
+        baseline = middle + 4  # half of the height of letters
+        final = "no loss" if math.isnan(end.curve.final) else f"{end.curve.final:.4f}"
+        yield Line(area.right + 2, end.height, area.right + 22, middle, end.color, 0.9)
+        yield Text(area.right + 26, baseline, end.curve.name, LABEL_SIZE, end.color)
+        yield Text(finals_end, baseline, final, LABEL_SIZE, end.color, "end")
+
+
+def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> Iterator[_LineEnd]:
+    for curve, color in zip(curves, colors, strict=True):
+        losses = values(curve.records, "loss")
+        means = smoothed(losses, mean_width(len(losses)))
+        finite = [mean for mean in means if not math.isnan(mean)]
+        # a run without a loss is named below the others
+        height = frame.y_pixel(finite[-1]) if finite else frame.box.bottom
+        yield _LineEnd(height, curve, color)
+
+
+def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
+    """Return a drawing with a chart for each run, all on the same axes."""
+    charts = [_single_chart(curve, x_axis, against or curves[0], bool(against)) for curve in curves]
+    charts = _with_common_axes(charts)
+    rows: list[Row] = []
+    for start in range(0, len(charts), COLUMNS):
+        in_row: list[Chart] = []
+        for number, chart in enumerate(charts[start : start + COLUMNS], start):
+            # the lowest chart of each column names the axis
+            is_lowest = number + COLUMNS >= len(charts)
+            in_row.append(replace(chart, x_label=axis_label(x_axis) if is_lowest else ""))
+        rows.append(Row(in_row, COLUMNS, 150))
+    if against:
+        quantity = f"loss minus that of {against.name}"
+    else:
+        quantity = f"loss; grey: {curves[0].name}"
+    title = f"{quantity}; nats a token, mean of the last {LAST} steps beside each name"
+    return draw_rows(title, rows, 1200)
+
+
+def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Return the charts with axes that fit the means of all of them."""
+    losses: list[float] = []
+    x_values: list[float] = []
+    for chart in charts:
+        mean = chart.series[-1]
+        losses += [loss for loss in mean.y if not math.isnan(loss)]
+        x_values += mean.x
+    if not losses or max(losses) == min(losses):
+        return list(charts)
+    margin = 0.1 * (max(losses) - min(losses))
+    y_range = (min(losses) - margin, max(losses) + margin)
+    x_range = (min(x_values), max(x_values))
+    return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
+
+
+def _single_chart(curve: Curve, x_axis: Over, reference: Curve, subtract: bool) -> Chart:
+    """Return the chart of one run, beside a reference or, if `subtract`, minus it."""
+    x_values = positions(curve.records, x_axis)
+    losses = values(curve.records, "loss")
+    series: list[Series] = []
+    levels: list[Level] = []
+    reference_losses = values(reference.records, "loss")
+    if subtract:
+        steps = [record["step"] for record in reference.records]
+        loss_of_step = dict(zip(steps, reference_losses, strict=True))
+        losses = [
+            loss - loss_of_step.get(record["step"], math.nan)
+            for record, loss in zip(curve.records, losses, strict=True)
+        ]
+        levels.append(Level(0.0))
+    else:
+        mean = smoothed(reference_losses, mean_width(len(reference_losses)))
+        series.append(Series("", positions(reference.records, x_axis), mean, "faint", 1.0))
+    series += _smoothed_series(x_values, losses, "main")
+    return Chart(
+        f"{curve.name}  {curve.final:.4f}",
+        series,
+        [Crosses(skipped_positions(curve.records, x_axis), "")],
+        levels=levels,
+    )
+
+
+def _smoothed_series(
+    x_values: Sequence[float], y: Sequence[float], line_color: str
+) -> Iterator[Series]:
+    """Yield the values of each step, if there are many, and the mean over neighbouring ones."""
+    width = mean_width(len(y))
+    if width > 1:
+        yield Series("", x_values, y, line_color, 0.8, opacity=0.22)
+    yield Series("", x_values, smoothed(y, width), line_color)

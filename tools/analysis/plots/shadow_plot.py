@@ -1,0 +1,186 @@
+"""The picture of a run's comparisons of FP8 with precision.compute
+(`tools.journal.shadow_records`)."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tools.analysis.plots.charts import DASHED, DOTTED, Chart, Level, Row, Series, draw_rows
+from tools.analysis.plots.drawing import has_matplotlib
+from tools.config.precision_settings import FP8
+from tools.journal.records import read_events
+from tools.journal.shadow_records import SHADOW
+
+PICTURE = "fp8-shadow.png"
+# Limits of alarms are drawn if the axis then is at most this many times as long.
+LONGEST_STRETCH = 4.0
+MAX_NAMED = 6  # layers that the legend names at most
+ROLE_COLORS = {"input": "main", "weight": "other1", "gradient": "other0"}
+# Smaller percentages of lost numbers are shown on a linear axis, down to 0.
+LEAST_LOST = 0.01
+Event = dict[str, Any]
+
+
+def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
+    """Plot the comparisons in `folder`, with the limits of alarms, to fp8-shadow.png and return its
+    path.
+
+    None without comparisons or matplotlib.
+    """
+    events = read_events(folder, SHADOW)
+    if not events or not has_matplotlib():
+        return None
+    rows = [
+        Row([_gap_chart(events, fp8.shadow_loss_gap)], 1, 180),
+        Row([_cosine_chart(events, fp8.shadow_cosine)], 1, 250),
+        Row([_lost_chart(events)], 1, 210),
+    ]
+    alarmed = sum(bool(event["alarms"]) for event in events)
+    title = (
+        f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} "
+        "alarms"
+    )
+    draw_rows(title, rows).save(folder / PICTURE)
+    return folder / PICTURE
+
+
+def _steps(events: Sequence[Event]) -> list[int]:
+    return [event["step"] for event in events]
+
+
+def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    percent_limit = 100 * alarm_limit
+    gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in events]
+    series = [Series("", _steps(events), gaps, marker="dot")]
+    alarmed = [event for event in events if event["alarms"]]
+    if alarmed:
+        alarmed_gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in alarmed]
+        crosses = Series(
+            "alarm", _steps(alarmed), alarmed_gaps, "red", marker="cross", joined=False
+        )
+        series.append(crosses)
+    text = f"±{percent_limit:g} %"
+    return _with_limits("loss gap, %", series, (-percent_limit, percent_limit), text, [Level(0.0)])
+
+
+def _with_limits(
+    title: str,
+    series: Sequence[Series],
+    limits: tuple[float, float],
+    text: str,
+    levels: Sequence[Level] = (),
+) -> Chart:
+    """Return a chart with the band of values without an alarm shaded, or with a hint if its limits
+    are too far away to be shown.
+
+    limits: of the band; infinite where there is none. text: the limits in words.
+    """
+    values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
+    values += [level.y for level in levels]
+    # a cosine has a lower limit only
+    finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
+    lowest_value = min(values, default=0.0)
+    highest_value = max(values, default=0.0)
+    extent = max(highest_value - lowest_value, 1e-12)
+    with_limits = max(highest_value, *finite_limits) - min(lowest_value, *finite_limits)
+    if with_limits > LONGEST_STRETCH * extent:
+        hint = f"alarms begin at {text}, outside of this picture"
+        return Chart(title, series, levels=levels, hints=[hint])
+    # the axis must reach the limits, which are no values of a series
+    lowest_shown = min(lowest_value, *finite_limits)
+    highest_shown = max(highest_value, *finite_limits)
+    margin = 0.06 * (highest_shown - lowest_shown)
+    drawn_limits = [
+        # named once in the legend
+        Level(alarm_limit, "red", "" if number else f"limit of alarms: {text}", DASHED)
+        for number, alarm_limit in enumerate(finite_limits)
+    ]
+    return Chart(
+        title,
+        series,
+        levels=[*levels, *drawn_limits],
+        band=(max(limits[0], lowest_shown), min(limits[1], highest_shown)),
+        y_range=(lowest_shown - margin, highest_shown + margin),
+    )
+
+
+def _cosine_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
+    """Return a chart with a curve per layer, the lowest cosine of its weights, in which the lowest
+    layer of all is named."""
+    worst_cosines = [_worst_of_layers(event) for event in events]
+    numbers: set[int] = set()
+    lowest: list[tuple[float, int, int]] = []  # (cosine, step, layer)
+    for event, by_layer in zip(events, worst_cosines, strict=True):
+        numbers.update(by_layer)
+        for layer, cosine in by_layer.items():
+            if not math.isnan(cosine):
+                lowest.append((cosine, event["step"], layer))
+    layers = sorted(numbers)
+    # of the layers that the legend names
+    spacing = -(-(len(layers) - 1) // (MAX_NAMED - 1)) or 1
+    series: list[Series] = []
+    for layer in layers:
+        is_named = layer % spacing == 0 or layer == layers[-1]
+        cosines = [by_layer.get(layer, math.nan) for by_layer in worst_cosines]
+        color = _layer_color(layer / max(1, *layers))
+        series.append(Series(f"layer {layer}" if is_named else "", _steps(events), cosines, color))
+    chart = _with_limits(
+        "lowest cosine of a layer's gradients", series, (alarm_limit, math.inf), f"{alarm_limit:g}"
+    )
+    if not lowest:
+        return chart
+    cosine, step, layer = min(lowest)
+    return replace(chart, notes=[(step, cosine, f"layer {layer}: {cosine:.3f}")])
+
+
+def _layer_color(share: float) -> str:
+    """Return a colour from blue for the first layer, share 0, to orange for the last, share 1."""
+    channels = (0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+def _worst_of_layers(event: Event) -> dict[int, float]:
+    """Return the lowest cosine of each layer's weights; layers without weights are left out."""
+    worst_cosines: dict[int, float] = {}
+    for name, cosine in event["cosines"].items():
+        match = re.match(r"layers\.(\d+)\.", name)
+        if match:
+            layer = int(match[1])
+            # in this order: min(x, NaN) is x
+            worst_cosines[layer] = min(_finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
+    return worst_cosines
+
+
+def _lost_chart(events: Sequence[Event]) -> Chart:
+    return Chart(
+        "numbers lost in the worst product, %",
+        list(_lost_series(events)),
+        x_label="step",
+        base=10,
+        linear_below=LEAST_LOST,
+        from_zero=True,
+    )
+
+
+def _lost_series(events: Sequence[Event]) -> Iterator[Series]:
+    """Yield, by role, the saturated and underflowed ratios of the worst product, as far as there
+    are any."""
+    for kind, dash in (("saturated", ()), ("underflowed", DOTTED)):
+        for role, color in ROLE_COLORS.items():
+            worst_cosines = [100 * _largest(event[kind], f".{role}") for event in events]
+            if any(worst_cosines):
+                yield Series(
+                    f"{role}s {kind}", _steps(events), worst_cosines, color, 1.3, dash=dash
+                )
+
+
+def _largest(ratios: dict[str, float | str], ending: str) -> float:
+    finite = [_finite_or_nan(ratio) for name, ratio in ratios.items() if name.endswith(ending)]
+    return max(finite, default=0.0)
+
+
+def _finite_or_nan(value: float | str) -> float:
+    return float(value) if math.isfinite(float(value)) else math.nan

@@ -1,0 +1,328 @@
+"""Timelines of a pipeline: a row per rank and a block per computation, simulated or measured.
+
+Grey is waiting. Below each row stands the number of activations that the rank holds, from their
+forward pass to their weight gradient. In text a block is its name, repeated for its duration, in
+small letters for later stages of the same rank, and a dot is waiting; where names do not fit,
+single letters replace them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import floor
+
+from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
+from parallel.pipeline.simulation import Mark, Span
+from tools.analysis.plots.charts import round_step
+from tools.analysis.plots.drawing import Drawing, Line, Rect, Shape, Text
+
+LEFT = 76.0
+TRACK = 1000.0  # width of the longest panel
+MARGIN = 24.0
+COLUMN = 74.0  # least width of a column of facts
+LETTER = 7.6  # width of a letter of facts
+GAP = 18.0  # between columns
+ROW = 26.0  # height of a block
+STRIP = 9.0  # height of the largest number of activations held
+PITCH = 44.0  # from one row to the next
+INK = "#24292f"
+FAINT = "#6e7781"
+WAITING = "#eef0f3"
+HELD = "#b6c2d1"
+RED = "#d1242f"
+LOOKS = {
+    Op.FORWARD: ("forward", "#3f7fca"),
+    Op.BACKWARD: ("backward", "#2f9e77"),
+    Op.BACKWARD_INPUT: ("input gradient", "#2f9e77"),
+    Op.BACKWARD_WEIGHT: ("weight gradient", "#e2a33b"),
+    Op.REDUCE: ("reduce", "#8a6bb8"),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline. facts: a column of text per rank, by heading. marks: places where a rank goes
+    wrong."""
+
+    title: str
+    spans: Sequence[Span]
+    ranks: int
+    unit: str = "forwards"
+    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+
+    @cached_property
+    def start(self) -> float:
+        """The start of the first computation."""
+        return min((block_span.start for block_span in self.computed), default=0.0)
+
+    @cached_property
+    def length(self) -> float:
+        """The time from the first computation to the end of the last one of any rank."""
+        return _last_end(self.computed, default=1.0) - self.start
+
+    @cached_property
+    def computed(self) -> list[Span]:
+        """All spans but transfers."""
+        return [
+            block_span for block_span in self.spans if Message.of(block_span.instruction) is None
+        ]
+
+    def of_rank(self, rank_number: int) -> list[Span]:
+        """Return the computations of one rank, in order."""
+        return self._by_rank[rank_number]
+
+    @cached_property
+    def max_held(self) -> int:
+        """The largest number of activations that any rank holds."""
+        largest = 0
+        for block_spans in self._by_rank:
+            largest = max(largest, *(num_held for _, num_held in _held_activations(block_spans)))
+        return largest
+
+    @cached_property
+    def _by_rank(self) -> list[list[Span]]:
+        ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for block_span in sorted(self.computed, key=lambda block_span: block_span.start):
+            ranks[block_span.rank].append(block_span)
+        return ranks
+
+
+def _last_end(block_spans: Sequence[Span], default: float) -> float:
+    return max((block_span.end for block_span in block_spans), default=default)
+
+
+def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
+    """Return a drawing of the panels below each other, on one time scale, under a title and lines
+    of text."""
+    # a panel's facts may need more room than its blocks
+    right_ends = [LEFT + TRACK]
+    for panel in panels:
+        right_ends += _column_ends(panel)
+    drawing = Drawing(max(right_ends) + MARGIN, 0)
+    drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
+    top_edge = 60.0
+    for line in lines:
+        drawing.shapes.append(Text(MARGIN, top_edge, line, 13, FAINT))
+        top_edge += 19
+    drawing.shapes += _legend(panels, top_edge + 4)
+    top_edge += 34
+    pixels_per_unit = TRACK / max(panel.length for panel in panels)
+    for panel in panels:
+        drawing.shapes += _draw_panel(panel, top_edge, pixels_per_unit)
+        rows = panel.ranks * PITCH
+        notes = 18 * len(panel.marks)
+        top_edge += 62 + rows + notes
+    drawing.height = top_edge
+    return drawing
+
+
+def _column_ends(panel: Panel) -> list[float]:
+    """Return the right end of each column of facts, which is as wide as its longest text."""
+    ends: list[float] = []
+    text_width = 0.0
+    for heading, texts in panel.facts.items():
+        longest = max(len(text) for text in (heading, *texts))
+        text_width += max(COLUMN, GAP + LETTER * longest)
+        ends.append(LEFT + TRACK + text_width)
+    return ends
+
+
+def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
+    """Yield a square and a name for each kind of block that has a duration."""
+    present: set[Op] = set()
+    has_chunks = False
+    for panel in panels:
+        present |= {
+            block_span.instruction.op
+            for block_span in panel.computed
+            if block_span.end > block_span.start
+        }
+        for rank_number in range(panel.ranks):
+            has_chunks |= len(_stages_of(panel.of_rank(rank_number))) > 1
+    entries = [look for op, look in LOOKS.items() if op in present]
+    left_edge = MARGIN
+    for name, fill_color in [*entries, ("waiting", WAITING), ("held", HELD)]:
+        yield Rect(left_edge, top_edge, 14, 14, fill_color, 3)
+        yield Text(left_edge + 20, top_edge + 12, name, 12, INK)
+        left_edge += 42 + 7.2 * len(name)
+    if has_chunks:
+        yield Text(left_edge, top_edge + 12, "lighter: a later stage of the same rank", 12, FAINT)
+
+
+def _stages_of(block_spans: Sequence[Span]) -> list[int]:
+    return sorted({block_span.instruction.stage for block_span in block_spans})
+
+
+def _x_of(panel: Panel, time: float, pixels_per_unit: float) -> float:
+    """Return the x of a time; all panels begin with their first computation at `LEFT`."""
+    return LEFT + (time - panel.start) * pixels_per_unit
+
+
+def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Iterator[Shape]:
+    """Yield the shapes of a panel from `panel_top` on. pixels_per_unit: pixels per unit of time."""
+    heading_baseline = panel_top + 12
+    title = f"{panel.title}, time in {panel.unit}"
+    yield Text(MARGIN, heading_baseline, title, 14, INK, bold=True)
+    for column_end, heading in zip(_column_ends(panel), panel.facts, strict=True):
+        yield Text(column_end, heading_baseline, heading, 12, FAINT, "end")
+    rows_top = panel_top + 24
+    rows_bottom = rows_top + panel.ranks * PITCH
+    yield from _axis(panel, rows_top, rows_bottom, pixels_per_unit)
+    for rank in range(panel.ranks):
+        row_top = rows_top + rank * PITCH
+        yield from _row(panel, rank, row_top, pixels_per_unit)
+    baseline = rows_bottom + 36
+    for rank, mark in panel.marks.items():
+        yield Text(MARGIN, baseline, f"rank {rank}: {mark.note}", 13, RED)
+        baseline += 18
+
+
+def _axis(panel: Panel, top: float, bottom: float, pixels_per_unit: float) -> Iterator[Shape]:
+    """Yield a vertical line and a label for each tick of the time."""
+    tick_step = round_step(panel.length / 10)
+    # the slack keeps a tick at the very end, which rounding may put beyond it
+    last_tick = floor(panel.length / tick_step + 1e-9)
+    for number in range(last_tick + 1):
+        time = number * tick_step
+        x = _x_of(panel, panel.start + time, pixels_per_unit)
+        yield Line(x, top - 4, x, bottom, "line")
+        yield Text(x, bottom + 14, f"{time:g}", 11, FAINT, "middle")
+
+
+def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Iterator[Shape]:
+    """Yield the name of a rank, its blocks, what it holds, its facts and its mark."""
+    rank_spans = panel.of_rank(rank)
+    stages = _stages_of(rank_spans)
+    baseline = row_top + ROW / 2 + 4
+    yield Text(MARGIN, baseline, f"rank {rank}", 13, INK)
+    # what no block covers is waiting
+    yield Rect(LEFT, row_top, panel.length * pixels_per_unit, ROW, WAITING, 2)
+    for rank_span in rank_spans:
+        chunk = stages.index(rank_span.instruction.stage)
+        block_left = _x_of(panel, rank_span.start, pixels_per_unit)
+        yield from _block(rank_span, chunk, block_left, row_top, pixels_per_unit)
+    strip_bottom = row_top + ROW + STRIP + 1.5
+    yield from _held_columns(panel, rank_spans, strip_bottom, pixels_per_unit)
+    for column_end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
+        yield Text(column_end, baseline, texts[rank], 13, INK, "end")
+    if rank in panel.marks:
+        # the rank goes wrong after its last computation
+        end_time = _last_end(rank_spans, default=panel.start)
+        x = _x_of(panel, end_time, pixels_per_unit)
+        note = panel.marks[rank].note
+        yield Rect(x, row_top - 4, width=4, height=ROW + 8, fill=RED, round=2, tip=note)
+
+
+def _block(
+    block_span: Span, chunk: int, block_left: float, row_top: float, pixels_per_unit: float
+) -> Iterator[Shape]:
+    """Yield the block of a computation, with its micro-batch if that can be read.
+
+    chunk: number of its stage among those of the rank; later ones are lighter.
+    """
+    instruction = block_span.instruction
+    duration = block_span.end - block_span.start
+    width = duration * pixels_per_unit
+    if width <= 0:
+        return
+    _, base_color = LOOKS[instruction.op]
+    fill_color = _lighten(base_color, min(0.55, 0.33 * chunk))
+    # a little narrower, so that blocks of one colour stay apart
+    drawn_width = max(width - 0.8, 0.4)
+    tip = f"{instruction}  {duration:.4g}"
+    yield Rect(block_left + 0.4, row_top, drawn_width, ROW, fill_color, 2, tip)
+
+    if instruction.op is Op.REDUCE:
+        return  # it is of all micro-batches
+    label = str(instruction.microbatch)
+    # a digit is 0.64 of its height wide
+    size = min(11.0, (width - 1.5) / (0.64 * len(label)))
+    if size >= 7:  # smaller digits cannot be read
+        center = block_left + width / 2
+        baseline = row_top + ROW / 2 + 0.36 * size
+        ink = "#ffffff" if chunk == 0 else INK
+        yield Text(center, baseline, label, size, ink, "middle")
+
+
+def _held_columns(
+    panel: Panel, rank_spans: Sequence[Span], bottom: float, pixels_per_unit: float
+) -> Iterator[Shape]:
+    """Yield the activations held over time, as columns on a common scale."""
+    for (start, num_held), (end, _) in pairwise(_held_activations(rank_spans)):
+        height = STRIP * num_held / max(panel.max_held, 1)
+        if not height or end <= start:
+            continue
+        left = _x_of(panel, start, pixels_per_unit)
+        width = (end - start) * pixels_per_unit + 0.3  # no gap to the next column
+        tip = f"{num_held} held"
+        yield Rect(left, bottom - height, width, height, HELD, tip=tip)
+
+
+def _held_activations(block_spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """Return (time, activations held from then on) pairs."""
+    changes: list[tuple[float, int]] = []
+    for block_span in block_spans:
+        if block_span.instruction.op is Op.FORWARD:
+            changes.append((block_span.start, +1))
+        elif block_span.instruction.op in WEIGHT_GRADIENTS:
+            changes.append((block_span.end, -1))
+    num_held_now = 0
+    counts = [(0.0, 0)]
+    for time, change in sorted(changes):
+        num_held_now += change
+        counts.append((time, num_held_now))
+    return [*counts, (_last_end(block_spans, default=0.0), num_held_now)]
+
+
+def _lighten(fill_color: str, share: float) -> str:
+    """Return "#rrggbb" mixed with this share of white."""
+    channels = [int(fill_color[i : i + 2], 16) for i in (1, 3, 5)]
+    mixed = [round(channel + (255 - channel) * share) for channel in channels]
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def as_text(panel: Panel, width: int) -> str:
+    """Return the panel as lines of at most `width` characters; the length of a block is its
+    duration."""
+    longest = panel.length or 1.0
+    durations = [
+        block_span.end - block_span.start
+        for block_span in panel.computed
+        if block_span.instruction.op in COMPUTATIONS
+    ]
+    shortest = min(durations, default=longest)
+    available = width - 9  # beside the name of the rank
+    cell_width = min(3, int(available * shortest / longest))  # of the shortest computation
+    # one cell is too narrow for a name: the scale is then free, and the line is filled
+    columns = round(longest / shortest * cell_width) if cell_width > 1 else available
+    rows: list[str] = []
+    for rank_number in range(panel.ranks):
+        cells = ["."] * columns
+        block_spans = panel.of_rank(rank_number)
+        first_stage = min((block_span.instruction.stage for block_span in block_spans), default=0)
+        for block_span in block_spans:
+            # both ends are rounded, not the width: blocks then meet without gap or overlap
+            start = round((block_span.start - panel.start) / longest * columns)
+            stop = round((block_span.end - panel.start) / longest * columns)
+            is_first_stage = block_span.instruction.stage == first_stage
+            needs_gap = cell_width < 2
+            cells[start:stop] = _block_text(block_span, stop - start, is_first_stage, needs_gap)
+        line = "".join(cells)
+        rows.append(f"rank {rank_number:<3} {line}")
+    return "\n".join(rows)
+
+
+def _block_text(block_span: Span, width: int, is_first_stage: bool, needs_gap: bool) -> str:
+    """Return the name of a computation in `width` characters, or its letter repeated if it is
+    longer.
+
+    needs_gap: leave a space after the name, where one name can be as long as another.
+    """
+    operation = block_span.instruction.op
+    letter = operation if is_first_stage else operation.lower()
+    name = f"{letter}{block_span.instruction.microbatch}"
+    if len(name) + needs_gap <= width:
+        return name.ljust(width)
+    return letter * width

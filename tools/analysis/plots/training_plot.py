@@ -1,0 +1,260 @@
+"""The pictures of a run: which quantities are shown, over what, smoothed how, and which are left
+out.
+
+`training.png` and the page of `megaprec report` draw the same charts. A quantity without a finite
+value, or with one value throughout, gets no chart but a remark.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from tools.analysis.plots.charts import Chart, Crosses, Row, Series, draw_rows, short
+from tools.analysis.plots.drawing import has_matplotlib
+from tools.console.units import counted
+from tools.journal.records import VALIDATION_PREFIX, read_events, read_metrics
+
+Over = Literal["steps", "tokens"]
+Record = dict[str, Any]
+PLOT = "training.png"
+MAX_MEAN_WIDTH = 201  # steps that a mean is taken of, at most
+PAIRED = 2  # charts beside each other, below that of the loss
+LOSS_HEIGHT = 300.0
+OTHERS_HEIGHT = 155.0
+HELD_OUT_COLORS = ("other0", "other1", "other2", "other3")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The charts of a run, that of the loss first. remarks: on quantities that are left out."""
+
+    charts: Sequence[Chart]
+    x_label: str
+    remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """A field of metrics.jsonl. factor: to the unit of the title. base: see `Chart`."""
+
+    key: str
+    title: str
+    factor: float = 1.0
+    smooth: bool = False
+    from_zero: bool = False
+    base: int = 0
+    stepped: bool = False
+
+
+LOSS = _Quantity("loss", "loss, nats a token", smooth=True)
+OTHERS = (
+    _Quantity("grad_norm", "gradient norm before clipping", smooth=True, from_zero=True),
+    _Quantity("lr", "learning rate", from_zero=True),
+    _Quantity("tokens_per_s", "speed, tokens/s", smooth=True, from_zero=True),
+    _Quantity("mfu", "model FLOPs utilization, %", 100.0, smooth=True, from_zero=True),
+    _Quantity("tflops", "model TFLOP/s a rank", smooth=True, from_zero=True),
+    _Quantity("loss_scale", "loss scale", base=2, stepped=True),
+)
+# charts in which skipped steps are marked: where they matter
+MARKED = ("loss", "loss_scale")
+
+
+def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
+    """Plot folder/metrics.jsonl to folder/training.png and return its path; None without
+    matplotlib."""
+    if not has_matplotlib():
+        return None
+    records = read_metrics(folder)
+    shown = pictures(records, x_axis, [event["step"] for event in read_events(folder, "resume")])
+    skipped = sum(record["outcome"] != "applied" for record in records)
+    steps = counted(len(records), "step")
+    title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
+    drawing = draw_rows("; ".join([title, *shown.remarks]), list(_rows(shown)))
+    drawing.save(folder / PLOT)
+    return folder / PLOT
+
+
+def _rows(shown: Pictures) -> Iterator[Row]:
+    """Yield the first chart in a row of its own, and pairs of the others."""
+    if not shown.charts:
+        return
+    first, *others = shown.charts
+    x_label = "step, and tokens seen" if first.tick_notes else shown.x_label
+    yield Row([replace(first, x_label=x_label)], 1, LOSS_HEIGHT)
+    pairs = [others[start : start + PAIRED] for start in range(0, len(others), PAIRED)]
+    for pair in pairs:
+        # what the colours of the first chart mean is told there
+        charts = [replace(chart, has_legend=False, tick_notes={}) for chart in pair]
+        if pair is pairs[-1]:
+            charts = [replace(chart, x_label=shown.x_label) for chart in charts]
+        yield Row(charts, PAIRED, OTHERS_HEIGHT)
+
+
+def pictures(
+    records: Sequence[Record], x_axis: Over = "steps", resumes: Sequence[int] = ()
+) -> Pictures:
+    """Return the charts of the records of a run's steps.
+
+    resumes: numbers of the steps after which the run was resumed.
+    """
+    x_values = positions(records, x_axis)
+    steps = [record["step"] for record in records]
+    x_of_step = dict(zip(steps, x_values, strict=True))
+    finite_x = [x for x in x_values if not math.isnan(x)]
+    frame = Chart(
+        "",
+        (),
+        resumed=[x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step],
+        tick_notes=_tokens_by_step(records) if x_axis == "steps" else {},
+        # the same for all, although some quantities begin later
+        x_range=(min(finite_x), max(finite_x)) if finite_x else None,
+    )
+    skipped = Crosses(skipped_positions(records, x_axis))
+    charts: list[Chart] = []
+    remarks: list[str] = []
+    for quantity in _quantities(records):
+        series, remark = _series(quantity, records, x_values)
+        if quantity is LOSS:
+            series += _held_out_series(records, x_values)
+        if series:
+            chart = replace(
+                frame,
+                title=quantity.title,
+                series=series,
+                crosses=[skipped] if quantity.key in MARKED else (),
+                base=quantity.base,
+                from_zero=quantity.from_zero,
+                stepped=quantity.stepped,
+            )
+            charts.append(chart)
+        elif remark:
+            remarks.append(remark)
+    return Pictures(charts, axis_label(x_axis), remarks)
+
+
+def _quantities(records: Sequence[Record]) -> Iterator[_Quantity]:
+    """Yield the quantities in the order of their charts."""
+    has_mfu = any("mfu" in record for record in records)
+    for quantity in (LOSS, *OTHERS):
+        # beside the utilization it is the same curve in another unit
+        if quantity.key != "tflops" or not has_mfu:
+            yield quantity
+
+
+def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
+    """Return the tokens seen up to each step, as labels."""
+    labels: dict[float, str] = {}
+    for record in records:
+        tokens = record.get("tokens")
+        if isinstance(tokens, int | float):  # an edited file may have anything
+            labels[float(record["step"])] = short(tokens)
+    return labels
+
+
+def skipped_positions(records: Sequence[Record], x_axis: Over) -> list[float]:
+    """Return the x of steps that were not applied."""
+    skipped = [record for record in records if record["outcome"] != "applied"]
+    return positions(skipped, x_axis)
+
+
+def positions(records: Sequence[Record], x_axis: Over) -> list[float]:
+    """Return the x of each record: its step, or the tokens seen so far."""
+    if x_axis == "steps":
+        return [float(record["step"]) for record in records]
+    return [float(record.get("tokens", math.nan)) for record in records]
+
+
+def axis_label(x_axis: Over) -> str:
+    """Return the label of the x_axis axis."""
+    return "step" if x_axis == "steps" else "tokens seen"
+
+
+def values(records: Sequence[Record], field_name: str) -> list[float]:
+    """Return a field of each record; NaN where it is missing or not finite."""
+    return [_finite_or_nan(record.get(field_name)) for record in records]
+
+
+def _finite_or_nan(field_value: object) -> float:
+    if isinstance(field_value, int | float) and math.isfinite(field_value):
+        return float(field_value)
+    return math.nan
+
+
+def smoothed(y_values: Sequence[float], width: int) -> list[float]:
+    """Return the mean of the `width` values around each one, of fewer near the ends. NaN stays and
+    is not counted.
+
+    At the start, where a loss falls fast, as many values before as after: the mean begins with the
+    first value.
+    """
+    # The sum of a window is the difference of two running sums. NaN would spoil all later ones, so
+    # it is left out of sums and counts.
+    running_sums = [
+        0.0,
+        *accumulate(0.0 if math.isnan(field_value) else field_value for field_value in y_values),
+    ]
+    running_counts = [
+        0,
+        *accumulate(0 if math.isnan(field_value) else 1 for field_value in y_values),
+    ]
+    half_width = width // 2
+    mean_values: list[float] = []
+    for center, field_value in enumerate(y_values):
+        if math.isnan(field_value):
+            mean_values.append(math.nan)
+            continue
+        start = max(0, center - half_width)
+        stop = min(center + min(half_width, center) + 1, len(y_values))
+        mean_values.append(
+            (running_sums[stop] - running_sums[start])
+            / max(1, running_counts[stop] - running_counts[start])
+        )
+    return mean_values
+
+
+def mean_width(count: int) -> int:
+    """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
+    is a short one."""
+    width = min(MAX_MEAN_WIDTH, count // 20 // 2 * 2 + 1)
+    return width if width >= 3 else 1
+
+
+def _series(
+    quantity: _Quantity, records: Sequence[Record], x_values: Sequence[float]
+) -> tuple[list[Series], str]:
+    """Return the curves of a quantity, or a remark on the reason why there is none."""
+    y_values = [field_value * quantity.factor for field_value in values(records, quantity.key)]
+    finite = [field_value for field_value in y_values if not math.isnan(field_value)]
+    name = quantity.title.partition(",")[0]
+    if not finite:
+        is_recorded = any(quantity.key in record for record in records)
+        return [], f"no finite {name}" if is_recorded else ""
+    if min(finite) == max(finite) and quantity is not LOSS:
+        return [], f"{name} {finite[0]:g} throughout"
+    # what is set and not measured, such as a learning rate, has no noise
+    width = mean_width(len(y_values)) if quantity.smooth else 1
+    if width == 1:
+        return [Series("each step", x_values, y_values)], ""
+    mean = Series(f"mean of {width} steps", x_values, smoothed(y_values, width))
+    return [Series("each step", x_values, y_values, width=0.9, opacity=0.3), mean], ""
+
+
+def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
+    """Yield a curve for the held-out text, and for each set of data.validation."""
+    curves: dict[str, tuple[list[float], list[Record]]] = {}
+    for position, record in zip(x_values, records, strict=True):
+        for field_name in record:
+            if field_name == "eval_loss" or field_name.startswith(VALIDATION_PREFIX):
+                evaluated_x, evaluated = curves.setdefault(field_name, ([], []))
+                evaluated_x.append(position)
+                evaluated.append(record)
+    for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
+        label = (
+            "held-out" if field_name == "eval_loss" else field_name.removeprefix(VALIDATION_PREFIX)
+        )
+        color = HELD_OUT_COLORS[number % len(HELD_OUT_COLORS)]
+        losses = values(evaluated, field_name)
+        yield Series(label, evaluated_x, losses, color, marker="dot")

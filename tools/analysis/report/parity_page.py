@@ -1,0 +1,149 @@
+"""The HTML page of a certificate of parity."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from tools.analysis.report.page import Html, Text, document, folded, html, paragraph, table
+from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
+from tools.verify.parity.summary import (
+    NUMBERS,
+    conclusion,
+    describe_difference,
+    details_of,
+    format_error,
+    number_cells,
+    untried_parts,
+    verdict,
+)
+
+CSS_CLASSES = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}
+
+
+def page(certificate: Certificate) -> str:
+    """Return the certificate as HTML."""
+    configuration = certificate["configuration"]
+    versions = ", ".join(f"{name} {value}" for name, value in certificate["versions"].items())
+    digests = (
+        f"Run sha256 {configuration['sha256']}, as compared {configuration['sha256_as_compared']}."
+    )
+    parts = [
+        Html(
+            f'<p class="verdict {CSS_CLASSES[certificate["verdict"]]}">'
+            f"{html(conclusion(certificate))}</p>"
+        ),
+        paragraph(f"{configuration['model']}. {digests} {versions}."),
+        *_section("Layouts", _layouts_table(certificate["layouts"])),
+    ]
+    for layout_entry in certificate["layouts"]:
+        if layout_entry["verdict"] != PROVEN:
+            parts += _layout_details(layout_entry)
+    # layouts that were not run have no quantities
+    tried = [layout_entry for layout_entry in certificate["layouts"] if layout_entry["quantities"]]
+    parts += _section("Quantities", *map(_quantities_table, tried))
+    changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
+    if changes:
+        parts += _section("Made small", table(("key", "from", "to"), changes))
+    untried = list(untried_parts(certificate))
+    if untried:
+        parts += _section("Not tried", table(("what", "why"), untried))
+    if certificate["rounding"]:
+        counts = certificate["rounding"].items()
+        names = ", ".join(f"{name} ({count})" for name, count in counts)
+        text = (
+            "Elements whose gradient may be nothing but rounding: they need not be as near, and "
+            f"are not counted as zeros: {names}."
+        )
+        parts.append(paragraph(text))
+    return document(f"megaprec parity: {configuration['file']}", *parts)
+
+
+def _section(title: str, *parts: Html) -> Iterator[Html]:
+    yield Html(f"<h2>{html(title)}</h2>")
+    yield from parts
+
+
+def _layouts_table(layouts: Sequence[Mapping[str, Any]]) -> Html:
+    table_rows: list[Sequence[Text]] = []
+    for layout_entry in layouts:
+        cells = [cell.text for cell in number_cells(layout_entry)]
+        table_rows.append(
+            [layout_entry["layout"], layout_entry["precision"], *cells, verdict(layout_entry)]
+        )
+    head = ("layout", "precision", *NUMBERS.values(), "exact", "verdict")
+    return table(head, table_rows, len(table_rows))
+
+
+def _layout_details(layout_entry: Mapping[str, Any]) -> Iterator[Html]:
+    """Yield what is known of a layout that is not proven: where the first difference arises, and
+    what differs."""
+    title = html(f"{layout_entry['layout']}, {layout_entry['precision']}")
+    yield Html(f'<h2 class="{CSS_CLASSES[layout_entry["verdict"]]}">{title}</h2>')
+    yield table(("", "detail"), list(details_of(layout_entry)))
+    # ranks that hang or fail leave no record of a step
+    if layout_entry.get("way"):
+        yield paragraph(
+            f"Step {layout_entry['first']['step']}, from its first activation to its update:"
+        )
+        yield _stations_list(layout_entry["way"])
+    table_rows = [
+        (describe_difference(difference),) for difference in layout_entry.get("differing", [])
+    ]
+    if table_rows:
+        yield table(("what differs",), table_rows)
+    if layout_entry.get("num_differing", 0) > len(table_rows):
+        yield paragraph(f"{layout_entry['num_differing']} in all.")
+
+
+def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
+    """Return a step as a row of its stations, with the first that differs marked."""
+    items: list[str] = []
+    has_difference = False
+    for station in stations:
+        css_class = CSS_CLASSES[station["verdict"]]
+        # later stations differ because this one does
+        if station["verdict"] == WRONG and not has_difference:
+            css_class += " first"
+            has_difference = True
+        # the way leads back through the modules
+        arrow = "← " if station["phase"] == "backward" else ""
+        title = escape(f"{station['phase']}, error {format_error(station['error'])}")
+        item = f'<li class="{css_class}" title="{title}">{arrow}{html(station["name"])}</li>'
+        items.append(item)
+    return Html(f'<ol class="way">{"".join(items)}</ol>')
+
+
+def _quantities_table(layout_entry: Mapping[str, Any]) -> Html:
+    table_rows = [
+        _quantity_row(name, quantity) for name, quantity in layout_entry["quantities"].items()
+    ]
+    head = (
+        "quantity",
+        "verdict",
+        "compared",
+        "failed",
+        "worst error",
+        "bound",
+        "at",
+        "step",
+        "why not tried",
+    )
+    summary = f"{layout_entry['layout']}, {layout_entry['precision']}: {layout_entry['verdict']}"
+    return folded(summary, table(head, table_rows))
+
+
+def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:
+    # not tried: there are no numbers
+    if "compared" not in quantity:
+        return [name, quantity["verdict"], *[""] * 6, quantity["why"]]
+    return [
+        name,
+        quantity["verdict"],
+        quantity["compared"],
+        quantity["failed"],
+        format_error(quantity["error"]),
+        format_error(quantity["bound"]),
+        quantity["name"],
+        quantity["step"],
+        quantity.get("why", ""),
+    ]

@@ -1,0 +1,533 @@
+"""The page of a report: its sections, in order. Each is made of a run alone; None leaves it out."""
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from megaprec.durable import read_whole
+from megaprec.errors import UserError
+from parallel.pipeline.instructions import Instruction
+from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.simulation import Span, bubble, simulate
+from tools.analysis.plots.charts import Row, draw_rows
+from tools.analysis.plots.compare_plot import LAST, Curve
+from tools.analysis.plots.drawing import to_svg, to_themed_svg
+from tools.analysis.plots.shadow_plot import PICTURE
+from tools.analysis.plots.timeline import Panel as Timeline
+from tools.analysis.plots.timeline import draw
+from tools.analysis.plots.training_plot import Over, pictures
+from tools.analysis.report.page import Html, Text, document, facts, folded, html, paragraph, table
+from tools.analysis.report.run import Key, Run
+from tools.config.layouts import in_words
+from tools.config.run_file import RunConfig
+from tools.console.units import flops
+from tools.journal.records import NO_TOKENS_EVENT
+from tools.journal.shadow_records import SHADOW
+from tools.journal.timeline_file import TIMELINE, read_trace
+from tools.training.hangs import read_records
+from tools.verify.parity.certificate import run_digest
+from tools.verify.parity.summary import conclusion, verdict
+
+# pixels of a curve, before the page makes it as wide as its column
+CURVE_WIDTH = 480.0
+CURVE_HEIGHT = 180.0
+MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
+MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
+LARGEST_PICTURE = 1_000_000  # bytes
+PNG_SIGNATURE = b"\x89PNG"
+NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
+NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
+# what a certificate of another version, or a file of that name, may raise
+MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+
+Section = Callable[[Run], Html | None]
+Fact = tuple[str, Text]  # a name and its value
+
+
+def summary(run: Run) -> Html:
+    """Return how far the run got, and its most important numbers."""
+    last_record = run.records[-1]
+    curve = Curve(run.name, run.records)
+    table_rows = [
+        ("steps", _describe_steps(run)),
+        ("skipped steps", f"{curve.skipped:,}"),
+        *_token_facts(last_record),
+        *_loss_facts(curve, last_record["step"]),
+    ]
+    end_events = run.of_kind("end")
+    if end_events:
+        table_rows.append(("last end", str(end_events[-1]["why"])))
+    if isinstance(run.config, RunConfig):
+        table_rows += _model_facts(run.config)
+
+    notes = [*run.notes]
+    if curve.skipped == len(run.records):
+        notes.append("every step was skipped: nothing was learned")
+    return _join(facts(table_rows), *(paragraph("Note: ", note) for note in notes))
+
+
+def _describe_steps(run: Run) -> str:
+    done = f"{run.records[-1]['step']:,}"
+    total = run.config.train.steps if isinstance(run.config, RunConfig) else 0
+    return f"{done} of {total:,}" if total else done
+
+
+def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
+    tokens = record.get("tokens")
+    if isinstance(tokens, int | float):
+        yield "tokens read", f"{tokens:,}"
+    learned = record.get("learned_tokens")
+    if isinstance(learned, int | float) and learned != tokens:
+        yield "tokens learned", f"{learned:,}"
+
+
+def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
+    final = "none" if math.isnan(curve.final) else f"{curve.final:.4f}"
+    yield f"loss, mean of last {LAST} steps", final
+    if not math.isnan(curve.held_out):
+        step = curve.held_out_step
+        held_out = f"{curve.held_out:.4f}"
+        if step != last_step:
+            held_out += f", after step {step:,}"
+        yield "held-out loss", held_out
+
+
+def _model_facts(run_config: RunConfig) -> Iterator[Fact]:
+    model = run_config.sized_model
+    if model.factory:
+        yield "model", model.factory
+    else:
+        yield "model", f"{model.family}, {model.num_parameters:,} parameters"
+    yield "layout", in_words(run_config.parallel)
+    yield "precision", str(run_config.precision.compute)
+
+
+def curves(run: Run) -> Html:
+    """Return the pictures of `training.png`, as SVG."""
+    over: Over = "steps"
+    if isinstance(run.config, RunConfig):
+        over = run.config.log.plot_over
+    resumes = [run_event["step"] for run_event in run.of_kind("resume")]
+    drawing = pictures(run.records, over, resumes)
+    figures: list[str] = []
+    for section_number, chart in enumerate(drawing.charts):
+        # its title is text of the page; the legend is the same for all
+        untitled = replace(chart, title="", tick_notes={}, has_legend=section_number == 0)
+        table_rows = [Row([untitled], 1, CURVE_HEIGHT)]
+        label = f"{chart.title} over {drawing.x_label}"
+        picture = to_themed_svg(draw_rows("", table_rows, CURVE_WIDTH), label)
+        caption = f"<figcaption><b>{html(chart.title)}</b></figcaption>"
+        figures.append(f"<figure>{caption}{picture}</figure>")
+    remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
+    below = paragraph(f"Horizontal axis: {drawing.x_label}. ", remarks)
+    return Html(f'<div class="figures">{"".join(figures)}</div>{below.text}')
+
+
+def changes(run: Run) -> Html | None:
+    """Return what changed on each resume."""
+    resumes = run.of_kind("resume")
+    if not resumes:
+        return None
+    table_rows = [
+        (
+            run_event["step"],
+            run_event.get("ranks", ""),
+            _list_items(run_event["changed"]) if run_event["changed"] else "nothing",
+            f"{_format_number(run_event['lr_before'])} → {_format_number(run_event['lr_next'])}",
+            _list_items(run_event["notes"]),
+        )
+        for run_event in resumes
+    ]
+    return table(("after step", "ranks", "changed keys", "learning rate", "notes"), table_rows)
+
+
+def skips(run: Run) -> Html | None:
+    """Return the skipped steps and their causes."""
+    overflows = run.of_kind("overflow")
+    without_tokens = run.of_kind(NO_TOKENS_EVENT)
+    if not overflows and not without_tokens:
+        return None
+    table_rows = [
+        (
+            run_event["step"],
+            _format_scale(run_event["loss_scale"]),
+            run_event.get("outcome", ""),
+            _describe_offenders(run_event["offenders"]),
+            run_event["advice"],
+        )
+        for run_event in overflows
+    ]
+    table_rows += [
+        (
+            run_event["step"],
+            "",
+            run_event.get("outcome", ""),
+            "no token counts",
+            run_event["advice"],
+        )
+        for run_event in without_tokens
+    ]
+    return table(("step", "loss scale", "outcome", "not finite in", "advice"), table_rows)
+
+
+def _format_scale(scale: Any) -> str:
+    """Return a loss scale, a power of two as 2^n."""
+    if isinstance(scale, int | float):
+        mantissa, exponent = math.frexp(scale)
+        if mantissa == 0.5:  # frexp's mantissa is in [0.5, 1)
+            return f"2^{exponent - 1}"
+    return _format_number(scale)
+
+
+def _describe_offenders(offenders: Any) -> Text:
+    """Return the first tensor that was not finite, and the number of the others."""
+    if not isinstance(offenders, list):
+        return "not known"
+    tensors = [offender for offender in offenders if isinstance(offender, dict)]
+    if not tensors:
+        return "not known"
+    first, *others = tensors
+    counts = f"{first.get('infs')} inf, {first.get('nans')} NaN"
+    text = f"{first.get('name')}: {counts}"
+    return f"{text} and {len(others)} more" if others else text
+
+
+def speed(run: Run) -> Html:
+    """Return seconds, tokens per second and utilization of the steps."""
+    table_rows = list[Fact]()
+    seconds = _finite_values(run, "seconds")
+    if seconds:
+        quickest_first = sorted(seconds)
+        slow = quickest_first[min(len(seconds) - 1, len(seconds) * 19 // 20)]
+        table_rows += [
+            ("seconds a step, median", f"{median(seconds):.4g}"),
+            ("19 of 20 steps take at most", f"{slow:.4g} s"),
+            ("time in steps", _format_duration(sum(seconds))),
+        ]
+    if rates := _finite_values(run, "tokens_per_s"):
+        table_rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
+    if teraflops := _finite_values(run, "tflops"):
+        rate = f"{flops(median(teraflops) * 1e12)}/s"
+        table_rows.append(("speed of the model's products, a rank, median", rate))
+    if utilizations := _finite_values(run, "mfu"):
+        table_rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
+    return facts(table_rows)
+
+
+def memory(run: Run) -> Html | None:
+    """Return the memory of rank 0."""
+    end_events = run.of_kind("end")
+    end_events = [
+        run_event for run_event in end_events if isinstance(run_event["peak_memory"], int | float)
+    ]
+    if not end_events:
+        return None
+    # A run has an end for each start; a later one may have evaluated less.
+    largest = max(end_events, key=lambda run_event: run_event["peak_memory"])
+    table_rows = list[Fact]()
+    if isinstance(largest.get("held_memory"), int | float):
+        state_memory = _format_bytes(largest["held_memory"])
+        table_rows.append(("weights, gradients, optimizer state", state_memory))
+    if largest.get("memory_of") == "device":
+        owner = "of the device"
+    else:
+        owner = "of the process, libraries included"
+    table_rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
+    return _join(facts(table_rows), paragraph("On rank 0, the largest of all starts."))
+
+
+def schedule(run: Run) -> Html | None:
+    """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
+    run_config = run.config
+    if not isinstance(run_config, RunConfig):
+        return paragraph(f"Not known: {run_config}.")
+    if run_config.parallel.pipeline == 1:
+        return None
+    stages = run_config.parallel.pipeline * max(1, run_config.parallel.chunks)
+    # forward, two halves of a backward and transfers for each stage and micro-batch
+    if 4 * stages * run_config.num_microbatches > MOST_INSTRUCTIONS:
+        return paragraph("Too large for this page: `megaprec schedule RUN.toml` shows it.")
+
+    pipeline = run_config.schedule
+    ranks = len(pipeline.programs)
+    costs = run_config.stage_costs(run_config.sized_model, pipeline.rank_of_stage)
+    predicted = simulate(pipeline, lambda item: costs[item.stage].flops(item))
+    table_rows: list[Fact] = [
+        ("schedule", run_config.parallel.schedule),
+        ("bubble, predicted", f"{bubble(predicted):.1%}"),
+    ]
+    panels = [Timeline("predicted", predicted, ranks, "FLOPs")]
+    try:
+        measured = _measured_spans(run, pipeline)
+    except UserError as error:
+        measured = []
+        table_rows.append(("measured", str(error)))
+    if measured:
+        table_rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
+        panels.append(Timeline("measured", measured, ranks, "s"))
+    timelines = [_draw_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
+    return _join(facts(table_rows), *timelines)
+
+
+def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
+    """Return the measured timeline of the run, in seconds.
+
+    None if it recorded none, or one of another schedule. Raises UserError.
+    """
+    path = run.folder / TIMELINE
+    if not path.is_file():
+        return []
+    spans = read_trace(path)
+    expected = list[tuple[int, Instruction]]()
+    for rank, program in enumerate(pipeline.programs):
+        expected += [(rank, instruction) for instruction in program]
+    measured = [(span.rank, span.instruction) for span in spans]
+    return spans if measured == expected else []
+
+
+def _draw_timeline(panel: Timeline) -> Html:
+    """Return a timeline as an image, so that nothing in it can act on the page."""
+    picture = to_svg(draw(panel.title, [], [panel])).encode()
+    return _image(f"timeline, {panel.title}", "svg+xml", picture)
+
+
+def _image(description: str, kind: str, content: bytes) -> Html:
+    """Return a picture that is a part of the page. kind: the subtype of its media type."""
+    data = base64.b64encode(content).decode()
+    return Html(
+        f'<div class="scroll"><img class="wide" alt="{html(description)}" '
+        f'src="data:image/{kind};base64,{data}"/></div>'
+    )
+
+
+def fp8(run: Run) -> Html | None:
+    """Return the comparisons of FP8 with the same passes without it."""
+    events = run.of_kind(SHADOW)
+    if not events:
+        return None
+    alarmed = [run_event for run_event in events if run_event["alarms"]]
+    section_parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
+    if alarmed:
+        table_rows = [
+            (run_event["step"], _list_items(run_event["alarms"])) for run_event in alarmed
+        ]
+        section_parts.append(table(("step", "alarms"), table_rows))
+    path = run.folder / PICTURE
+    # A file of that name may be anything: only a picture of reasonable size is put into the page.
+    if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
+        content = read_whole(path)
+        if content.startswith(PNG_SIGNATURE):
+            section_parts.append(_image("FP8 shadow", "png", content))
+    return _join(*section_parts)
+
+
+def evidence(run: Run) -> Html:
+    """Return what proves that the run computed what it should: certificates and checks.
+
+    Later kinds are added here.
+    """
+    section_parts = [_parity(run), _proof(run)]
+    checks = [record["sentinel"] for record in run.records if "sentinel" in record]
+    if checks:
+        clean = checks.count("clean")
+        section_parts.append(
+            paragraph(f"The sentinel checked {len(checks):,} steps; {clean:,} were clean.")
+        )
+    return _join(*section_parts)
+
+
+def _parity(run: Run) -> Html:
+    certificate = run.json("parity.json")
+    if certificate is None:
+        return paragraph(NO_CERTIFICATE)
+    try:
+        table_rows = [
+            (str(layout["layout"]), str(layout["precision"]), verdict(layout))
+            for layout in certificate["layouts"]
+        ]
+        result = conclusion(certificate)
+    except MALFORMED:
+        return paragraph("parity.json is not a certificate.")
+    return _join(
+        _note_on_other_keys(run, certificate),
+        paragraph(f"Parity: {result}."),
+        table(("layout", "precision", "verdict"), table_rows),
+    )
+
+
+def _proof(run: Run) -> Html:
+    certificate = run.json("prove.json")
+    if certificate is None:
+        return paragraph(NO_PROOF)
+    try:
+        table_rows = [_proof_row(row) for row in certificate["rows"]]
+        steps = f"steps {certificate['first_step']} to {certificate['last_step']}"
+        result = f"{steps}: {certificate['verdict']}"
+    except MALFORMED:
+        return paragraph("prove.json is not a certificate.")
+    return _join(
+        _note_on_other_keys(run, certificate),
+        paragraph(f"Repeating and resuming bit for bit, {result}."),
+        table(("compared with the straight run", "steps", "verdict", "why"), table_rows),
+    )
+
+
+def _proof_row(row: Any) -> tuple[str, str, str, str]:
+    steps = f"{row['steps'][0]} to {row['steps'][1]}"
+    reason = str(row.get("why", ""))
+    return str(row["row"]), steps, str(row["verdict"]), reason
+
+
+def _note_on_other_keys(run: Run, certificate: Any) -> Html:
+    """Return a note if a certificate is not of the run as run.toml describes it.
+
+    Nothing if it is.
+    """
+    certified = certificate.get("configuration")
+    digest = certified.get("sha256") if isinstance(certified, dict) else None
+    if not isinstance(run.config, RunConfig):
+        return paragraph(
+            "Note: whether the certificate below is of this run is not known: run.toml cannot be "
+            "read."
+        )
+    if digest == run_digest(run.config):
+        return Html("")
+    return paragraph(
+        "Note: the certificate below is of other keys than those of run.toml, of another run, or "
+        "made before a key was changed: that it holds for this run as it is was not tried."
+    )
+
+
+def faults(run: Run) -> Html | None:
+    """Return restarts, silent faults and the record of an abnormal end."""
+    section_parts = list[Html]()
+    if restarts := run.of_kind("restart"):
+        table_rows = [
+            (
+                run_event["step"],
+                run_event["ranks"],
+                run_event["why"],
+                _format_number(run_event["left"]),
+            )
+            for run_event in restarts
+        ]
+        section_parts.append(table(("from step", "ranks", "why", "restarts left"), table_rows))
+    if silent_faults := run.of_kind("silent_fault"):
+        table_rows = [
+            (
+                run_event["checked_step"],
+                run_event["kind"],
+                run_event["what"],
+                str(run_event["ranks"]),
+                str(run_event["hosts"]),
+            )
+            for run_event in silent_faults
+        ]
+        section_parts.append(
+            table(("checked step", "kind", "seen in", "ranks", "hosts"), table_rows)
+        )
+    if stops := [run_event for run_event in run.of_kind("end") if not run_event["complete"]]:
+        table_rows = [(run_event["step"], run_event["why"]) for run_event in stops]
+        section_parts.append(table(("stopped after step", "why"), table_rows))
+    section_parts += _abnormal_end(run)
+    return _join(*section_parts) if section_parts else None
+
+
+def _abnormal_end(run: Run) -> Iterator[Html]:
+    try:
+        records = read_records(run.folder)
+    except (UserError, OSError):
+        return  # no record: it ended in order
+    table_rows = [
+        (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in records
+    ]
+    yield table(("rank", "host", "abnormal end"), table_rows)
+
+
+def configuration(run: Run) -> Html:
+    """Return the keys that were given, and all keys on demand, with their origins."""
+    if not run.keys:
+        return paragraph("There is no run.toml that the run has written.")
+    head = ("key", "value", "origin")
+    all_keys = [_key_row(key) for key in run.keys]
+    set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
+    section_number = len(all_keys)
+    return _join(
+        table(head, set_keys, section_number),
+        folded(f"all {section_number} keys", table(head, all_keys, section_number)),
+    )
+
+
+def _key_row(key: Key) -> tuple[str, str, str]:
+    return key.name, key.value, key.origin
+
+
+SECTIONS: Sequence[tuple[str, Section]] = (
+    ("Summary", summary),
+    ("Curves", curves),
+    ("Changes on resume", changes),
+    ("Skipped steps", skips),
+    ("Speed", speed),
+    ("Memory", memory),
+    ("Pipeline schedule", schedule),
+    ("FP8", fp8),
+    ("Evidence", evidence),
+    ("Faults and restarts", faults),
+    ("Configuration", configuration),
+)
+
+
+def _join(*section_parts: Html) -> Html:
+    return Html("".join(part.text for part in section_parts))
+
+
+def _list_items(items: Any) -> Html:
+    """Return the items of a list a line each; of a damaged record its value as it is."""
+    listed = items if isinstance(items, list) else [items]
+    return Html("<br/>".join(html(str(item)) for item in listed))
+
+
+def _finite_values(run: Run, key: str) -> list[float]:
+    values = (record.get(key) for record in run.records)
+    numbers = [float(field_value) for field_value in values if isinstance(field_value, int | float)]
+    return [section_number for section_number in numbers if math.isfinite(section_number)]
+
+
+def _format_number(field_value: Any) -> str:
+    if isinstance(field_value, int | float):
+        return f"{field_value:.4g}"
+    if field_value is None:
+        return "not known"
+    return str(field_value)
+
+
+def _format_bytes(count: float) -> str:
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _format_duration(duration: float) -> str:
+    hours, seconds = divmod(round(duration), 3600)
+    if hours:
+        return f"{hours} h {seconds // 60} min"
+    return f"{seconds // 60} min {seconds % 60} s"
+
+
+def page(run: Run) -> str:
+    """Return the page of a run."""
+    # numbered by what is there, so that the anchors have no gaps
+    links: list[str] = []
+    sections: list[Html] = []
+    for title, make_section in SECTIONS:
+        content = make_section(run)
+        if content is None:
+            continue
+        anchor = f"s{len(sections)}"
+        links.append(f'<a href="#{anchor}">{html(title)}</a>')
+        heading = f"<h2>{html(title)}</h2>"
+        sections.append(Html(f'<section id="{anchor}">{heading}\n{content.text}</section>'))
+    return document(run.name, Html(f"<nav>{''.join(links)}</nav>"), *sections)

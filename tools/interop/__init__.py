@@ -1,0 +1,1 @@
+"""Files of other systems: their configurations, arguments and scripts."""

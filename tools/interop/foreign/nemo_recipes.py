@@ -1,0 +1,147 @@
+"""NeMo's recipes and Megatron-Bridge: their default plugins, and fields that are set afterwards.
+
+A recipe of NeMo (`llm.llama3_8b.pretrain_recipe()`) has a precision plugin at `trainer.plugins`,
+one of Megatron-Bridge at `mixed_precision`. The defaults are those of nemo/collections/llm/recipes
+and megatron/bridge/recipes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megaprec.dialects import nemo
+from tools.interop.foreign.findings import Settings
+from tools.interop.foreign.plain import Call, Entry, Row, Unknown, attributes_set, spread
+from tools.interop.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
+
+FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
+PRECISIONS = {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed"}
+RECIPES = ("pretrain_recipe", "finetune_recipe", "pretrain_recipe_performance")
+BRIDGE_RECIPES = ("_pretrain_config", "_finetune_config", "_sft_config", "_peft_config")
+BY_MODEL: Mapping[str, str] = {
+    "nemotronh_47b": "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+    "nemotronh_56b": "nemotron_h_bf16_with_fp8_current_scaling_mixed",
+    "nemotron_nano_12b_v2": "nanov2_bf16_with_fp8_current_scaling_mixed",
+}
+UNSURE = "hyena"  # its recipes take an argument that changes precision in ways of its own
+OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStrategy")
+
+
+def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
+    own = dict[str, Entry]()
+    flags = list[str]()
+    line = next((entry.line for entry in fields.values() if entry.line), 0)
+    for key, entry in fields.items():
+        if key in FLAGS:
+            if entry.value is not False:
+                flags.append(key)
+                own["precision"] = replace(
+                    entry, value=FLAGS[key] if entry.value is True else entry.value
+                )
+        elif key != "library":
+            own[BRIDGE_KEYS.get(key, key)] = entry
+    if len(flags) > 1:
+        own["precision"] = Entry(" and ".join(flags), line)
+    window = own.get("fp16_loss_scale_window")
+    if window is not None and isinstance(window.value, float) and window.value.is_integer():
+        own["fp16_loss_scale_window"] = replace(window, value=int(window.value))
+    recipe = own.get("recipe")
+    if recipe is not None and isinstance(recipe.value, str):
+        name = recipe.value.replace("-", "_")
+        own["recipe"] = replace(recipe, value=name)
+        if "mxfp8" in name:
+            own.setdefault("fp8", Entry("e4m3", line))  # NeMo's recipe of this name is hybrid
+    elif "fp8" in own and own["fp8"].value is not None:
+        own.setdefault("fp8_recipe", Entry("tensorwise", line))
+    elif "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise":
+        own.pop("fp8_recipe")  # its default, which changes nothing
+    return own
+
+
+def overwritten(call: Call) -> dict[str, Entry]:
+    """Return the arguments of a call which a precision plugin overwrites
+    (update_config_with_dtype_overrides)."""
+    last = call.function.last
+    if last not in OVERWRITTEN and not last.endswith("ModelProvider"):
+        return {}
+    fields = nemo.MegatronMixedPrecision.model_fields
+    given = spread(call.arguments) | attributes_set(call)
+    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library"}
+    return {
+        key: entry for key, entry in given.items() if key in known and key not in OPTIMIZER_KEYS
+    }
+
+
+def recipe_settings(call: Call) -> Iterator[Settings]:
+    """Yield the settings of a recipe: its default plugin, unless it is replaced, with the fields
+    that are set afterwards."""
+    function = call.function
+    is_nemos = not function.imported or function.name.startswith("nemo")
+    if function.last in RECIPES and is_nemos:
+        plugin = _field(_value(call, "trainer"), "plugins")
+        optimizers = [_value(_value(call, "optim"), "config")]
+        fields = _plugin_of_nemo(call, plugin)
+    elif function.last.endswith(BRIDGE_RECIPES) and function.name.startswith(BRIDGE):
+        plugin = _field(call, "mixed_precision")
+        optimizers = [_value(call, "optimizer"), _value(call, "ddp")]
+        fields = _plugin_of_bridge(call, plugin)
+    else:
+        return
+    for optimizer in optimizers:
+        given = attributes_set(optimizer)
+        fields |= {key: entry for key, entry in given.items() if key in OPTIMIZER_KEYS}
+    if fields:
+        completes = not {"recipe", "precision", "plugins", "mixed_precision"} & set(fields)
+        name = f"{function.last}()"
+        yield Settings(NEMO, fields, call.line, name, call.guard, True, completes)
+
+
+def _plugin_of_nemo(call: Call, plugin: Entry | None) -> dict[str, Entry]:
+    if plugin is not None and plugin.node:
+        return _replaced(plugin, "plugins")
+    fields = attributes_set(plugin.value if plugin else None)
+    asked = call.arguments.entries.get("precision")
+    model = call.function.name.split(".")[-2] if "." in call.function.name else ""
+    recipe = Entry(BY_MODEL.get(model, "bf16_mixed"), call.line)
+    if asked is not None:
+        name = asked.value
+        recipe = replace(asked, value=PRECISIONS.get(name, name) if isinstance(name, str) else name)
+    elif model.startswith(UNSURE):
+        why = "depends on the arguments of its recipe: assign recipe.trainer.plugins"
+        recipe = Entry(Unknown(call.text, call.line, why), call.line)
+    return {"recipe": recipe} | fields
+
+
+def _plugin_of_bridge(call: Call, plugin: Entry | None) -> dict[str, Entry]:
+    if plugin is not None and plugin.node:
+        fields = _replaced(plugin, "mixed_precision")
+    else:
+        default = {"recipe": Entry("bf16_mixed", call.line)}
+        fields = default | attributes_set(plugin.value if plugin else None)
+    if fields:
+        fields["library"] = Entry("bridge", call.line)
+    return bridge_fields(fields)
+
+
+def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
+    """Return the fields of an assigned plugin; none if the call that makes it is read itself."""
+    if isinstance(plugin.value, str):
+        return {"recipe": plugin}
+    values = plugin.value.items if isinstance(plugin.value, Row) else [plugin.value]
+    if all(isinstance(value, Call) and maker_of(value.function)[0] for value in values):
+        return {}
+    return {name: plugin}
+
+
+def _field(value: Any, name: str) -> Entry | None:
+    """Return the entry of an attribute or argument; None if there is neither."""
+    if not isinstance(value, Unknown):
+        return None
+    argument = value.arguments.entries.get(name) if isinstance(value, Call) else None
+    return value.attributes.get(name) or argument
+
+
+def _value(value: Any, name: str) -> Any:
+    entry = _field(value, name)
+    return None if entry is None else entry.value

@@ -1,0 +1,169 @@
+"""Names in a file that concern precision, each of which must be read, refused or named in a note.
+
+A name counts if one of its words is about precision (fp8, dtype, amax, ...), if one of the five
+systems has it as a key, or if it is similar to one of these, as a misspelt key is.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+
+from megaprec.dialects import (
+    colossalai,
+    colossalai_plugins,
+    internevo,
+    internevo_model,
+    nemo,
+    nemo_v1,
+    nxd,
+    smp,
+)
+from megaprec.dialects.reading import Keys
+from megaprec.dialects.scaling import GradScaler
+from tools.interop.foreign.plain import Call, Entry, Row, Symbol, Table, Unknown, inner_table
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+DTYPES = _words(
+    "fp4 fp8 fp16 fp32 fp64 bf16 tf32 mxfp8 nvfp4 float16 bfloat16 float32 float64 half"
+)
+WORDS = DTYPES | _words("amp apex autocast dtype precision amax hysteresis downcast mixed")
+PHRASES = _words(
+    "loss_scale loss_scaling grad_scaler gradscaler init_scale initial_scale min_scale max_scale "
+    "growth_factor backoff_factor growth_interval master_weight master_param grad_clip clip_grad "
+    "gradient_clip max_grad_norm max_norm stochastic_rounding opt_level keep_batchnorm "
+    "grad_reduce zero_one matmul_precision grad_acc_hook main_grad main_params e4m3 e5m2"
+)
+GENERIC = _words(
+    "mode recipe enabled margin checkpoint parallel tensor pipeline weight zero1 model "
+    "optimizer_config plugin vocab_size hidden_size num_layers num_attention_heads "
+    "num_kv_attention_heads norm_type mlp_ratio verbosity num_chunks reduce_bucket_size "
+    "use_flash_attn drop_rate no_bias model_type layer_norm_epsilon tp_size pp_size zero_stage "
+    "stage kind interval environment optim_name cast_inputs v1 sequence_parallel verbose"
+)
+"""Keys of the systems that mean other things elsewhere: they count only in the systems' tables."""
+PRECISE = _words(
+    "dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler"
+)
+"""Keys of InternEvo's model that bear on precision; the others are about its shape."""
+MAKING_TENSORS = (
+    *("torch.tensor", "torch.zeros", "torch.ones", "torch.empty", "torch.full"),
+    *("torch.arange", "torch.rand"),
+)
+OTHER_NUMBERS = (
+    *("np.", "numpy.", "pd.", "pandas.", "jnp.", "tf."),
+    *("torch.int", "torch.uint", "torch.long", "torch.bool", "lambda"),
+)
+"""Beginnings of values that are no floating-point dtype."""
+LONGEST_NAME = 60
+HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
+DIALECTS = (
+    *(colossalai, colossalai_plugins, internevo, internevo_model),
+    *(nemo, nemo_v1, nxd, smp),
+)
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A name that concerns precision. node: id of its syntax node, or the number of its key. text:
+    source text, for messages."""
+
+    node: int
+    line: int
+    text: str
+
+
+def _vocabulary() -> frozenset[str]:
+    kinds = [GradScaler, *(kind for module in DIALECTS for kind in vars(module).values())]
+    names = {"mixed_precision_config", "neuronx_distributed_config", "naiveampmodel"}
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Keys):
+            names |= set(kind.model_fields)
+    names |= set(nemo.RECIPES) | set(smp.RECIPES)
+    names -= set(internevo_model.Model.model_fields) - PRECISE
+    return frozenset(name.lower() for name in names if name not in GENERIC and len(name) > 4)
+
+
+VOCABULARY = _vocabulary()
+_TRIGRAMS = {name: {name[i : i + 3] for i in range(len(name) - 2)} for name in VOCABULARY}
+
+
+@lru_cache(maxsize=4096)
+def bears_on_precision(name: str) -> bool:
+    """Return True if a name is about precision, or similar to one that is."""
+    lower = name.lower()
+    words = lower.replace("-", "_").split("_")
+    if len(name) > LONGEST_NAME or lower in GENERIC or "overlap" in words:
+        return False
+    if lower in VOCABULARY or WORDS & set(words) or any(phrase in lower for phrase in PHRASES):
+        return True
+    return len(name) > 7 and _may_be_misspelt(lower)
+
+
+def _may_be_misspelt(name: str) -> bool:
+    parts = {name[i : i + 3] for i in range(len(name) - 2)}
+    likely = [word for word, own in _TRIGRAMS.items() if 2 * len(parts & own) >= len(own)]
+    return bool(get_close_matches(name, likely, n=1, cutoff=0.86))
+
+
+def shortened(node: ast.AST, longest: int = 100) -> str:
+    """Return an expression as text, truncated if it is long."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def mentions_of(named: Iterable[tuple[str, Entry]], calls: Iterable[Call]) -> Iterator[Mention]:
+    """Return every mention of precision among the keys, names and calls of a Python file."""
+    for name, entry in named:
+        text = shown(entry.value)
+        # a dtype by its own name is one of a list, of which one is chosen elsewhere
+        is_list = name in DTYPES and text.removeprefix("torch.") in DTYPES
+        other = is_list or text.startswith(OTHER_NUMBERS)
+        if entry.node and bears_on_precision(name) and not other:
+            yield Mention(entry.node, entry.line, f"{name} = {text}")
+    for call in calls:
+        name = call.function.last
+        given = [shown(entry.value) for entry in call.positional]
+        idle = name == "set_default_dtype" and given[:1] in (["torch.float"], ["torch.float32"])
+        # model.to(torch.bfloat16), setattr(config, "dtype", ...)
+        converts = name in ("to", "type") and DTYPES & {
+            text.removeprefix("torch.") for text in given
+        }
+        sets = name == "setattr" and any(map(bears_on_precision, given[1:2]))
+        bears = bears_on_precision(name) and not call.function.name.startswith(OTHER_NUMBERS)
+        if (bears and not idle) or converts or sets or call.function.name in HIDING:
+            yield Mention(call.node, call.line, call.text)
+
+
+def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
+    """Return every mention of precision among the keys of a tree."""
+    for key, entry in table.entries.items():
+        name = f"{path}.{key}" if path else key
+        if bears_on_precision(key) and entry.value is not None:
+            yield Mention(entry.node, entry.line, f"{name} = {shown(entry.value)}")
+        values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
+        for value in values:
+            inner = inner_table(value)
+            if isinstance(inner, Table):
+                yield from mentions_in_data(inner, name)
+
+
+def shown(value: object) -> str:
+    """Return a value as text for a message."""
+    match value:
+        case Table():
+            return "{...}"
+        case Row():
+            return "[...]"
+        case Call() | Unknown():
+            return value.text
+        case Symbol():
+            return value.name
+        case ast.AST():
+            return "lambda"  # or a function
+    return str(value)

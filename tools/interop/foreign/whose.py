@@ -1,0 +1,348 @@
+"""The system that a configuration or a launch script belongs to, by the names in it: whose file it
+is.
+
+A door that takes another system's file asks here first, so that its refusal names that system and
+what to do instead.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprec.errors import UserError
+from tools.interop.foreign.data_files import TooLarge, from_json, from_toml, from_yaml
+from tools.interop.foreign.plain import Table, inner_table
+
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
+KEYS = (
+    "its keys are not read: write a run file (megaprec init FOLDER begins one for a folder of text)"
+)
+HF_FOLDER = (
+    "train.init_from=FOLDER begins with the weights of its folder, from which [model] follows"
+)
+SHOWN = "megaprec precision show FILE reads its precision"
+TARGET = re.compile(r"['\"]?_target_['\"]?\s*[:=]\s*['\"]?([\w.]+)")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    whose: its name in a message. marks: sets of names, one of which the file has whole; a name of a
+    table within a table is written with a dot. way: what to do here. shown: `megaprec precision
+    show` reads it.
+    """
+
+    whose: str
+    marks: tuple[str, ...]
+    way: str
+    shown: bool = False
+
+    def of(self, file: object) -> str:
+        """Return the line that refuses `file`."""
+        return f"{file}: {self.whose}: {self.way.replace('FILE', str(file))}"
+
+
+def _keys(*pairs: str) -> str:
+    """Return the way out of pairs, theirs and ours."""
+    listed = ", ".join(f"{pair.partition('=')[0]} is {pair.partition('=')[2]}" for pair in pairs)
+    return f"{KEYS}; {listed}"
+
+
+DEEPSPEED = Kind(
+    "a configuration of DeepSpeed",
+    (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+    ),
+    "megaprec import-args FILE reads it, if it is JSON and its name ends with .json",
+)
+RUN = Kind(
+    "a run file of megaprec",
+    ("train.steps", "train.global_batch", "train.init_from", "data.source model", "model.preset"),
+    "megaprec train FILE runs it",
+)
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        "a configuration of GPT-NeoX",
+        ("pipe_parallel_size", "zero_optimization num_layers", "zero_optimization hidden_size"),
+        _keys(
+            "num-layers=model.layers",
+            "hidden-size=model.hidden",
+            "train-iters=train.steps",
+            "model-parallel-size=parallel.tensor",
+            "pipe-parallel-size=parallel.pipeline",
+        ),
+    ),
+    Kind(
+        "a configuration of Axolotl",
+        (
+            "base_model datasets",
+            "base_model sequence_len",
+            "base_model adapter",
+            "base_model micro_batch_size",
+        ),
+        _keys(
+            "base_model=train.init_from", "sequence_len=train.seq_length", "learning_rate=lr.peak"
+        ),
+    ),
+    Kind(
+        "a configuration of LLaMA-Factory",
+        ("finetuning_type", "model_name_or_path stage", "model_name_or_path cutoff_len"),
+        _keys(
+            "model_name_or_path=train.init_from",
+            "cutoff_len=train.seq_length",
+            "learning_rate=lr.peak",
+        ),
+    ),
+    Kind(
+        "a configuration of accelerate",
+        ("compute_environment", "distributed_type", "mixed_precision num_processes"),
+        _keys("mixed_precision=precision.compute", "num_processes=the product of [parallel]"),
+    ),
+    Kind(
+        "arguments of Hugging Face's Trainer",
+        (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "num_train_epochs",
+            "TrainingArguments",
+            "SFTConfig",
+            "model_name_or_path output_dir",
+            "learning_rate output_dir",
+        ),
+        _keys(
+            "per_device_train_batch_size=train.micro_batch",
+            "max_steps=train.steps",
+            "learning_rate=lr.peak",
+            "model_name_or_path=train.init_from",
+        ),
+    ),
+    Kind(
+        "a recipe of torchtune",
+        ("model._component_", "tokenizer._component_", "optimizer._component_"),
+        _keys("max_steps_per_epoch=train.steps", "optimizer.lr=lr.peak", "dtype=precision.compute"),
+    ),
+    Kind(
+        "a configuration of torchtitan",
+        (
+            "training parallelism",
+            "job training",
+            "training.local_batch_size",
+            "training.seq_len",
+            "model.flavor",
+        ),
+        _keys(
+            "model.flavor=model.preset",
+            "training.steps=train.steps",
+            "training.seq_len=train.seq_length",
+            "training.local_batch_size=train.micro_batch",
+            "optimizer.lr=lr.peak",
+        ),
+    ),
+    Kind(
+        "a configuration of nanotron",
+        ("tokens.train_steps", "parallelism tokens", "model.model_config"),
+        _keys(
+            "tokens.train_steps=train.steps",
+            "tokens.sequence_length=train.seq_length",
+            "parallelism=[parallel]",
+        ),
+    ),
+    Kind(
+        "a configuration of MosaicML's Composer or OLMo",
+        ("max_duration", "global_train_batch_size", "device_train_microbatch_size"),
+        _keys(
+            "global_train_batch_size=train.global_batch",
+            "max_seq_len=train.seq_length",
+            "optimizer.lr=lr.peak",
+        ),
+    ),
+    Kind(
+        "a configuration of litgpt",
+        (
+            "train.max_tokens",
+            "train.lr_warmup_steps",
+            "out_dir train eval",
+            "checkpoint_dir train eval",
+        ),
+        _keys(
+            "train.global_batch_size=train.global_batch",
+            "train.micro_batch_size=train.micro_batch",
+            "train.max_seq_length=train.seq_length",
+            "precision=precision.compute",
+        ),
+    ),
+    Kind(
+        "Hugging Face's configuration of a model",
+        (
+            "model_type",
+            "architectures",
+            "num_hidden_layers",
+            "transformers_version",
+        ),
+        HF_FOLDER,
+    ),
+    Kind(
+        "a configuration of nanoGPT",
+        (
+            "block_size batch_size",
+            "block_size n_layer",
+            "n_embd n_head",
+            "block_size learning_rate",
+        ),
+        _keys(
+            "n_layer=model.layers",
+            "n_embd=model.hidden",
+            "n_head=model.heads",
+            "block_size=train.seq_length",
+            "batch_size=train.micro_batch",
+            "learning_rate=lr.peak",
+            "max_iters=train.steps",
+        ),
+    ),
+    Kind(
+        "a configuration of veRL",
+        ("actor_rollout_ref",),
+        "reinforcement learning has no trainer here",
+    ),
+    Kind(
+        "a configuration of Megatron-Bridge",
+        ("_target_ megatron.bridge",),
+        (
+            f"{SHOWN}, and its arguments are read without _target_: a table of names such as "
+            "train_iters"
+        ),
+        shown=True,
+    ),
+    Kind(
+        "a recipe of NeMo 2",
+        ("_target_ nemo",),
+        (
+            f"{SHOWN} (docs/migrating.md); "
+            f"{_keys('trainer.max_steps=train.steps', 'model.config=[model]')}"
+        ),
+        shown=True,
+    ),
+    Kind(
+        "a configuration of NeMo",
+        (
+            "exp_manager",
+            "trainer model",
+            "trainer.devices",
+            "trainer.precision",
+            "model.megatron_amp_O2",
+        ),
+        f"{SHOWN} (docs/migrating.md); "
+        + _keys(
+            "trainer.max_steps=train.steps",
+            "model.encoder_seq_length=train.seq_length",
+            "model.micro_batch_size=train.micro_batch",
+            "model.optim.lr=lr.peak",
+        ),
+        shown=True,
+    ),
+    Kind(
+        "a configuration of NxD",
+        ("mixed_precision_config", "distributed_strategy", "optimizer_config.zero_one_enabled"),
+        f"{SHOWN} (docs/migrating.md)",
+        shown=True,
+    ),
+    Kind(
+        "a configuration of InternEvo",
+        ("JOB_NAME", "hybrid_zero_optimizer", "grad_scaler model"),
+        f"{SHOWN} (docs/migrating.md)",
+        shown=True,
+    ),
+    Kind(
+        "a script with Colossal-AI",
+        ("HybridParallelPlugin", "LowLevelZeroPlugin", "GeminiPlugin", "Booster"),
+        f"{SHOWN} (docs/migrating.md)",
+        shown=True,
+    ),
+    Kind("an index of tensors", ("weight_map",), HF_FOLDER),
+    Kind(
+        "a tokenizer",
+        ("added_tokens model", "tokenizer_class", "added_tokens_decoder"),
+        "data.tokenizer=FILE takes a tokenizer.json",
+    ),
+)
+"""Kinds of other systems, the most particular first: the first one that fits counts."""
+
+
+def whose(names: Iterable[str]) -> Kind | None:
+    """Return the kind of a file with these names; None if it is not known. Dashes count as
+    underscores."""
+    have = {name.removeprefix("--").replace("-", "_") for name in names}
+    for kind in (*KINDS, RUN, DEEPSPEED):
+        if any(set(mark.split()) <= have for mark in _plain_marks(kind)):
+            return kind
+        if any(_targets(mark, have) for mark in kind.marks):
+            return kind
+    return None
+
+
+def _plain_marks(kind: Kind) -> Iterator[str]:
+    return (mark for mark in kind.marks if not mark.startswith("_target_ "))
+
+
+def _targets(mark: str, have: Set[str]) -> bool:
+    """Return True if a file's `_target_` begins as a mark says."""
+    first, _, package = mark.partition(" ")
+    return first == "_target_" and any(name.startswith(f"_target_ {package}") for name in have)
+
+
+def names_in(table: Table) -> set[str]:
+    """Return the names in a table, and with a dot those in its tables."""
+    names = set[str]()
+    for key, entry in table.entries.items():
+        names.add(str(key))
+        inner = inner_table(entry.value)
+        if isinstance(inner, Table):
+            names |= {f"{key}.{name}" for name in inner.entries}
+    return names
+
+
+def whose_file(path: Path, text: str) -> Kind | None:
+    """Return the kind of a file of data or Python, by its suffix; None if it is not known or cannot
+    be read."""
+    suffix = path.suffix.lower()
+    if suffix == ".py":
+        return whose(_names_in_python(text))
+    try:
+        if suffix in (".yaml", ".yml"):
+            data = from_yaml(path, text)
+        elif suffix == ".json":
+            data = from_json(text)
+        elif suffix == ".toml":
+            data = from_toml(text)
+        else:
+            return None
+    except (UserError, TooLarge, RecursionError):
+        return None
+    if data is None:
+        return None
+    targets = {f"_target_ {name}" for name in TARGET.findall(text)}
+    return whose(names_in(data.table) | targets)
+
+
+def _names_in_python(text: str) -> set[str]:
+    """Return what a Python file assigns at its top, and the classes that it calls."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    names = set[str]()
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            names |= {function.id} if isinstance(function, ast.Name) else set()
+            names |= {function.attr} if isinstance(function, ast.Attribute) else set()
+    return names

@@ -1,0 +1,242 @@
+"""Ranks, pipeline, recompute and ZeRO-1 of Megatron-LM's arguments: [parallel] and the global
+batch."""
+
+from collections.abc import Iterator
+
+from megaprec.comm.experts import describe_misfit
+from tools.console.units import counted
+from tools.interop.importing.arguments import Arguments
+from tools.interop.importing.draft import NO_RANKS, Draft
+
+AXES = {
+    "parallel.tensor": "tensor_model_parallel_size",
+    "parallel.pipeline": "pipeline_model_parallel_size",
+    "parallel.context": "context_parallel_size",
+}
+EXPERT_AXES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+CONTEXT_BY = {"p2p": "ring", "all_gather": "gather", "allgather": "gather"}
+MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
+CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+MOST_STAGES = 4096
+
+
+def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
+    """Add the layout. ranks: how many there are; None if that is not said."""
+    sizes = list[int]()
+    for key, name in AXES.items():
+        size = draft.settled[key].value if key in draft.settled else arguments.get(name)
+        if not isinstance(size, int):
+            return
+        sizes.append(size)
+        if key != "parallel.context" or size != 1:
+            draft.put(key, size, arguments.origin(name))
+    if min(sizes) < 1:
+        arguments.refuse("give numbers from 1 on", *AXES.values())
+        return
+    tensor, pipeline, context = sizes
+    _add_context(arguments, draft, context)
+    data = _add_data(arguments, draft, ranks, tensor * pipeline * context, context)
+    if tensor > 1:
+        _add_switch(arguments, draft, "parallel.sequence", "sequence_parallel")
+    _add_stages(arguments, draft, pipeline)
+    _add_recompute(arguments, draft)
+    arguments.put(draft, "parallel.zero", "use_distributed_optimizer")
+    overlaps = ("overlap_grad_reduce", "overlap_param_gather")
+    _add_switch(arguments, draft, "parallel.overlap", *overlaps)
+    if arguments.has("ddp_bucket_size"):
+        arguments.put(draft, "parallel.bucket", "ddp_bucket_size")
+    _add_experts(arguments, draft, ranks, data * context, tensor)
+    _add_instances(arguments, draft, data * context)
+
+
+def _add_switch(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
+    if any(map(arguments.get, names)):
+        draft.put(key, True, arguments.origin(*names))
+
+
+def _add_context(arguments: Arguments, draft: Draft, context: int) -> None:
+    """Add the way in which the ranks of parallel.context exchange keys and values, the same in all
+    layers."""
+    name = "cp_comm_type"
+    ways = {*arguments.get(name)}
+    if context == 1:
+        if arguments.has(name):
+            draft.notes.append(
+                f"{arguments.origin(name)}: no ranks share a sequence, so there is no exchange"
+            )
+    elif len(ways) != 1 or not ways <= CONTEXT_BY.keys():
+        arguments.refuse(
+            "keys and values go round (p2p) or are gathered (all_gather) here, in all layers alike",
+            name,
+        )
+    else:
+        draft.put("parallel.context_by", CONTEXT_BY[ways.pop()], arguments.origin(name))
+
+
+def _add_experts(
+    arguments: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int
+) -> None:
+    """Add the ranks of experts, which Megatron-LM numbers in the same way
+    (megatron/core/parallel_state.py)."""
+    expert, in_slices = map(arguments.get, EXPERT_AXES)
+    in_slices = tensor if in_slices is None else in_slices
+    origin = arguments.origin(*EXPERT_AXES)
+    if expert == 1 and in_slices == tensor:
+        return
+    if min(expert, in_slices) < 1:
+        arguments.refuse("give numbers from 1 on", *EXPERT_AXES)
+        return
+    if not draft.value("model.experts"):
+        draft.notes.append(f"{origin}: the model has no experts, so no ranks are for them")
+        return
+    misfit = describe_misfit(data, tensor, expert, in_slices)
+    if misfit and not ranks and "parallel.data" not in draft.settled:
+        draft.notes.append(
+            f"{origin}: left out, because the arguments do not say how many ranks there are; "
+            "--ranks N does"
+        )
+    elif misfit:
+        arguments.refuse(misfit, *filter(arguments.has, EXPERT_AXES))
+    else:
+        draft.put("parallel.expert", expert, arguments.origin(EXPERT_AXES[0]))
+        if in_slices != tensor:
+            draft.put("parallel.expert_tensor", in_slices, arguments.origin(EXPERT_AXES[1]))
+
+
+def _add_instances(arguments: Arguments, draft: Draft, data: int) -> None:
+    """Add the size of ZeRO-1's groups. data: the ranks with equal weights."""
+    name = "num_distributed_optimizer_instances"
+    instances = arguments.get(name)
+    if instances == 1:
+        return
+    if instances < 1 or not data or data % instances:
+        arguments.refuse(f"must divide the replicas, {data}", name)
+    else:
+        draft.put("parallel.zero_size", data // instances, arguments.origin(name))
+
+
+def _add_data(
+    arguments: Arguments, draft: Draft, ranks: int | None, per_replica: int, context: int
+) -> int:
+    """Add the number of replicas and the global batch. Returns the first."""
+    data = draft.value("parallel.data")
+    if not isinstance(data, int):
+        if ranks and ranks % per_replica:
+            axes = "tensor x pipeline x context" if context > 1 else "tensor x pipeline"
+            draft.problems.append(
+                f"{ranks} ranks are no multiple of {per_replica}, those of one replica ({axes}): "
+                "--ranks gives another number"
+            )
+            return 0
+        data = ranks // per_replica if ranks else 1
+        draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
+    is_known = ranks or "parallel.data" in draft.settled
+    micro = arguments.get("micro_batch_size")
+    if arguments.has("global_batch_size"):
+        arguments.put(draft, "train.global_batch", "global_batch_size")
+    elif micro is not None and is_known and draft.needs("train.global_batch"):
+        origin = "--micro-batch-size x replicas, as in Megatron-LM"
+        draft.put("train.global_batch", micro * data, origin)
+    elif draft.needs("train.global_batch") and "global_batch_size" not in arguments.tried:
+        draft.missing.append(
+            "--global-batch-size is missing, and without it the batch depends on the number of "
+            "ranks: give it, or --ranks N"
+        )
+    if not is_known:
+        draft.notes.append(
+            "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
+            "does. The global batch is the same for any number"
+        )
+    return data
+
+
+def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
+    """Add an interleaved schedule, and the layers of each stage as Megatron-LM cuts them."""
+    layers = draft.value("model.layers")
+    chunks, each = map(arguments.get, CHUNKS)
+    if chunks is not None and each is not None:
+        arguments.refuse("give one of them", *CHUNKS)
+        return
+    if not isinstance(layers, int) or layers < 1:
+        return
+    if each is not None:
+        if each < 1 or layers % (pipeline * each):
+            why = f"does not divide {layers} layers on {pipeline} ranks"
+            arguments.refuse(why, CHUNKS[1])
+            return
+        chunks = layers // pipeline // each
+    chunks = max(chunks or 1, 1)
+    if chunks > 1:
+        draft.put("parallel.schedule", "interleaved", arguments.origin(*CHUNKS))
+        draft.put("parallel.chunks", chunks, arguments.origin(*CHUNKS))
+    if pipeline == 1 or not draft.needs("parallel.cuts"):
+        return
+    if max(pipeline, chunks) > MOST_STAGES:
+        arguments.refuse("more stages than a model has layers", "pipeline_model_parallel_size")
+        return
+    cuts = [*_cuts(arguments, layers, pipeline, chunks)]
+    if sum(cuts) == layers and min(cuts) > 0:
+        draft.put("parallel.cuts", cuts, arguments.origin(*UNEVEN, *COUNTED))
+        return
+    why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
+    names = (*UNEVEN, *COUNTED, "pipeline_model_parallel_size")
+    arguments.refuse(f"{why}: parallel.cuts says how", *filter(arguments.has, names))
+
+
+def _cuts(arguments: Arguments, layers: int, pipeline: int, chunks: int) -> Iterator[int]:
+    """Yield the layers of each stage in the order of the model.
+
+    Ranks with a number of layers of their own cut it into chunks; the embedding and the loss count
+    as a layer of the first and the last stage, if asked.
+    """
+    first, last = map(arguments.get, UNEVEN)
+    embedding, loss = (int(arguments.get(name)) for name in COUNTED)
+    between = pipeline - (first is not None) - (last is not None)
+    left = layers - (first or 0) - (last or 0)
+    of_ranks = [(left + embedding + loss) // between if between else 0] * pipeline
+    of_ranks[-1] = of_ranks[-1] if last is None else last
+    of_ranks[0] = of_ranks[0] if first is None else first
+    for stage in range(chunks * pipeline):
+        of_stage = of_ranks[stage % pipeline] // chunks
+        if stage == 0:
+            of_stage -= embedding
+        if stage == chunks * pipeline - 1:
+            of_stage -= loss
+        yield of_stage
+
+
+def _add_recompute(arguments: Arguments, draft: Draft) -> None:
+    kind = arguments.get("recompute_granularity")
+    if arguments.get("recompute_activations"):
+        kind = "selective"
+    if kind is None:
+        return
+    origin = arguments.origin("recompute_activations", "recompute_granularity")
+    draft.put("parallel.recompute", kind, origin)
+    name = "recompute_num_layers"
+    layers = arguments.get(name)
+    if kind == "selective":
+        _add_modules(arguments, draft)
+    elif arguments.get("recompute_method") == "block" and layers:
+        arguments.put(draft, "parallel.recompute_layers", name)
+    elif (layers or 1) > 1:
+        draft.notes.append(
+            f"{arguments.said[name]}: each layer is recomputed alone, not in groups; the results "
+            "are the same, the memory is not"
+        )
+
+
+def _add_modules(arguments: Arguments, draft: Draft) -> None:
+    given = arguments.get("recompute_modules") or ("core_attn",)
+    modules = " ".join(given).split()
+    unknown = [module for module in modules if module not in MODULES]
+    if unknown and draft.needs("parallel.recompute_modules"):
+        arguments.refuse(
+            f"there is no recompute of {', '.join(unknown)} here: of {', '.join(MODULES)}",
+            "recompute_modules",
+        )
+        return
+    ours = [MODULES[module] for module in modules if module in MODULES]
+    draft.put("parallel.recompute_modules", ours, arguments.origin("recompute_modules"))

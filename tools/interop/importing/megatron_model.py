@@ -1,0 +1,171 @@
+"""The model of Megatron-LM's arguments: [model] of a run file.
+
+What the arguments mean together is known in one place, `tools.convert.megatron.layout.model_of`,
+which reads the same arguments from a checkpoint. Here they are completed as Megatron-LM's
+`validate_args` does before it saves them.
+"""
+
+import ast
+import re
+from typing import Any
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.megatron.args import model_of_args
+from tools.convert.megatron.keys import READ_ARGUMENTS as IN_CHECKPOINTS
+from tools.interop.arguments.megatron import DEFAULTS, READ, option
+from tools.interop.importing.arguments import Arguments
+from tools.interop.importing.draft import Draft
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+OF_MODEL = [row for row in READ.values() if row.keys[0].startswith("model.")]
+OF_FAMILY = (
+    *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
+    *("position_embedding_type", "use_rotary_position_embeddings"),
+)
+PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
+LONGEST = 10_000
+BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch"}
+NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows it
+
+
+def add_model(arguments: Arguments, draft: Draft) -> None:
+    """Add the keys of [model]."""
+    missing = [name for name in REQUIRED if not arguments.has(name)]
+    if missing == list(REQUIRED) and any(
+        key in draft.settled for key in ("model.preset", "train.init_from")
+    ):
+        return
+    for name in missing:
+        if name not in arguments.tried:
+            draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
+    if missing:
+        return
+    try:
+        args = completed(arguments)
+        model = model_of_args(args, args["vocab_size"] or args["padded_vocab_size"] or NO_NAMES)
+    except UserError as error:
+        draft.problems += [_as_typed(problem) for problem in error.problems]
+        return
+    for key, value in _stated(model, arguments).items():
+        draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
+    if (std := arguments.get("embedding_init_method_std")) is not None:
+        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
+        weight = arguments.get("mtp_loss_scaling_factor")
+        draft.put("model.mtp_loss_weight", weight, arguments.origin("mtp_loss_scaling_factor"))
+    kind = args["moe_router_load_balancing_type"]
+    if model.experts and model.router_aux_loss and kind in BALANCED:
+        draft.notes.append(
+            f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
+            "sample, as seq_aux_loss "
+            f"does, not {BALANCED[kind]}"
+        )
+
+
+def completed(arguments: Arguments) -> dict[str, Any]:
+    """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
+    args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
+    args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
+    for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError.of("import.number_from_one", origin=arguments.origin(name))
+    heads = args["num_attention_heads"]
+    hidden = args["hidden_size"]
+    if args["kv_channels"] is None and hidden % heads:
+        said = arguments.origin("hidden_size")
+        raise UserError.of("import.heads_multiple", said=said, heads=heads)
+    if args["ffn_hidden_size"] is None:
+        gated = int(4 * hidden * 2 / 3 / 64) * 64
+        args["ffn_hidden_size"] = gated if args["swiglu"] else 4 * hidden
+    args["num_experts"] = args["num_experts"] or None
+    args["window_size"] = _pair(args["window_size"])
+    for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
+        args[name] = _frequency(name, args[name])
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        if len(args[name]) != 1:
+            values = " ".join(map(str, args[name]))
+            raise UserError.of("import.one_loss_value", option=option(name), map=values)
+        (args[name],) = args[name]
+    return args
+
+
+def _pair(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    numbers = text.strip("()[] ").split(",")
+    if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
+        raise UserError.of("import.window_size", text=text)
+    return tuple(map(int, numbers))
+
+
+def _frequency(name: str, text: str | None) -> Any:
+    """Return a whole number, or the list that a pattern such as "([0]*3+[1])*2" stands for."""
+    if text is None:
+        return None
+    try:
+        if re.fullmatch(r"\d{1,9}", text):
+            return int(text)
+        if PATTERN.fullmatch(text):
+            return _list(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    raise UserError.of("import.frequency", option=option(name), text=text)
+
+
+def _list(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(items):
+            return [_number(item) for item in items]
+        case ast.BinOp(left, ast.Add(), right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            base = _list(left)
+            times = _number(right)
+            if times * len(base) <= LONGEST:
+                return base * times
+    raise ValueError
+
+
+def _number(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(int(value)) if value < LONGEST:
+            return value
+    raise ValueError
+
+
+def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
+    """Return the fields that a run file has to state: those given, and those that differ from our
+    defaults."""
+    chosen = model.model_dump(include=model.model_fields_set)
+    if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
+        chosen.pop("vocab")
+    needed = dict[str, Any]()
+    for key, value in chosen.items():
+        given = key != "family" and any(map(arguments.has, _names_of(key)))
+        required = ModelConfig.model_fields[key].is_required()
+        if given or required or _follows(needed, key) != value:
+            needed[key] = value
+    return needed
+
+
+def _follows(needed: dict[str, Any], key: str) -> Any:
+    """Return the value that a key has if it is not given, after the keys before it."""
+    known = {"layers": 1, "hidden": 64, "heads": 1} | needed
+    known.pop("init", None)
+    try:
+        return ModelConfig.model_validate(known).model_dump()[key]
+    except ValueError:
+        return None
+
+
+def _names_of(key: str) -> list[str]:
+    """Return the arguments that a field comes from."""
+    if key == "family":
+        return [*OF_FAMILY]
+    return [*dict.fromkeys(row.kept for row in OF_MODEL if f"model.{key}" in row.keys)]
+
+
+def _as_typed(problem: str) -> str:
+    """Return a problem with Megatron's args by the names that are typed."""
+    return re.sub(r"Megatron's (\w+) = ", lambda match: f"{option(match[1])} = ", problem)

@@ -1,0 +1,275 @@
+"""Length, batch, learning rate, optimizer and precision of Megatron-LM's arguments.
+
+Megatron-LM counts its schedule in samples, whatever unit the arguments have: training.py's
+`get_optimizer_param_scheduler` multiplies iterations by the global batch.
+"""
+
+from typing import Any
+
+from megaprec.dialects.nemo import resolve
+from megaprec.errors import UserError
+from tools.config.native_keys import native_keys_of
+from tools.config.precision_settings import FP8, PLAN_ONLY
+from tools.interop.arguments.megatron import option
+from tools.interop.importing.arguments import Arguments
+from tools.interop.importing.draft import NO_HALF, Draft
+
+STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+# fields of NeMo's plugin that Megatron-LM has under another name
+FP16_NAMES = (
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
+# fields that both have
+SAME_NAMES = (
+    *("fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    *("fp8_wgrad", "fp8_param_gather", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "use_precision_aware_optimizer"),
+)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
+DTYPE_NAMES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+PLANS = {"bf16": ("bf16-mixed", "bfloat16"), "fp16": ("16-mixed", "float16")}
+# keys of [precision] and of [fp8], and the arguments that they come from
+SCALE = {
+    "initial_scale": "initial_loss_scale",
+    "min_scale": "min_loss_scale",
+    "growth_interval": "loss_scale_window",
+    "hysteresis": "hysteresis",
+}
+FP8_NAMES = {
+    "kind": "fp8_recipe",
+    "format": "fp8",
+    "margin": "fp8_margin",
+    "history_length": "fp8_amax_history_len",
+    "amax_algo": "fp8_amax_compute_algo",
+    "parameters": "fp8_param_gather",
+    "weight_gradients": "fp8_wgrad",
+    "first_layers": "num_layers_at_start_in_bf16",
+    "last_layers": "num_layers_at_end_in_bf16",
+}
+MUON = (
+    "; Megatron's iterates with other coefficients each time (quintic) and by default on each "
+    "tensor-parallel rank's rows alone (--muon-tp-mode blockwise), muon here with the same ones on "
+    "whole matrices: optimizer.name=muon beside these arguments takes it (docs/optimizer.md)"
+)
+
+
+def add_length(arguments: Arguments, draft: Draft) -> None:
+    """Add the length of the run and the batch."""
+    for name, key in (
+        ("seq_length", "train.seq_length"),
+        ("micro_batch_size", "train.micro_batch"),
+    ):
+        if arguments.has(name):
+            arguments.put(draft, key, name)
+        else:
+            _require(arguments, draft, key, name)
+    _add_steps(arguments, draft)
+    arguments.put(draft, "train.seed", "seed")
+
+
+def _require(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
+    """Add a problem unless one of these arguments, or the key, is given."""
+    if draft.needs(key) and arguments.tried.isdisjoint(names):
+        options = " or ".join(map(option, names))
+        draft.missing.append(f"{options} is missing, which Megatron-LM needs")
+
+
+def _add_steps(arguments: Arguments, draft: Draft) -> None:
+    batch = draft.value("train.global_batch")
+    if not arguments.has("train_samples"):
+        if arguments.has("train_iters"):
+            arguments.put(draft, "train.steps", "train_iters")
+        _require(arguments, draft, "train.steps", "train_iters", "train_samples")
+    elif arguments.has("train_iters"):
+        arguments.refuse("give one of them", "train_iters", "train_samples")
+    elif isinstance(batch, int) and batch > 0:
+        samples = arguments.get("train_samples")
+        steps = samples // batch
+        draft.put("train.steps", steps, arguments.origin("train_samples"))
+        if samples % batch:
+            draft.notes.append(
+                f"--train-samples {samples} are {steps} steps; the last part of a batch is left out"
+            )
+
+
+def add_rate(arguments: Arguments, draft: Draft) -> None:
+    """Add the schedule of the learning rate."""
+    if arguments.has("lr"):
+        arguments.put(draft, "lr.peak", "lr")
+    _require(arguments, draft, "lr.peak", "lr")
+    style = arguments.get("lr_decay_style")
+    if style not in STYLES:
+        if draft.needs("lr.schedule"):
+            schedules = ", ".join(STYLES.values())
+            arguments.refuse(f"the schedules here are {schedules} (lr.schedule)", "lr_decay_style")
+        return
+    draft.put("lr.schedule", STYLES[style], arguments.origin("lr_decay_style"))
+    arguments.put(draft, "lr.final", "min_lr")
+    steps = draft.value("train.steps")
+    batch = draft.value("train.global_batch")
+    if isinstance(steps, int) and isinstance(batch, int) and min(steps, batch) > 0:
+        _add_lengths(arguments, draft, steps, batch)
+    if style != "WSD":
+        return
+    if arguments.get("lr_wsd_decay_style") != "exponential" and draft.needs("lr.schedule"):
+        arguments.refuse("the decay of wsd is exponential here", "lr_wsd_decay_style")
+    if "lr.decay" not in draft.keys and draft.needs("lr.decay"):
+        arguments.refuse("needs --lr-wsd-decay-iters or --lr-wsd-decay-samples", "lr_decay_style")
+
+
+def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> None:
+    """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
+    whole step."""
+    by_samples = arguments.has("train_samples")
+    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        if arguments.has(name) and arguments.get(name):
+            arguments.refuse(f"the length of the run is in {unit}, so this must be too", name)
+    whole = arguments.get("train_samples") if by_samples else steps
+    length = arguments.get(f"lr_decay_{unit}") or whole
+    warmup = arguments.get(f"lr_warmup_{unit}")
+    origin = arguments.origin(f"lr_warmup_{unit}")
+    factor = 1
+    if arguments.has("lr_warmup_fraction"):
+        if warmup:
+            arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
+        origin = arguments.origin("lr_warmup_fraction")
+        share = arguments.get("lr_warmup_fraction") * length
+        factor = 1 if by_samples or _is_whole(share) else batch
+        share *= factor
+        warmup = round(share)
+        if not _is_whole(share):
+            draft.notes.append(
+                f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share:g}"
+            )
+    if by_samples or factor > 1:
+        draft.put("lr.unit", "samples", origin if factor > 1 else arguments.origin("train_samples"))
+    draft.put("lr.warmup", warmup, origin)
+    if length != whole or (by_samples and length != steps * batch):
+        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
+        draft.put("lr.length", length * factor, origin)
+    decay = f"lr_wsd_decay_{unit}"
+    if arguments.has(decay):
+        draft.put("lr.decay", arguments.get(decay) * factor, arguments.origin(decay))
+
+
+def _is_whole(number: float) -> bool:
+    return abs(number - round(number)) < 1e-9 * max(1.0, abs(number))
+
+
+def add_optimizer(arguments: Arguments, draft: Draft) -> None:
+    """Add the update rule."""
+    name = arguments.get("optimizer")
+    if name == "adam":
+        draft.put("optimizer.name", "adamw", arguments.origin("optimizer"))
+        betas = [arguments.get("adam_beta1"), arguments.get("adam_beta2")]
+        draft.put("optimizer.betas", betas, arguments.origin("adam_beta1", "adam_beta2"))
+        arguments.put(draft, "optimizer.eps", "adam_eps")
+    elif name == "sgd":
+        draft.put("optimizer.name", "sgd", arguments.origin("optimizer"))
+        options = {"momentum": arguments.get("sgd_momentum")}
+        draft.put("optimizer.options", options, arguments.origin("sgd_momentum"))
+    elif draft.needs("optimizer.name"):
+        rules = (
+            "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim "
+            "(optimizer.name)"
+        )
+        arguments.refuse(rules + (MUON if "muon" in name else ""), "optimizer")
+    arguments.put(draft, "optimizer.weight_decay", "weight_decay")
+    arguments.put(draft, "optimizer.clip", "clip_grad")
+
+
+def add_precision(arguments: Arguments, draft: Draft) -> None:
+    """Add [precision] and [fp8], as the dialect of NeMo reads the same settings of Megatron-LM."""
+    halves = [name for name in PLANS if arguments.get(name)]
+    if len(halves) == len(PLANS):
+        arguments.refuse("give one of them", *halves)
+        return
+    (half,) = halves or ["fp32"]
+    try:
+        plan = resolve(_fields_of_nemo(arguments, half)).plan
+    except UserError as error:
+        draft.problems += map(_typed_name, error.problems)
+        return
+    keys = native_keys_of(plan)
+    draft.put("precision.compute", half, arguments.origin(half) if halves else NO_HALF)
+    for key, is_stated, names in (
+        (
+            "precision.gradients",
+            half != "fp32",
+            ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype"),
+        ),
+        (
+            "precision.moments",
+            keys["precision.moments"] != "fp32",
+            ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        ),
+    ):
+        if is_stated:
+            draft.put(key, keys[key], arguments.origin(*names))
+    if arguments.get("fp32_residual_connection"):
+        draft.put("precision.residual", "fp32", arguments.origin("fp32_residual_connection"))
+    _add_scaling(arguments, draft, keys, half)
+    if plan.fp8 is not None:
+        _add_fp8(arguments, draft, keys)
+
+
+def _fields_of_nemo(arguments: Arguments, half: str) -> dict[str, Any]:
+    """Return the settings as fields of NeMo's plugin."""
+    precision, dtype = PLANS.get(half, ("32", "float32"))
+    # BF16 accumulates gradients in FP32 unless told otherwise, FP16 only if asked
+    in_fp32 = {
+        "bf16": not arguments.get("grad_reduce_in_bf16"),
+        "fp16": arguments.get("accumulate_allreduce_grads_in_fp32"),
+    }
+    fields: dict[str, Any] = {name: arguments.get(name) for name in SAME_NAMES}
+    fields |= {"precision": precision, "params_dtype": dtype}
+    fields["grad_reduce_in_fp32"] = in_fp32.get(half, True)
+    for name in DTYPE_NAMES:
+        if arguments.get(name) != "fp32":
+            fields[name] = DTYPES[arguments.get(name)]
+    for name in FP16_NAMES:
+        value = arguments.get(name)
+        unset = name == "loss_scale" and not value  # Megatron-LM takes 0 as no constant scale
+        if arguments.has(name) and not unset:
+            is_count = name == "loss_scale_window" and value == int(value)
+            fields[f"fp16_{name}"] = int(value) if is_count else value
+    return fields
+
+
+def _typed_name(problem: str) -> str:
+    """Return a problem of the dialect by the name that is typed."""
+    key, sign, rest = problem.removeprefix("precision.nemo.").partition(" ")
+    name = "fp8_format" if key == "fp8" else key.removeprefix("fp16_")
+    return f"{option(name)}{sign}{rest}"
+
+
+def _add_scaling(arguments: Arguments, draft: Draft, keys: dict[str, Any], half: str) -> None:
+    """Add loss scaling, and what happens to a step with inf or NaN."""
+    scaling = keys["precision.scaling"]
+    checks = "check_for_nan_in_loss_and_grad"
+    if scaling == "constant":
+        origin = arguments.origin("loss_scale")
+        draft.put("precision.loss_scale", keys["precision.loss_scale"], origin)
+    if scaling == "dynamic":
+        for key, name in SCALE.items():
+            draft.put(f"precision.{key}", keys[f"precision.{key}"], arguments.origin(name))
+        draft.put("precision.on_nonfinite", "skip", "--fp16 with a dynamic loss scale")
+    elif arguments.get(checks):
+        draft.put("precision.on_nonfinite", "raise", arguments.origin(checks))
+    else:
+        skips = half != "fp32" and scaling == "constant"
+        draft.put("precision.on_nonfinite", "skip" if skips else "ignore", arguments.origin(checks))
+
+
+def _add_fp8(arguments: Arguments, draft: Draft, keys: dict[str, Any]) -> None:
+    for key, field in FP8.model_fields.items():
+        dotted = f"fp8.{key}"
+        names = [FP8_NAMES[key]] if key in FP8_NAMES else ["fp8_recipe", "fp8"]
+        given = key in FP8_NAMES and arguments.has(FP8_NAMES[key])
+        if dotted in keys and dotted not in PLAN_ONLY and (keys[dotted] != field.default or given):
+            draft.put(dotted, keys[dotted], arguments.origin(*names))

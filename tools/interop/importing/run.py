@@ -1,0 +1,164 @@
+"""From what was given to the run file: the parts put together, and the result checked as `megaprec
+train` checks it."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprec.errors import UserError
+from tools.config.run_file import tables_of_a_run
+from tools.console.toml import Setting, toml
+from tools.convert.initial import resolve_run
+from tools.interop.importing.deepspeed import add_deepspeed
+from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
+from tools.interop.importing.megatron_data import add_data, add_run
+from tools.interop.importing.megatron_layout import add_layout
+from tools.interop.importing.megatron_model import add_model
+from tools.interop.importing.megatron_training import (
+    add_length,
+    add_optimizer,
+    add_precision,
+    add_rate,
+)
+from tools.interop.importing.sources import Sources, read_sources
+
+# keys that change no number of the training
+WITHOUT_NUMBERS = (
+    "parallel.",
+    "log.",
+    "checkpoint.",
+    "train.eval_",
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run file. read and unused: how many arguments it was made of, and how many have no meaning
+    here."""
+
+    text: str
+    notes: tuple[str, ...]
+    read: int
+    unused: int
+
+
+def import_run(
+    items: Sequence[str],
+    settled: Mapping[str, Setting],
+    assumed: Mapping[str, str],
+    ranks: int | None,
+    dropped: frozenset[str] = frozenset(),
+) -> Imported:
+    """Return the run file of a command line, script, YAML or DeepSpeed's JSON.
+
+    settled: keys that the user gives beside them, which count. assumed: values of a script's
+    variables. ranks: how many there are; None: as a launcher in the script says. dropped: arguments
+    of Megatron-LM to leave out, by name. Raises UserError with all problems.
+    """
+    sources = read_sources(items, assumed, dropped)
+    draft = Draft(settled)
+    ranks = ranks or sources.ranks
+    if sources.megatron:
+        _add_megatron(sources, draft, ranks)
+    unused = dict(sources.arguments.unused)
+    read = len(sources.arguments.values)
+    for place, content in sources.deepspeed.items():
+        unused_here = add_deepspeed(content, place, draft, ranks)
+        unused |= unused_here
+        read += _leaves(content) - len(unused_here)
+    for key, entry in settled.items():
+        draft.put(key, entry.value, "given beside the arguments")
+    draft.problems += [
+        f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried
+    ]
+    draft.notes += [
+        f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()
+    ]
+    draft.notes += _defaults_of_others(draft)
+    if not sources.megatron:
+        draft.notes += _defaults_of_ours(draft)
+    notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
+    missing = [] if sources.arguments.open else draft.missing
+    if problems := [*sources.arguments.problems, *draft.problems, *missing]:
+        raise UserError(*dict.fromkeys(problems))
+    text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
+    _check(draft, text, sources)
+    return Imported(text, tuple(notes), read, len(unused))
+
+
+def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
+    arguments = sources.arguments
+    add_model(arguments, draft)
+    add_layout(arguments, draft, ranks)
+    add_length(arguments, draft)
+    add_rate(arguments, draft)
+    add_optimizer(arguments, draft)
+    add_precision(arguments, draft)
+    add_data(arguments, draft)
+    add_run(arguments, draft)
+
+
+def _defaults_of_others(draft: Draft) -> Iterator[str]:
+    """Yield a note of the other system's defaults that differ from ours and stand in for what its
+    files leave open."""
+    tables = tables_of_a_run()
+    for source in (MEGATRON, DEEPSPEED):
+        standing_in = list[str]()
+        for key, entry in draft.keys.items():
+            table, _, name = key.partition(".")
+            field = tables[table].model_fields.get(name)
+            value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+            differs = field is None or field.default != value
+            if entry.origin == source and differs and not key.startswith(WITHOUT_NUMBERS):
+                standing_in.append(f"{key} = {toml(entry.value)}")
+        if standing_in:
+            yield f"left open, so {source} counts: {', '.join(standing_in)}"
+
+
+def _defaults_of_ours(draft: Draft) -> Iterator[str]:
+    """Yield a note of our defaults that stand in for an optimizer, a schedule and data that no file
+    names."""
+    names = ["data.source", "lr.peak", "optimizer.name", "optimizer.weight_decay"]
+    if draft.value("optimizer.name", "adamw") == "adamw":
+        names += ["optimizer.betas", "optimizer.eps"]
+    if draft.value("lr.schedule") is None:
+        names += ["lr.schedule", "lr.warmup", "lr.final"]
+    tables = tables_of_a_run()
+    standing_in = list[str]()
+    for key in names:
+        table, _, name = key.partition(".")
+        if key not in draft.keys:
+            standing_in.append(f"{key} = {toml(tables[table].model_fields[name].default)}")
+    if standing_in:
+        yield f"left open, so megaprec's default counts: {', '.join(standing_in)}"
+
+
+def _leaves(content: object) -> int:
+    if isinstance(content, dict) and content:
+        return sum(map(_leaves, content.values()))
+    return 1
+
+
+def _check(draft: Draft, text: str, sources: Sources) -> None:
+    """Raise UserError unless a run can be read from the text. Weights to begin with need not be
+    there yet."""
+    first = draft.keys.get("train.init_from")
+    absent = first is not None and not os.path.exists(os.path.expanduser(str(first.value)))
+    lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text("\n".join(lines))
+        try:
+            resolve_run(path)
+        except UserError as error:
+            problems = [problem.replace(f"file {path}", "imported") for problem in error.problems]
+            if not sources.megatron:
+                problems.append(
+                    "DeepSpeed's configuration says nothing of model, data and length: give "
+                    "Megatron-LM's arguments "
+                    "too, or keys such as model.preset=llama-2-7b train.steps=1000 "
+                    "train.seq_length=4096"
+                )
+            raise UserError(*problems) from error

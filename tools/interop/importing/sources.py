@@ -1,0 +1,291 @@
+"""The sources of `megaprec import-args`: a command line, a script, a log, a checkpoint, YAML or
+DeepSpeed's JSON, each read and never run."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaprec.durable import naming_file
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json
+from tools.convert.megatron.distributed import read_common
+from tools.convert.megatron.keys import ALIASES
+from tools.convert.megatron.ranks import read_ranks
+from tools.convert.megatron.read import find_megatron
+from tools.interop.arguments.deepspeed import is_deepspeeds
+from tools.interop.foreign.data_files import Data, TooLarge, from_json, from_yaml
+from tools.interop.foreign.plain import Table, Unreadable, plain
+from tools.interop.foreign.whose import DEEPSPEED, whose, whose_file
+from tools.interop.importing.arguments import Arguments, is_known, read_kept, read_table, read_words
+from tools.interop.importing.shell import Word, read_script, split_words
+
+LARGEST = 256 * 1024  # bytes
+LARGEST_LOG = (
+    16 * 2**20
+)  # bytes of a log that are looked at; Megatron-LM prints its arguments first
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+YAML = (".yaml", ".yml")
+JSON = ".json"
+OTHERS = (".toml", ".py")  # files of settings that are recognised, and read by other commands
+LOGS = (".log", ".txt", ".out")
+LISTED = "MODEL_ARGS"  # the table of arguments in the YAML of Megatron-LM's functional tests
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+ELSE = (
+    "it is of another program, whose settings are not read: write a run file (megaprec init "
+    "FOLDER begins one)"
+)
+FEWEST = 3  # names that are not Megatron-LM's, from which a file may be another system's
+# The arguments as Megatron-LM's training.arguments._print_args prints them: names of 48 letters and
+# more have no dots.
+PRINTED = re.compile(r"-{5,} arguments -{5,}(.*?)-{5,} end of arguments -{5,}", re.DOTALL)
+PRINTED_ROW = re.compile(r"(?:(\w+) \.+|(\w{48,}) ) (.*)")
+FEWEST_PRINTED = 20  # rows from which a file is taken for a log without the lines around them
+
+
+@dataclass
+class Sources:
+    """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
+    if it says so."""
+
+    arguments: Arguments = field(default_factory=Arguments)
+    deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    ranks: int | None = None
+    notes: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    megatron: bool = False
+
+
+def read_sources(
+    items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]
+) -> Sources:
+    """Read files by their suffix, others as scripts or logs; the rest is a command line. dropped:
+    arguments to leave out.
+
+    Raises UserError for what cannot be read.
+    """
+    sources = Sources(Arguments(dropped))
+    words = list[Word]()
+    for i, item in enumerate(items):
+        if item.startswith("-") and not any(sign in item for sign in " \t\n"):
+            words += map(Word, items[i:])
+            break
+        path = Path(item)
+        named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
+        if "--" not in item and _exists(path):
+            _read_file(path, sources, assumed)
+        elif named and " " not in item and not item.startswith("-"):
+            raise UserError.of(
+                "import.file_unreadable", path=path, reason="No such file or directory"
+            )
+        elif "--" not in item:
+            raise UserError.of("import.no_file_or_command", item=item or "an empty word")
+        else:
+            command = split_words(item, assumed)
+            _require_megatrons("the command line", [word.text for word in command.words])
+            words += command.words
+            sources.ranks = command.ranks or sources.ranks
+            sources.notes += command.notes
+    if words:
+        sources.megatron = True
+        sources.names.append("a command line")
+        read_words(words, sources.arguments)
+    if not sources.names:
+        raise UserError.of("import.nothing_to_import")
+    return sources
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _read_file(path: Path, sources: Sources, assumed: Mapping[str, str]) -> None:
+    sources.names.append(path.name)
+    if path.is_dir():
+        _read_all(_args_of_checkpoint(path), path, sources)
+        return
+    text = _text(path)
+    suffix = path.suffix.lower()
+    kind = whose_file(path, text)
+    if kind is not None and not (kind is DEEPSPEED and suffix == JSON):
+        raise UserError(kind.of(path))
+    if suffix in OTHERS:
+        raise UserError.of("import.unknown_system", path=path)
+    if suffix == JSON:
+        _read_json(path, text, sources)
+    elif suffix in YAML:
+        for name, value in assumed.items():
+            text = text.replace(f"${{{name}}}", value)
+        _read_data(path, _yaml(path, text), sources)
+    elif printed := _printed(path, text):
+        _read_all(printed, path, sources)
+    else:
+        command = read_script(text, path, assumed)
+        _require_megatrons(path.name, [word.text for word in command.words])
+        sources.megatron = True
+        sources.ranks = command.ranks or sources.ranks
+        sources.notes += command.notes
+        sources.names += command.taken_in
+        read_words(command.words, sources.arguments)
+
+
+def _read_all(args: Mapping[str, Any], path: Path, sources: Sources) -> None:
+    """Read all arguments as Megatron-LM keeps them."""
+    sources.megatron = True
+    ranks = args.get("world_size")
+    sources.ranks = ranks if isinstance(ranks, int) else sources.ranks
+    sources.notes += read_kept(args, sources.arguments, path.name)
+
+
+def _args_of_checkpoint(path: Path) -> Mapping[str, Any]:
+    """Return the arguments that a checkpoint of Megatron-LM keeps."""
+    folder = find_megatron(path)
+    if folder is None:
+        raise UserError.of("import.no_checkpoint", path=path)
+    if (folder / ".metadata").is_file():
+        return read_common(folder)["args"]
+    return read_ranks(folder).args
+
+
+def _printed(path: Path, text: str) -> dict[str, Any]:
+    """Return the arguments that Megatron-LM printed into a log; empty if it is none."""
+    printed = PRINTED.findall(text)
+    tables = [dict(_printed_rows(part)) for part in printed or [text]]
+    if not printed and len(tables[0]) < FEWEST_PRINTED:
+        return {}
+    if any(table != tables[0] for table in tables):
+        raise UserError.of("import.several_printed", path=path, count=len(tables))
+    return tables[0]
+
+
+def _printed_rows(text: str) -> Iterator[tuple[str, Any]]:
+    for name, long_name, value in PRINTED_ROW.findall(text):
+        try:
+            yield name or long_name, ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # a text
+            yield name or long_name, value.strip()
+
+
+def _require_megatrons(name: str, words: Sequence[str]) -> None:
+    """Raise UserError if most arguments are another program's. words: names without dashes are
+    passed over."""
+    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    kind = whose(typed)
+    if kind is not None:
+        raise UserError(kind.of(name))
+    # a file of settings stands first, or behind an argument that Megatron-LM does not have
+    before = "--"
+    for word in words:
+        option, equals, value = word.partition("=")
+        holder, file = (option, value) if equals else (before, word)
+        theirs = holder.startswith("--") and not is_known(holder.removeprefix("--"))
+        if theirs and Path(file).suffix.lower() in (*YAML, *OTHERS):
+            raise UserError.of("import.settings_file", name=name, settings=file, remedy=ELSE)
+        before = word
+    _require_most(name, [word.removeprefix("--") for word in typed])
+
+
+def _require_most(name: str, typed: Sequence[str]) -> None:
+    """Raise UserError if fewer than half of the arguments are Megatron-LM's."""
+    strange = [word for word in typed if not is_known(word)]
+    if len(strange) >= FEWEST and 2 * len(strange) > len(typed):
+        raise UserError.of(
+            "import.foreign_arguments",
+            name=name,
+            num_typed=len(typed),
+            num_strange=len(strange),
+            strange=", ".join(strange[:3]),
+            remedy=ELSE,
+        )
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; of a log the beginning, where the arguments are."""
+    try:
+        with naming_file(path), path.open("rb") as file:
+            content = file.read(LARGEST_LOG)
+    except OSError as error:
+        raise UserError.of("import.file_unreadable", path=path, reason=error.strerror) from error
+    if len(content) > LARGEST:
+        text = content.decode(errors="replace")
+        if not PRINTED.search(text):
+            raise UserError.of("import.file_too_large", path=path, largest=LARGEST)
+        return text
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError.of("import.file_unreadable", path=path, reason="not UTF-8 text") from error
+
+
+def _read_json(path: Path, text: str, sources: Sources) -> None:
+    """Read DeepSpeed's configuration, or arguments of Megatron-LM as a table."""
+    try:
+        content = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError.of("import.not_json", path=path, error=error) from error
+    if not isinstance(content, dict):
+        raise UserError.of("import.not_json_object", path=path)
+    if not content or any(is_deepspeeds(str(name)) for name in content):
+        sources.deepspeed[path.name] = content
+        return
+    data = from_json(text)
+    assert data is not None
+    _read_data(path, data, sources)
+
+
+def _yaml(path: Path, text: str) -> Data:
+    try:
+        data = from_yaml(path, text)
+    except TooLarge as error:
+        raise UserError.of("import.too_many_values", path=path) from error
+    if data is None:
+        raise UserError.of("import.not_yaml_mapping", path=path)
+    return data
+
+
+def _read_data(path: Path, data: Data, sources: Sources) -> None:
+    """Read a table of Megatron-LM's arguments."""
+    sources.megatron = True
+    table = data.table
+    listed = table.get(LISTED)
+    if isinstance(listed, Table):
+        others = ", ".join(str(key) for key in table.entries if key != LISTED)
+        if others:
+            sources.notes.append(f"{path.name}: {LISTED} is read, and not: {others}")
+        table = listed
+    leaves = [*_leaves(table)]
+    _require_most(path.name, [name.removeprefix("--") for name, _, _ in leaves])
+    if any(isinstance(entry.value, Table) for entry in table.entries.values()):
+        sources.notes.append(
+            f"{path.name}: what its tables do not say is taken as Megatron-LM's default, not "
+            "as that of a recipe"
+        )
+    arguments = sources.arguments
+    found = dict[str, Any]()
+    for name, value, line in leaves:
+        try:
+            value = plain(value)
+        except Unreadable as why:
+            names = VARIABLE.findall(str(why))
+            way = f": --assume {names[0]}=VALUE gives it" if names else ""
+            arguments.add_problem(name, f"{path.name}, line {line}", f"{why}{way}")
+            arguments.tried.add(name.removeprefix("--").replace("-", "_"))
+            continue
+        if found.setdefault(name, value) != value:
+            why = f"is {found[name]!r} and {value!r}: keep one of them"
+            arguments.problems.append(f"{name} ({path.name}): {why}")
+    read_table(found, arguments, path.name)
+
+
+def _leaves(table: Table) -> Iterator[tuple[str, Any, int]]:
+    """Yield the last names of all values, the values and their lines."""
+    for key, entry in table.entries.items():
+        if isinstance(entry.value, Table):
+            yield from _leaves(entry.value)
+        else:
+            yield ALIASES.get(str(key), str(key)), entry.value, entry.line

@@ -1,0 +1,3 @@
+"""Whether a run is right: parity of layouts, proofs of resumption, bisection, and the machine's
+checks.
+"""

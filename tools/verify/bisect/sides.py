@@ -1,0 +1,352 @@
+"""The two runs that ought to agree: their run files, their records, and the first step in which the
+records differ.
+
+Where both computed in one way, every bit must be equal: in one layout, or in any if both are
+canonical. Otherwise only the loss and the norm are compared, to TOLERANCE: what rounding does to
+them grows with the steps, and only a replay can tell it from a fault.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.checkpoint.reader import Store
+from megaprec.errors import UserError
+from tools.config.run_file import RunConfig, load_run
+from tools.convert.train_state import TrainState, read_progress
+from tools.journal.records import (
+    DIGESTS,
+    METRICS,
+    odd_lines,
+    read_digests,
+    read_lines,
+    read_metrics,
+)
+from tools.training.changed_keys import KEYS_WITHOUT_EFFECT, Rates, same_rates
+from tools.training.corpus import Corpus
+from tools.training.data_identity import other_sets
+from tools.training.step_records import STEP_FIELDS
+from tools.verify.prove.first_difference import Parting, by_step, first_parting
+from tools.verify.prove.proof import is_canonical
+
+TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
+# keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
+ROUNDING = (
+    "precision.*",
+    "fp8.*",
+    "train.numerics",
+    "train.canonical_shards",
+    "train.micro_batch",
+    "train.threads",
+    "train.compile",
+)
+SCHEDULE = ("lr.*", "train.steps")
+# of FREELY: no number of a resume depends on them as such, but of a run
+ACTING = ("train.init_from", *SCHEDULE)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs. folder: of a run directory, None for a run file."""
+
+    name: str
+    config: RunConfig
+    folder: Path | None
+
+    @staticmethod
+    def opened(path: str) -> "Side":
+        """Open a run directory or a run file. Raises UserError."""
+        folder = Path(path)
+        if not folder.is_dir():
+            return Side(path, load_run(path), None)
+        for key_name in ("run.toml", "run.resolved.toml"):
+            if (folder / key_name).is_file():
+                return Side(path, load_run(folder / key_name), folder)
+        raise UserError.of("bisect.not_a_run", path=path)
+
+    @property
+    def digests(self) -> dict[int, Mapping[str, Any]]:
+        return by_step(read_digests(self.folder)) if self.folder else {}
+
+    @property
+    def loaded(self) -> dict[int, Mapping[str, Any]]:
+        """Return the digests of states that the run has loaded to go on, by step."""
+        if self.folder:
+            return by_step(read_digests(self.folder), loaded=True)
+        return {}
+
+    @property
+    def metrics(self) -> dict[int, Mapping[str, Any]]:
+        if self.folder:
+            return {record["step"]: record for record in read_metrics(self.folder)}
+        return {}
+
+    def odd_records(self) -> Iterator[str]:
+        """Yield a note for each file of records with lines that cannot be compared."""
+        if self.folder is None:
+            return
+        for key_name in (METRICS, DIGESTS):
+            note = odd_lines(self.folder / key_name)
+            if note:
+                yield note
+        path = self.folder / DIGESTS
+        lines = read_lines(path)
+        num_records = sum(line.record is not None for line in lines)
+        num_others = num_records - len(read_digests(self.folder))
+        if num_others:
+            yield f"{path}: {num_others} of {len(lines)} lines are no digests: not used"
+
+    def checkpoint_steps(self) -> dict[int, Path]:
+        """Return the checkpoints by step."""
+        if self.folder is None or latest(self.folder / "checkpoints") is None:
+            return {}
+        return {
+            read_progress(Store(path)).step: path
+            for path in checkpoints(self.folder / "checkpoints")
+        }
+
+
+@dataclass(frozen=True)
+class Records:
+    """The comparison of two runs' records. by: "digests" or "metrics", "" if they have no step in
+    common.
+
+    steps: number of compared steps. parting: the first difference. beyond: steps without a digest
+    after the newest one, of which losses, norms and scales were compared.
+    """
+
+    by: str
+    steps: int
+    parting: Parting | None
+    beyond: int = 0
+
+
+def must_be_equal(first_side: RunConfig, second_side: RunConfig) -> bool:
+    """Return True if every bit of the two runs must be equal: in one layout, or in any if both are
+    canonical."""
+    rounding: list[str] = [*ROUNDING]
+    if not (is_canonical(first_side) and is_canonical(second_side)):
+        rounding.append("parallel.*")
+    keys = [difference.key for difference in _different_keys(first_side, second_side)]
+    return not any(
+        _matches(dotted_key, rounding) and not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
+        for dotted_key in keys
+    )
+
+
+def other_keys(first_side: RunConfig, second_side: RunConfig) -> list[str]:
+    """Return a line for each key that differs and that numbers depend on, other than the layout.
+
+    Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
+    that is theirs and keys of the learning rate that give the same rates.
+    """
+    free = [
+        "parallel.*",
+        *(dotted_key for dotted_key in KEYS_WITHOUT_EFFECT if dotted_key not in ACTING),
+    ]
+    if same_rates(
+        Rates.of(first_side.lr, first_side.train),
+        Rates.of(second_side.lr, second_side.train),
+        TrainState(),
+    ):
+        free += SCHEDULE
+    lines: list[str] = []
+    for dotted_key, first_values, second_values in _different_keys(first_side, second_side):
+        is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_values, second_values)
+        if not _matches(dotted_key, free) and not is_vocab_of_data:
+            lines.append(f"{dotted_key}: {first_values} | {second_values}")
+    return lines
+
+
+def _matches(dotted_key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(dotted_key, pattern) for pattern in patterns)
+
+
+def other_tokens(first_side: Corpus, second_side: Corpus) -> list[str]:
+    """Return a line for each data set of other tokens, and one for another tokenizer."""
+    if first_side.identity is None or second_side.identity is None:
+        return []
+    if len(first_side.identity.sets) != len(second_side.identity.sets):
+        counts = f"{len(first_side.identity.sets)} data sets | {len(second_side.identity.sets)}"
+        return [f"data.blend: {counts}"]
+    lines = [
+        difference.line
+        for difference in other_sets(first_side.identity, second_side.identity, " | ")
+    ]
+    if first_side.identity.tokenizer != second_side.identity.tokenizer:
+        names = f"{_tokenizer_name(first_side)} | {_tokenizer_name(second_side)}"
+        lines.append(f"data.tokenizer: {names} (other contents)")
+    return lines
+
+
+def _tokenizer_name(corpus: Corpus) -> str:
+    return str(corpus.tokenizer.path) if corpus.tokenizer else "none"
+
+
+class _KeyDifference(NamedTuple):
+    """A key whose values differ, as a run file writes them."""
+
+    key: str
+    ours: str
+    theirs: str
+
+
+def _different_keys(first_side: RunConfig, second_side: RunConfig) -> Iterator[_KeyDifference]:
+    for (table, first_values), (_, second_values) in zip(first_side, second_side, strict=True):
+        for key_name, value in first_values:
+            if value != getattr(second_values, key_name):
+                dotted_key = f"{table}.{key_name}"
+                yield _KeyDifference(
+                    dotted_key, first_side.value(dotted_key), second_side.value(dotted_key)
+                )
+
+
+def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records:
+    """Compare what both runs have recorded of the steps that both took.
+
+    Where bits must be equal, that is the digests of both and the metrics: there may be none of some
+    steps, and the earlier difference tells more. by: of which the first difference is; digests if
+    there is none.
+    """
+    # metrics may have steps that were taken without digests
+    metrics = _compare_metrics(first_side, second_side, exact)
+    if not exact:
+        return metrics
+    common_steps = first_side.digests.keys() & second_side.digests.keys()
+    if not common_steps:
+        return metrics
+    parting = _first_digest_parting(first_side, second_side)
+    if metrics.parting and (parting is None or metrics.parting.step < parting.step):
+        return metrics
+    # steps that only the metrics can vouch for
+    beyond = sum(
+        step > max(common_steps) for step in first_side.metrics.keys() & second_side.metrics.keys()
+    )
+    return Records("digests", len(common_steps), parting, beyond)
+
+
+def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
+    """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
+    first_values = first_side.metrics
+    second_values = second_side.metrics
+    common_steps = sorted(first_values.keys() & second_values.keys())
+    if not common_steps:
+        return Records("", 0, None)
+    for step in common_steps:
+        parting = _metrics_parting(step, first_values[step], second_values[step], exact)
+        if parting:
+            return Records("metrics", len(common_steps), parting)
+    return Records("metrics", len(common_steps), None)
+
+
+def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None:
+    """Return the first difference between the states after steps, and between a loaded state and
+    that of a step."""
+    # a side reads its file on each access
+    our_digests = first_side.digests
+    their_digests = second_side.digests
+    partings = [first_parting(our_digests, their_digests)]
+    for loaded in (first_side.loaded, second_side.loaded):
+        for digests in (our_digests, their_digests):
+            partings.append(first_parting(loaded, digests, state_only=True))
+    present = [parting for parting in partings if parting is not None]
+    return min(present, key=lambda parting: (parting.step, parting.loaded), default=None)
+
+
+def _metrics_parting(
+    step: int, first_values: Mapping[str, Any], second_values: Mapping[str, Any], exact: bool
+) -> Parting | None:
+    tolerance = 0.0 if exact else TOLERANCE
+    keys = [
+        dotted_key
+        for dotted_key in STEP_FIELDS
+        if not _are_near(first_values.get(dotted_key), second_values.get(dotted_key), tolerance)
+    ]
+    if not keys:
+        return None
+    first = keys[0]
+    values = (json.dumps(first_values.get(first)), json.dumps(second_values.get(first)))
+    return Parting(step, first, len(keys) - 1, values)
+
+
+def _are_near(first_values: Any, second_values: Any, tolerance: float) -> bool:
+    """Return True if two finite numbers differ by at most the relative tolerance, or other values
+    not at all."""
+    are_numbers = isinstance(first_values, float) and isinstance(second_values, float)
+    if are_numbers and math.isfinite(first_values) and math.isfinite(second_values):
+        return abs(first_values - second_values) <= tolerance * max(
+            abs(first_values), abs(second_values)
+        )
+    return repr(first_values) == repr(second_values)  # NaN equals NaN
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state from which steps are taken again. checkpoint: that of A, "" for initial weights.
+
+    passed_over: a line for each newer checkpoint of that step which is not the same in both runs.
+    """
+
+    step: int
+    checkpoint: str
+    passed_over: list[str]
+
+
+def common_start(first_side: Side, second_side: Side, before: int, exact: bool) -> Start:
+    """Return the newest step before `before` of which both runs have a checkpoint, or the initial
+    weights.
+
+    exact: the checkpoints must hold the same bits.
+    """
+    first_values = first_side.checkpoint_steps()
+    second_values = second_side.checkpoint_steps()
+    passed_over: list[str] = []
+    for step in sorted(first_values.keys() & second_values.keys(), reverse=True):
+        if step >= before:
+            continue
+        different = (
+            other_tensors(Store(first_values[step]), Store(second_values[step])) if exact else []
+        )
+        if not different:
+            return Start(step, str(first_values[step]), passed_over)
+        first = different[0].replace("/", " ")
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        passed_over.append(f"the checkpoints of step {step} differ in {first}{more}")
+    return Start(0, "", passed_over)
+
+
+def other_tensors(first_side: Store, second_side: Store) -> list[str]:
+    """Return the tensors, as kind/name, that two checkpoints do not both hold with the same
+    bits."""
+    first_values = first_side.index["tensors"]
+    second_values = second_side.index["tensors"]
+    keys = sorted(
+        {*first_values, *second_values},
+        key=lambda dotted_key: (dotted_key.startswith("weight/"), dotted_key),
+    )
+    return [
+        dotted_key
+        for dotted_key in keys
+        if dotted_key not in first_values
+        or dotted_key not in second_values
+        or not _same_bits(dotted_key, first_side, second_side)
+    ]
+
+
+def _same_bits(dotted_key: str, first_side: Store, second_side: Store) -> bool:
+    kind, key_name = dotted_key.split("/", 1)
+    first_values = first_side.read(kind, key_name)
+    second_values = second_side.read(kind, key_name)
+    if first_values.dtype != second_values.dtype or first_values.shape != second_values.shape:
+        return False
+    # as bytes: NaN equals NaN, and 0 is not -0
+    return torch.equal(
+        first_values.flatten().view(torch.uint8), second_values.flatten().view(torch.uint8)
+    )

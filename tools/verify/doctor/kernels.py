@@ -1,0 +1,159 @@
+"""Kernels that exist on this device: each is called on small tensors and compared with plain
+products.
+
+A name in torch says little: a kernel may refuse this device, or compute wrongly on it. A kernel
+that is not here is no fault where the code does without; it is one if the run asks for it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megaprec.fp8.matmul import choose_kernel
+from tools.verify.doctor.finding import Finding, not_tried, ok, wrong
+from tools.verify.doctor.questions import Answer, RankContext
+
+# what torch raises where a kernel is not built in or does not support the device
+REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
+TOLERANCE = 0.02  # relative, of bf16 products
+HERE = "here"
+ABSENT = "absent"
+FAULTY = "faulty"
+
+
+class Trial(NamedTuple):
+    """The outcome of calling a kernel. state: HERE, ABSENT or FAULTY. reason: "" for HERE.
+
+    A tuple, and so a list of two strings in the JSON that ranks exchange.
+    """
+
+    state: str
+    reason: str
+
+
+def probe(context: RankContext) -> Answer:
+    """Try all kernels on the first rank of each host; the others return nothing."""
+    # ranks of one host have the same device and the same torch
+    if context.local:
+        return {}
+    device = torch.device(context.device)
+    trials = {kernel_name: try_kernel(device) for kernel_name, try_kernel in KERNELS.items()}
+    return {"host": context.host, "device": context.device, "tried": trials}
+
+
+def _try_flash_attention(device: torch.device) -> Trial:
+    """Return if torch's flash attention computes what the plain formula does."""
+    shape = (2, 4, 128, 64)  # batch, heads, tokens, head size
+    query = _random_bf16(shape, 0, device)
+    key = _random_bf16(shape, 1, device)
+    value = _random_bf16(shape, 2, device)
+
+    def flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    products = query.double() @ key.double().transpose(-1, -2)
+    scores = products / 8.0  # the root of the head size
+    causal = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
+    probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    expected = probabilities @ value.double()
+    return _compare(flash, expected)
+
+
+def _try_grouped_products(device: torch.device) -> Trial:
+    """Return if torch's grouped products, one for each expert, are right."""
+    tokens = _random_bf16((64, 32), 0, device)
+    weights = _random_bf16((2, 32, 48), 1, device)
+    ends = torch.tensor([16, 64], dtype=torch.int32, device=device)  # of each expert's tokens
+    first = tokens[:16].double() @ weights[0].double()
+    second = tokens[16:].double() @ weights[1].double()
+    expected = torch.cat([first, second])
+    return _compare(lambda: torch._grouped_mm(tokens, weights, offs=ends), expected)
+
+
+def _try_fp8_products(device: torch.device) -> Trial:
+    """Return if products of FP8 codes with one scale each are here."""
+    return _try_scaled_products("current", device)
+
+
+def _try_mx_products(device: torch.device) -> Trial:
+    """Return if products of FP8 codes with MX scales are here."""
+    return _try_scaled_products("mx", device)
+
+
+def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
+    kernel, refusal_reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
+    if kernel is not None:
+        return Trial(HERE, "")
+    if "is wrong by" in refusal_reason:
+        return Trial(FAULTY, refusal_reason)
+    return Trial(ABSENT, refusal_reason)
+
+
+def _random_bf16(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
+    # Drawn on the CPU: the same numbers on every device.
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+
+def _compare(kernel: Callable[[], Tensor], expected: Tensor) -> Trial:
+    """Call the kernel and return if its result is within the tolerance of `expected`, float64."""
+    try:
+        computed = kernel().double()
+    except REFUSALS as error:
+        return Trial(ABSENT, str(error).splitlines()[0])
+    error_norm = (computed - expected).norm()
+    relative_error = float(error_norm / expected.norm())
+    if relative_error < TOLERANCE:
+        return Trial(HERE, "")
+    return Trial(FAULTY, f"wrong by {relative_error:.1%}")
+
+
+KERNELS: dict[str, Callable[[torch.device], Trial]] = {
+    "flash attention": _try_flash_attention,
+    "grouped products": _try_grouped_products,
+    "FP8 products": _try_fp8_products,
+    "MX products": _try_mx_products,
+}
+
+
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Yield the finding about each kernel."""
+    hosts = [host_answer for host_answer in answers if host_answer]
+    for kernel_name in KERNELS:
+        yield from _judge_kernel(kernel_name, hosts)
+
+
+def _judge_kernel(kernel_name: str, hosts: Sequence[Answer]) -> Iterator[Finding]:
+    faulty = dict[str, str]()  # the reason by host
+    absent = dict[str, str]()
+    for host_answer in hosts:
+        trial = Trial(*host_answer["tried"][kernel_name])
+        if trial.state == FAULTY:
+            faulty[host_answer["host"]] = trial.reason
+        elif trial.state == ABSENT:
+            absent[host_answer["host"]] = trial.reason
+    for host, refusal_reason in faulty.items():
+        message = f"{kernel_name} on {host}: {refusal_reason}"
+        yield wrong("kernels", message, "update torch and the driver; report it to torch")
+    # one that computes wrongly is worse than one that is absent elsewhere
+    if faulty:
+        return
+
+    if absent and len(absent) < len(hosts):
+        message = (
+            f"{kernel_name} are not on {', '.join(absent)}, but on the others: ranks would compute "
+            "differently"
+        )
+        remedy = "install the same torch and driver, and use GPUs of one kind"
+        yield wrong("kernels", message, remedy)
+    elif absent:
+        refusal_reason = next(iter(absent.values()))  # all hosts lack it, for the same one
+        yield not_tried("kernels", f"{kernel_name}: not on this device: {refusal_reason}")
+    else:
+        device = "GPU" if hosts[0]["device"] == "cuda" else "CPU"
+        yield ok("kernels", f"{kernel_name}: here, and right on this {device}")

@@ -1,0 +1,573 @@
+"""The place of the first difference between two runs, and its probable cause.
+
+A step goes forward through the modules to the loss, back through them to the gradients of weights,
+and on to their norm and the update. The first difference is caused where it arises: in a module
+whose input agrees and whose output does not; in a module whose output's gradient agrees and whose
+input's does not; or, if all of these agree, in the handling of gradients outside of the model.
+
+A fault in the parallel parts of training nearly always multiplies: a tensor is counted twice, a sum
+over ranks is missing, a mean is divided twice. The ratio of norms and the set of tensors that
+differ are therefore telling. The place is observed; its cause is a guess, and is presented as one.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tools.config.settings import Parallel
+from tools.verify.parity.borders import BACKWARD, FORWARD
+from tools.verify.parity.compare import Difference
+from tools.verify.parity.record import Record
+
+NEAR = 0.02  # relative distance within which a ratio is named as a factor
+
+Phase = Literal[
+    "model",
+    "initial weights",
+    "data",
+    "forward",
+    "loss",
+    "backward",
+    "gradients",
+    "norm",
+    "decision",
+    "update",
+    "copies",
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+OF: dict[str, Phase] = {
+    "tensors": "model",
+    "initial weights": "initial weights",
+    "sample ids": "data",
+    FORWARD: "forward",
+    "loss": "loss",
+    BACKWARD: "backward",
+    "gradient": "gradients",
+    "each element counted once": "norm",
+    "zero count": "norm",
+    "gradient norm": "norm",
+    "found_inf": "decision",
+    "scaler": "decision",
+    "ranks agree": "decision",
+    "weights": "update",
+    "moments": "update",
+    "copies": "copies",
+}
+HEAD = "head and loss"  # everything after the last module, up to the loss
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place of the first difference. phase: part of a step.
+
+    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are
+    nearly all. step: from 1, 0 before the first. difference: the first one.
+    """
+
+    phase: Phase
+    place: str
+    step: int
+    difference: Difference
+
+
+def origin(differences: Sequence[Difference], reference: Record) -> Origin:
+    """Return the origin of the first failing difference that `compare` found."""
+    first_difference = next(difference for difference in differences if difference.fails)
+    same_quantity = [
+        difference
+        for difference in differences
+        if difference.step == first_difference.step
+        and difference.quantity == first_difference.quantity
+    ]
+    step_phase = OF[first_difference.quantity]
+    if step_phase == "forward":
+        module_path = _locate_forward(first_difference, same_quantity, reference)
+    elif step_phase == "backward":
+        module_path = _locate_backward(first_difference, same_quantity, reference)
+    elif step_phase == "loss":
+        module_path = HEAD
+    elif step_phase in ("norm", "decision", "data"):
+        module_path = first_difference.name
+    else:
+        module_path = pattern(
+            [difference.name for difference in same_quantity if difference.fails],
+            len(same_quantity),
+        )
+    return Origin(step_phase, module_path, first_difference.step, first_difference)
+
+
+def module_of(border_name: str) -> str:
+    """Return the module of a border."""
+    return border_name.rpartition(">")[0]
+
+
+def _locate_forward(
+    first_difference: Difference, borders: Sequence[Difference], reference: Record
+) -> str:
+    """Return the module whose output is wrong; if its input is wrong too, the place between it and
+    the module before.
+    """
+    if ">in" not in first_difference.name:
+        return module_of(first_difference.name)
+    borders_before = [difference.name for difference in borders[: borders.index(first_difference)]]
+    alias_border = reference.aliases.get(first_difference.name)
+    if alias_border in borders_before:
+        previous_border = alias_border
+    elif borders_before:
+        previous_border = borders_before[-1]
+    else:
+        previous_border = ""
+    if previous_border:
+        return f"between {module_of(previous_border)} and {module_of(first_difference.name)}"
+    return module_of(first_difference.name)
+
+
+def _locate_backward(
+    first_difference: Difference, borders: Sequence[Difference], reference: Record
+) -> str:
+    """Return the module whose output's gradient is right and whose input's is not."""
+    agreeing = {difference.name for difference in borders if not difference.fails}
+    # all borders at which one process saw the same tensor
+    tensor = reference.aliases.get(first_difference.name, first_difference.name)
+    tensor_names = [difference.name for difference in borders]
+    shared_borders = [
+        tensor_name
+        for tensor_name in tensor_names
+        if reference.aliases.get(tensor_name, tensor_name) == tensor
+    ]
+    agreeing_borders = [border_name for border_name in shared_borders if border_name in agreeing]
+    if agreeing_borders:
+        return f"between {module_of(first_difference.name)} and {module_of(agreeing_borders[0])}"
+    consumers = [
+        module_of(border_name)
+        for border_name in shared_borders
+        if ">in" in border_name and border_name.replace(">in", ">out") in agreeing
+    ]
+    if consumers:
+        return max(consumers, key=len)  # the innermost of nested modules
+    if first_difference is borders[0]:
+        return HEAD
+    return f"after {module_of(first_difference.name)}"
+
+
+def pattern(names: Sequence[str], total: int) -> str:
+    """Return names as a short pattern: "all" if they are nearly all of `total`, otherwise without
+    the numbers of several layers.
+    """
+    if total > 1 and len(names) >= 0.9 * total:
+        return "all"
+    names_by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        without_number = re.sub(r"\.\d+\.", ".*.", name)
+        names_by_pattern.setdefault(without_number, []).append(name)
+    patterns = [
+        layer_pattern if len(matching) > 1 else matching[0]
+        for layer_pattern, matching in names_by_pattern.items()
+    ]
+    listed = ", ".join(patterns[:3])
+    if len(patterns) > 3:
+        return f"{listed} and {len(patterns) - 3} more"
+    return listed
+
+
+@dataclass(frozen=True)
+class Case:
+    """The differences of the first step in which anything differs; later differences only follow
+    from them.
+
+    failed: all that differs. gradient_ratios: of gradients among it, by name, in the order of a
+        backward pass. num_gradients: of the model.
+    replicated: tensors of which every tp rank holds all elements. tied: the tensor that is
+        embedding and head, "" if there is none.
+    microbatches: of a replica. fixed: True if no step draws random numbers.
+    """
+
+    origin: Origin
+    failed: Sequence[Difference]
+    gradient_ratios: Mapping[str, float]
+    num_gradients: int
+    replicated: frozenset[str]
+    tied: str
+    parallel: Parallel
+    microbatches: int
+    fixed: bool
+
+    def common_ratio(self) -> float | None:
+        """Return the ratio of all gradients that differ, if nearly all gradients do, and by one."""
+        ratios = list(self.gradient_ratios.values())
+        if len(ratios) < 0.9 * self.num_gradients or not ratios:
+            return None
+        median_ratio = sorted(ratios)[len(ratios) // 2]
+        same_quantity = [
+            ratio for ratio in ratios if abs(ratio - median_ratio) <= NEAR * abs(median_ratio)
+        ]
+        return median_ratio if len(same_quantity) >= 0.9 * len(ratios) else None
+
+    def factors(self) -> dict[str, float]:
+        """Return the numbers that a gradient may be multiplied or divided by, by name."""
+        parallel = self.parallel
+        sizes = {
+            "dp": parallel.data,
+            "cp": parallel.context,
+            "tp": parallel.tensor,
+            "pp": parallel.pipeline,
+            "micro-batches": self.microbatches,
+        }
+        return {
+            tensor_name: float(axis_size)
+            for tensor_name, axis_size in sizes.items()
+            if axis_size > 1
+        }
+
+
+def make_case(
+    differences: Sequence[Difference],
+    ours: Record,
+    reference: Record,
+    tied: str,
+    parallel: Parallel,
+    microbatches: int,
+    fixed: bool,
+) -> Case:
+    """Return the case of a layout that differs. differences: all, in order. microbatches: of a
+    replica."""
+    first_difference = origin(differences, reference)
+    failed: list[Difference] = []
+    gradient_ratios: dict[str, float] = {}
+    for difference in differences:
+        if difference.fails and difference.step == first_difference.step:
+            failed.append(difference)
+            if difference.quantity == "gradient":
+                gradient_ratios[difference.name] = difference.ratio
+    return Case(
+        origin=first_difference,
+        failed=failed,
+        gradient_ratios=gradient_ratios,
+        num_gradients=len(reference.tensors.get(f"gradient/{first_difference.step - 1}", {})),
+        replicated=frozenset(reference.names) - ours.tp_sliced,
+        tied=tied,
+        parallel=parallel,
+        microbatches=microbatches,
+        fixed=fixed,
+    )
+
+
+def near(ratio: float, expected_factor: float) -> bool:
+    """Return True if a measured ratio equals this factor within NEAR."""
+    return abs(ratio - expected_factor) <= NEAR * expected_factor
+
+
+def describe_ratio(ratio: float, factors: Mapping[str, float]) -> str:
+    """Return a ratio with the names of the factors that it resembles; empty if it is not finite."""
+    if not math.isfinite(ratio):
+        return ""
+    candidates = [
+        (f"1/{tensor_name}", 1 / expected_factor)
+        for tensor_name, expected_factor in factors.items()
+    ]
+    candidates += factors.items()
+    candidates += [("2", 2.0), ("1/2", 0.5), ("√2", math.sqrt(2)), ("1/√2", math.sqrt(0.5))]
+    matches = [
+        tensor_name for tensor_name, expected_factor in candidates if near(ratio, expected_factor)
+    ]
+    return f"{ratio:.6g}" + (f" ({', '.join(matches)})" if matches else "")
+
+
+def _layer_of(tensor_name: str) -> str | None:
+    """Return the prefix of a tensor of a layer, "layers.3."; None if it belongs to none."""
+    layer_match = re.match(r"layers\.\d+\.", tensor_name)
+    return layer_match[0] if layer_match else None
+
+
+def _missing_tensors(case: Case) -> str | None:
+    tensor_names = [
+        difference.name for difference in case.failed if difference.quantity == "tensors"
+    ]
+    layer_numbers = {int(layer.split(".")[1]) for layer in map(_layer_of, tensor_names) if layer}
+    if layer_numbers:
+        numbers = ", ".join(map(str, sorted(layer_numbers)))
+        return (
+            f"layer {numbers} is on no rank, or not all of it: look at how layers are dealt out to "
+            "stages"
+        )
+    return f"{tensor_names[0]} is not held as in one process: look at its Layout"
+
+
+def _other_samples(case: Case) -> str | None:
+    return (
+        "the replicas do not take the samples that one process takes: look at the order and the "
+        "shares of data"
+    )
+
+
+def _initial_weights(case: Case) -> str | None:
+    return (
+        "initial weights depend on the layout: draw them by logical name and place "
+        "(parallel.layers.parameter)"
+    )
+
+
+def _without_gradient(case: Case) -> str | None:
+    """Return a cause if a layer has weights but no gradient."""
+    without_gradient = [
+        tensor_name for tensor_name, ratio in case.gradient_ratios.items() if ratio == 0
+    ]
+    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in without_gradient}
+    if len(layer_numbers) == 1:
+        return (
+            f"no gradient reaches {layer_numbers.pop()}*: the layer is left out of the computation"
+        )
+    if without_gradient:
+        others = f" and {len(without_gradient) - 1} others" if len(without_gradient) > 1 else ""
+        return f"no gradient reaches {without_gradient[0]}{others}"
+    return None
+
+
+def _stale_weights(case: Case) -> str | None:
+    """Return a cause if the first step's activations agree and a later step's do not, though the
+    updates are right."""
+    if case.origin.step > 1 and (case.fixed or case.origin.place == "embedding"):
+        return (
+            f"step {case.origin.step} is the first whose activations differ, and all updates "
+            f"before it are right: the weights that {case.origin.place} holds are not those that "
+            "the update made (rounded into place or collected late, or not at all)"
+        )
+    return None
+
+
+def _between_modules(case: Case) -> str | None:
+    module_path = case.origin.place
+    if not module_path.startswith("between "):
+        return None
+    # two layers as such, not two modules of layers
+    are_layers = re.fullmatch(r"between layers\.\d+ and layers\.\d+", module_path)
+    if are_layers and case.parallel.pipeline > 1:
+        return (
+            f"{module_path}: the message from one pipeline stage to the next is another one's, or "
+            "is changed on its way"
+        )
+    return f"{module_path}: the sum of the residual stream, dropout, or a scale between them"
+
+
+def _wrong_forward(case: Case) -> str | None:
+    return (
+        f"what {case.origin.place} is given agrees, and what it makes does not: a sum over tp in "
+        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
+        "or its share of a weight is wrong"
+    )
+
+
+def _divided_by_local_tokens(case: Case) -> str | None:
+    """Return a cause if the loss is larger by about the number of ranks with tokens of their
+    own."""
+    ratio = case.origin.difference.ratio
+    num_copies = case.parallel.copies
+    # replicas have about as many tokens as each other, not just as many
+    if num_copies > 1 and abs(ratio - num_copies) < 0.2 * num_copies:
+        return (
+            f"the loss is about {_name_copies(case.parallel)} times too large: each replica "
+            "divides by its own tokens, not by those of all"
+        )
+    return None
+
+
+def _name_copies(parallel: Parallel) -> str:
+    if parallel.context == 1:
+        return f"dp = {parallel.data}"
+    return f"dp x cp = {parallel.copies}"
+
+
+def _wrong_loss(case: Case) -> str | None:
+    return (
+        "all activations agree and the loss does not: the head, the cross entropy over the cut "
+        "vocabulary, which targets count, or the number that the loss is divided by"
+    )
+
+
+def _scaled_gradients(case: Case) -> str | None:
+    """Return a cause if all gradients are off by one factor, from the loss on or by a sum over
+    ranks."""
+    ratio = case.common_ratio()
+    if ratio is None:
+        return None
+    for factor_name, factor in case.factors().items():
+        if near(ratio, 1 / factor):
+            return (
+                f"every gradient is 1/{factor_name}: it is averaged over {factor_name} although "
+                "the loss already is a mean over all"
+            )
+        if near(ratio, factor):
+            return (
+                f"every gradient is {factor_name} times too large: the loss is divided by one "
+                "rank's own tokens or samples, not by those of all, or summed over "
+                f"{factor_name} once too often"
+            )
+    if abs(ratio - 1) < 0.5:
+        return (
+            "every gradient is off by one factor: the loss is divided by another number of tokens "
+            "than the whole's"
+        )
+    return "every gradient is off by one factor: look at how the loss is scaled and divided"
+
+
+def _wrong_head_gradient(case: Case) -> str | None:
+    if case.origin.place != HEAD:
+        return None
+    return (
+        "the loss agrees, and the gradient of what the head is given does not: the backward pass "
+        "of the cross entropy or of the head, whose input's gradient is to be summed over tp once, "
+        "or what the loss is multiplied by"
+    )
+
+
+def _wrong_backward(case: Case) -> str | None:
+    module_path = case.origin.place
+    if case.parallel.recompute != "none":
+        recomputed_note = "; or what is made again for its backward pass is something else"
+    else:
+        recomputed_note = ""
+    if module_path.startswith("after "):
+        return (
+            f"the first gradient that differs is of what {module_path.removeprefix('after ')} "
+            "makes: what is done with that (dropout, a scale, the sum of the residual stream) goes "
+            f"another way back{recomputed_note}"
+        )
+    return (
+        f"the gradient of what {module_path} makes agrees, and of what it is given does not: in "
+        "its backward pass a sum over tp is missing (the input's gradient of a column-parallel "
+        f"layer), doubled or of something else{recomputed_note}"
+    )
+
+
+def _tied_gradient(case: Case) -> str | None:
+    if not case.tied or set(case.gradient_ratios) != {case.tied}:
+        return None
+    return (
+        f"{case.tied} is embedding and head in one: its gradient is the sum of both ends', each "
+        "counted once. Here one is counted twice, or one is left out (Layout.tied, split weight "
+        "gradients of shared weights)"
+    )
+
+
+def _unsummed_over_tp(case: Case) -> str | None:
+    """Return a cause if only tensors that all tp ranks hold whole, or copies of them, differ."""
+    differing = set(case.gradient_ratios)
+    if case.parallel.tensor == 1 or not differing or not differing <= case.replicated:
+        return None
+    share = "cut along the sequence" if case.parallel.sequence else "used with its own part"
+    return (
+        f"only tensors that every tp rank holds whole differ, {next(iter(case.gradient_ratios))} "
+        f"among them: where each tp rank saw a share ({share}) their gradients are to be summed "
+        "over tp (Layout.partial), once; where each saw all, they are not, and a bias is added "
+        "once, after the sum"
+    )
+
+
+def _single_layer(case: Case) -> str | None:
+    """Return a cause if all differences are in one layer."""
+    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in case.gradient_ratios}
+    if len(layer_numbers) == 1:
+        return f"all gradients that differ are of {layer_numbers.pop()}*: look there"
+    return None
+
+
+def _unsummed_over_replicas(case: Case) -> str | None:
+    """Return a cause if nearly all gradients differ, by different factors, though activations'
+    gradients agree."""
+    if case.parallel.copies > 1 and len(case.gradient_ratios) >= 0.9 * case.num_gradients > 0:
+        over = "dp" if case.parallel.context == 1 else "dp and cp"
+        return (
+            "every activation's gradient agrees and nearly no weight's does: the sum of gradients "
+            f"over {over} is missing, or micro-batches' gradients are lost on the way into it"
+        )
+    return None
+
+
+def _lost_microbatches(case: Case) -> str | None:
+    """Return a cause if most gradients are too small."""
+    ratios = sorted(case.gradient_ratios.values())
+    most_differ = len(ratios) >= 0.5 * case.num_gradients > 0
+    if case.microbatches > 1 and most_differ and ratios[len(ratios) // 2] < 1:
+        return (
+            "every activation's gradient agrees and most weights' are too small, each by another "
+            f"factor: of {case.microbatches} micro-batches some gradients are lost, or overwritten "
+            "where they should be added"
+        )
+    return None
+
+
+def _wrong_gradients(case: Case) -> str | None:
+    return (
+        f"every activation's gradient agrees, and the gradient of {case.origin.place} does not: "
+        "how it is made of them, added up over micro-batches, or summed over ranks"
+    )
+
+
+def _wrong_norm(case: Case) -> str | None:
+    """Return a cause if gradients agree, but their norm or their count of zeros does not."""
+    if case.origin.difference.ratio < 1:
+        return (
+            "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank is "
+            "left out of it"
+        )
+    if case.origin.difference.ratio > 1:
+        return (
+            "gradients agree, their norm is too large: tied or replicated tensors, or replicas, "
+            "are counted repeatedly"
+        )
+    return (
+        "gradients agree, their zeros are not counted once each: padding, copies or replicas are "
+        "counted, or left out"
+    )
+
+
+def _wrong_decision(case: Case) -> str | None:
+    return (
+        "gradients agree, and what is decided from them does not: found_inf or the loss scaler is "
+        "not the same on all ranks, or is told at another time"
+    )
+
+
+def _wrong_update(case: Case) -> str | None:
+    return (
+        "gradients and their norm agree, and what the update makes of them does not: clipping, "
+        "learning rate, weight decay, rounding of masters, or the slices of ZeRO differ by rank"
+    )
+
+
+def _diverged_copies(case: Case) -> str | None:
+    return "ranks that hold the same element hold different numbers: a sum over them is missing"
+
+
+Rule = Callable[[Case], str | None]
+RULES: dict[Phase, tuple[Rule, ...]] = {
+    "model": (_missing_tensors,),
+    "initial weights": (_initial_weights,),
+    "data": (_other_samples,),
+    "forward": (_without_gradient, _stale_weights, _between_modules, _wrong_forward),
+    "loss": (_divided_by_local_tokens, _wrong_loss),
+    "backward": (_scaled_gradients, _wrong_head_gradient, _between_modules, _wrong_backward),
+    "gradients": (
+        _without_gradient,
+        _tied_gradient,
+        _scaled_gradients,
+        _unsummed_over_tp,
+        _single_layer,
+        _unsummed_over_replicas,
+        _lost_microbatches,
+        _wrong_gradients,
+    ),
+    "norm": (_wrong_norm,),
+    "decision": (_wrong_decision,),
+    "update": (_wrong_update,),
+    "copies": (_diverged_copies,),
+}
+
+
+def likely_cause(case: Case) -> str:
+    """Return the cause of the first rule of the phase that applies. The last rule of each phase
+    always does."""
+    causes = (rule(case) for rule in RULES[case.origin.phase])
+    return next(cause for cause in causes if cause)

@@ -1,0 +1,366 @@
+"""The certificate of a comparison: one plain value, from which the table, the JSON file and the
+page are made."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from tools.config.run_file import RunConfig
+from tools.console.toml import toml
+from tools.verify.parity.borders import BACKWARD, FORWARD
+from tools.verify.parity.cause import OF, describe_ratio, likely_cause, make_case
+from tools.verify.parity.compare import Difference, worst
+from tools.verify.parity.layouts import Layout
+from tools.verify.parity.noise import count_rounding_elements
+from tools.verify.parity.ranks import Failure
+from tools.verify.parity.record import Plan, Record
+
+FORMAT = "megaprec parity 2"
+SHOWN = 24  # number of differences of a layout that are listed
+PROVEN = "proven"
+WRONG = "wrong"
+NOT_TRIED = "not tried"
+# compares a layout's norm with its own gradients, added another way
+WITHIN = "each element counted once"
+NEEDED = ("loss", "gradient", "weights")  # quantities without which a layout is not proven
+Certificate = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A layout compared with one process. run: in this layout. differences: from `compare`."""
+
+    layout: Layout
+    precision: str
+    run: RunConfig
+    differences: Sequence[Difference]
+    ours: Record
+    theirs: Record
+
+
+def entry(compared: Compared) -> dict[str, Any]:
+    """Return the entry of a layout."""
+    failed = [difference for difference in compared.differences if difference.fails]
+    # what a layout must show, whether compared or not, and whatever else failed
+    names = [
+        quantity_name for quantity_name in OF if quantity_name not in ("copies", "ranks agree")
+    ]
+    names += [difference.quantity for difference in failed]
+    quantities = {
+        quantity_name: _quantity_fields(compared, quantity_name)
+        for quantity_name in dict.fromkeys(names)
+    }
+    verdict = _verdict(failed, quantities)
+    fields = {
+        **_layout_fields(compared.layout, compared.precision),
+        "verdict": verdict,
+        "quantities": quantities,
+    }
+    if verdict == PROVEN:
+        fields["equal_bits"] = not any(
+            difference.error for difference in compared.differences if difference.quantity != WITHIN
+        )
+    if verdict == NOT_TRIED:
+        untried = [
+            quantity_name
+            for quantity_name in NEEDED
+            if quantities[quantity_name]["verdict"] == NOT_TRIED
+        ]
+        fields["why"] = "; ".join(
+            f"{quantity_name}: {quantities[quantity_name]['why']}" for quantity_name in untried
+        )
+    if failed:
+        fields |= _failure_fields(compared, failed)
+    return fields
+
+
+def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:
+    """Return the fields of a layout that differs: where the difference arises, and what follows."""
+    model = compared.run.model
+    difference_case = make_case(
+        compared.differences,
+        compared.ours,
+        compared.theirs,
+        "embedding.weight" if model.tied else "",
+        compared.layout.parallel,
+        compared.run.num_microbatches,
+        fixed=not (model.dropout or model.attention_dropout),
+    )
+    factors = difference_case.factors()
+    first_origin = difference_case.origin
+    return {
+        "first": {
+            "phase": first_origin.phase,
+            "place": first_origin.place,
+            **_difference_fields(first_origin.difference, factors),
+        },
+        "worst": _difference_fields(worst(failed), factors),
+        "likely_cause": likely_cause(difference_case),
+        "way": list(_stations(compared.differences, first_origin.step)),
+        "differing": [_difference_fields(difference, factors) for difference in failed[:SHOWN]],
+        "num_differing": len(failed),
+    }
+
+
+def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
+    return {
+        "layout": layout.name,
+        "ranks": layout.ranks,
+        "precision": precision,
+        "left_out": list(layout.left_out),
+    }
+
+
+def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
+    if failed:
+        return WRONG
+    if any(quantities[quantity_name]["verdict"] == NOT_TRIED for quantity_name in NEEDED):
+        return NOT_TRIED
+    return PROVEN
+
+
+def _quantity_fields(compared: Compared, quantity: str) -> dict[str, Any]:
+    """Return the results of one quantity: numbers of compared and differing values and the worst
+    one, or why none was compared.
+    """
+    differences = [item for item in compared.differences if item.quantity == quantity]
+    if not differences:
+        return {"verdict": NOT_TRIED, "why": _why_not_compared(compared, quantity)}
+    # compared, but with a bound that rounding alone may reach
+    inconclusive = [item for item in differences if item.inconclusive]
+    num_failed = sum(item.fails for item in differences)
+    if num_failed:
+        verdict = WRONG
+    elif len(inconclusive) == len(differences):
+        verdict = NOT_TRIED
+    else:
+        verdict = PROVEN
+    fields = {
+        "verdict": verdict,
+        "compared": len(differences) - len(inconclusive),
+        "failed": num_failed,
+        **_difference_fields(worst(differences)),
+    }
+    if inconclusive:
+        fields |= {"untold": len(inconclusive), "why": inconclusive[0].inconclusive}
+    return fields
+
+
+def _why_not_compared(compared: Compared, quantity: str) -> str:
+    """Return the reason why a quantity was not compared."""
+    if quantity in (FORWARD, BACKWARD):
+        return "no module with parameters is passed by a tensor [s, b, hidden]"
+    if quantity == "zero count":
+        return "in this precision rounding decides which elements are zero"
+    if quantity == "moments" and any(item.quantity == "weights" for item in compared.differences):
+        return "the optimizer keeps no averages"
+    if quantity in ("weights", "moments"):
+        return (
+            "its gradients are not those of a whole model, so no update could be made again of them"
+        )
+    return "no step was applied"
+
+
+def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
+    """Return the entry of a layout whose ranks did not finish: they hung, failed or were
+    stopped."""
+    # the user ended it: that says nothing about the layout
+    if failure.stopped:
+        return not_tried(layout, precision, failure.why)
+    is_hang = bool(failure.where)
+    if is_hang:
+        likely_reason = (
+            "ranks do not enter the same collectives in the same order: look at who waits for what"
+        )
+    else:
+        likely_reason = "the layout cannot be trained: its ranks fail"
+    first_origin = {
+        "phase": "hang" if is_hang else "failure",
+        "place": "; ".join(failure.where),
+        "note": failure.why,
+    }
+    return {
+        **_layout_fields(layout, precision),
+        "verdict": WRONG,
+        "quantities": {},
+        "first": first_origin,
+        "likely_cause": likely_reason,
+        "ranks_at": list(failure.where),
+    }
+
+
+def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
+    """Return the entry of a layout that was not run."""
+    return {**_layout_fields(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
+
+
+def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
+    """Yield the stations of one step, each border, the loss and the later quantities, and whether
+    each agrees."""
+    of_step: dict[str, list[Difference]] = {}
+    for difference in differences:
+        if difference.step != step:
+            continue
+        of_step.setdefault(difference.quantity, []).append(difference)
+        if difference.quantity in (FORWARD, "loss", BACKWARD):
+            yield _station(difference, difference.name or difference.quantity)
+    for quantity in ("gradient", WITHIN, "gradient norm", "weights", "moments"):
+        of_quantity = of_step.get(quantity)
+        if of_quantity:
+            failed = [difference for difference in of_quantity if difference.fails]
+            quantity_name = "gradients" if quantity == "gradient" else quantity
+            yield _station(worst(failed or of_quantity), quantity_name)
+
+
+def _station(difference: Difference, quantity_name: str) -> dict[str, Any]:
+    if difference.inconclusive:
+        verdict = NOT_TRIED
+    elif difference.fails:
+        verdict = WRONG
+    else:
+        verdict = PROVEN
+    return {
+        "phase": OF[difference.quantity],
+        "name": quantity_name,
+        "verdict": verdict,
+        "error": _finite(difference.error),
+    }
+
+
+def _difference_fields(
+    difference: Difference, factors: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Return a difference for JSON. Infinite errors are of values that must be equal and are
+    not."""
+    fields: dict[str, Any] = {
+        "quantity": difference.quantity,
+        "name": difference.name,
+        "step": difference.step,
+        "error": _finite(difference.error),
+        "bound": difference.bound,
+        "ratio": _finite(difference.ratio),
+    }
+    if factors is not None:
+        fields["ratio_looks_like"] = describe_ratio(difference.ratio, factors)
+    if difference.ranks:
+        fields["ranks"] = list(difference.ranks)
+    if difference.note:
+        fields["note"] = difference.note
+    return fields
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def certificate(
+    file: str,
+    config: RunConfig,
+    compared: RunConfig,
+    changes: dict[str, tuple[Any, Any]],
+    plan: Plan,
+    float64_record: Record,
+    shaken: Record,
+) -> Certificate:
+    """Return the certificate without its layouts.
+
+    config: the user's run. compared: the run on one process. changes: the keys that differ between
+    them. float64_record: one process in float64. shaken: the same from weights moved by rounding.
+    """
+    return {
+        "format": FORMAT,
+        "verdict": "",
+        "versions": versions(),
+        "configuration": {
+            "file": file,
+            "sha256": run_digest(config),
+            "sha256_as_compared": run_digest(compared),
+            "model": f"{config.model.factory or config.model.family}, {config.model.layers} layers",
+        },
+        "changes": {key: [toml(old), toml(new)] for key, (old, new) in changes.items()},
+        "steps": plan.steps,
+        "applied": len(float64_record.applied),
+        "clipped": _count_clipped(compared, float64_record),
+        "tensors": len(float64_record.names),
+        "elements": sum(
+            weight.numel() for weight in float64_record.tensors["before/weight"].values()
+        ),
+        "rounding": count_rounding_elements(float64_record, shaken),
+        "not_tried": [list(pair) for pair in _uncovered(config, compared, plan)],
+        "layouts": [],
+    }
+
+
+def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (part, reason) of everything in the run that the comparison does not cover."""
+    if plan.planted < 0:
+        yield (
+            "a skipped step",
+            f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped',
+        )
+    if compared.optimizer.clip == 0:
+        yield "clipping", "optimizer.clip = 0"
+    if config.plan.fp8:
+        yield "products in FP8 in float64", "float64 has none; --precision configured has them"
+    if config.train.device == "cuda":
+        yield "GPUs and NCCL", "ranks are processes on CPUs, over gloo"
+
+
+def _count_clipped(config: RunConfig, float64_record: Record) -> int:
+    """Return the number of applied steps that were clipped."""
+    norms = [float64_record.steps[step]["grad_norm"] for step in float64_record.applied]
+    return sum(0 < config.optimizer.clip < norm for norm in norms)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that computes."""
+    return {
+        "megaprec": _version("megaprec"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "byteorder": sys.byteorder,
+    }
+
+
+def _version(quantity_name: str) -> str:
+    try:
+        return version(quantity_name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def run_digest(config: RunConfig) -> str:
+    """Return the SHA-256 of every key of the run, except the paths of its files."""
+    # as JSON: the digest must not depend on Python's types
+    run_tables = config.model_dump(mode="json")
+    for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):
+        del run_tables[table][key]  # the same run in another folder is the same
+    return hashlib.sha256(json.dumps(run_tables, sort_keys=True).encode()).hexdigest()
+
+
+def write(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """Write files by name, each completely or not at all. Raises UserError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for quantity_name, text in texts.items():
+            # renamed when complete: a reader never sees half a file
+            unfinished = folder / f"{quantity_name}.tmp"
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, folder / quantity_name)
+    except OSError as error:
+        raise UserError.of(
+            "parity.certificate_not_written", folder=folder, strerror=error.strerror
+        ) from error
+    return [folder / quantity_name for quantity_name in texts]

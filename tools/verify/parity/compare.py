@@ -1,0 +1,438 @@
+"""Comparison of two records of one run, quantity by quantity, in the order in which a step produces
+them.
+
+The quantities are activations between modules, the loss, gradients of activations, gradients of
+weights, their norm, and the updated weights and moments. The first difference shows the fault, for
+later ones follow from it.
+
+Errors of tensors are relative to the norm of the tensor in the reference, or to a thousandth of the
+average norm of a tensor of its size if that is more. `noise.py` defines how large they may be. That
+a norm counts each element of the gradients once is checked to 1e-4 in the run's own precision, for
+squares may be summed in FP32.
+
+Weights and moments are compared with the result of one process for the layout's own gradients
+(`again.py`). Some values must be equal to the last bit in any precision: sample ids, initial
+weights, skipped steps, the loss scale, and all copies of one element.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from models.feed_forward.router import is_correction
+from tools.verify.parity.borders import BACKWARD, FORWARD, BorderValues
+from tools.verify.parity.noise import Noise, count_zeros, error_scales, relative_error, tensor_error
+from tools.verify.parity.record import Record, Tensors
+
+EXACT = 0.0  # the bound of values that must have the same bits
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The comparison of one number or tensor of one step (from 1; 0: before the first) in two runs.
+
+    error: relative. ratio: ours over theirs, of the norms or the numbers; NaN where there is none.
+    ranks: that it was seen on, if not on all. inconclusive: reason why the comparison proves
+    nothing, however small the error is.
+    """
+
+    quantity: str
+    name: str
+    step: int
+    error: float
+    bound: float
+    ratio: float = math.nan
+    note: str = ""
+    ranks: tuple[int, ...] = ()
+    inconclusive: str = ""
+
+    @property
+    def fails(self) -> bool:
+        # written so that an error of NaN fails
+        return not self.inconclusive and not self.error <= self.bound
+
+
+def compare(
+    candidate: Record,
+    reference: Record,
+    noise: Noise,
+    norm: float = 2.0,
+    repeated: Mapping[str, Tensors] | None = None,
+) -> list[Difference]:
+    """Return all comparisons of a layout with one process, in the order of a step.
+
+    norm: order of the runs' gradient norm.
+    repeated: the updates repeated from the gradients of `candidate` (`again.updates`).
+    """
+    differences = [
+        *_compare_shapes(candidate, reference),
+        *_compare_initial_weights(candidate, reference),
+        *_compare_copies(candidate, "before/"),
+    ]
+    # the reports of a step; one run may have ended early
+    for step_index, reports in enumerate(zip(candidate.steps, reference.steps, strict=False)):
+        number = step_index + 1
+        differences += _compare_step(_StepComparison(candidate, reference, noise, step_index), norm)
+        differences += _compare_updates(candidate, repeated or {}, noise, step_index)
+        differences += _compare_copies(candidate, f"after/{step_index}/")
+        scalers = [report["scaler"] for report in reports]
+        differences.append(_compare_exactly("scaler", "", number, *scalers))
+        for conflict_step, quantity in candidate.rank_conflicts:
+            if conflict_step == number:
+                differences.append(_failure("ranks agree", quantity, number))
+    return differences
+
+
+def _compare_exactly(
+    quantity: str, tensor_name: str, step_number: int, candidate: object, reference: object
+) -> Difference:
+    if str(candidate) == str(reference):  # as text: NaN is NaN
+        return Difference(quantity, tensor_name, step_number, 0.0, EXACT)
+    return _failure(quantity, tensor_name, step_number, f"{candidate}, {reference}")
+
+
+def _failure(quantity: str, tensor_name: str, step_number: int, note: str = "") -> Difference:
+    """Return a difference of values that must be equal and are not."""
+    return Difference(quantity, tensor_name, step_number, math.inf, EXACT, note=note)
+
+
+def _compare_shapes(candidate: Record, reference: Record) -> Iterator[Difference]:
+    """Compare the sets of logical tensors: each is present, complete and of the same shape, and
+    there are no others."""
+    our_weights = candidate.tensors["before/weight"]
+    their_weights = reference.tensors["before/weight"]
+    for tensor_name in dict.fromkeys([*their_weights, *our_weights]):
+        our_shape = _shape_of(our_weights, tensor_name)
+        their_shape = _shape_of(their_weights, tensor_name)
+        yield _compare_exactly("tensors", tensor_name, 0, our_shape, their_shape)
+        if our_shape == their_shape:
+            missing = int(our_weights[tensor_name].isnan().sum())
+            if missing:
+                yield _failure(
+                    "tensors", tensor_name, 0, f"no rank holds {missing} of its elements"
+                )
+
+
+def _shape_of(tensors: Tensors, tensor_name: str) -> tuple[int, ...] | str:
+    return tuple(tensors[tensor_name].shape) if tensor_name in tensors else "missing"
+
+
+def _common_tensors(candidate: Tensors, reference: Tensors) -> list[str]:
+    """Return the names of tensors that both sides have in one shape, in the order of `reference`.
+
+    `_compare_shapes` reports the others.
+    """
+    return [
+        tensor_name
+        for tensor_name, tensor in reference.items()
+        if tensor_name in candidate and candidate[tensor_name].shape == tensor.shape
+    ]
+
+
+def _compare_initial_weights(candidate: Record, reference: Record) -> Iterator[Difference]:
+    our_weights = candidate.tensors["before/weight"]
+    their_weights = reference.tensors["before/weight"]
+    for tensor_name in _common_tensors(our_weights, their_weights):
+        both_tensors = (our_weights[tensor_name], their_weights[tensor_name])
+        # scaled by itself alone: the error must be 0, so only its size in the report depends on it
+        scale = error_scales({tensor_name: both_tensors[1]})[tensor_name]
+        error = tensor_error(*both_tensors, scale)
+        yield Difference(
+            "initial weights",
+            tensor_name,
+            step=0,
+            error=error,
+            bound=EXACT,
+            ratio=_norm_ratio(*both_tensors),
+            note=_describe_largest(*both_tensors),
+        )
+
+
+def _compare_copies(candidate: Record, prefix: str) -> Iterator[Difference]:
+    """Compare the copies that ranks hold of tensors of the kinds that start with `prefix`."""
+    for tensor_kind, tensor_name in candidate.copy_conflicts:
+        if tensor_kind.startswith(prefix):
+            # "before/weight", "gradient/STEP" or "after/STEP/KIND"
+            phase, step, *_ = tensor_kind.split("/")
+            label = phase if phase == "gradient" else tensor_kind.split("/")[-1]
+            number = 0 if phase == "before" else int(step) + 1
+            yield _failure("copies", tensor_name, number, f"{label} differs between ranks")
+
+
+@dataclass(frozen=True)
+class _StepComparison:
+    """The comparison of one step (from 0) of two runs."""
+
+    candidate: Record
+    reference: Record
+    noise: Noise
+    step: int
+
+    def number(self, quantity: str, report_key: str) -> Difference:
+        """Compare a number that both runs report."""
+        candidate = self.candidate.steps[self.step][report_key]
+        reference = self.reference.steps[self.step][report_key]
+        perturbed_run = (
+            self.noise.perturbed_run.steps[self.step][report_key]
+            if self.noise.perturbed_run
+            else None
+        )
+        float64_run = (
+            self.noise.float64_run.steps[self.step][report_key] if self.noise.float64_run else None
+        )
+        perturbed_draws = [
+            run_record.steps[self.step][report_key] for run_record in self.noise.perturbed_draws
+        ]
+
+        error = relative_error(candidate, reference if float64_run is None else float64_run)
+        bound = self.noise.number_bound(reference, perturbed_run, float64_run, perturbed_draws)
+        ratio = candidate / reference if reference else math.nan
+        difference = Difference(quantity, "", self.step + 1, error, bound, ratio)
+        return self.judge(difference)
+
+    def tensors(
+        self, quantity: str, tensor_kind: str, names: Sequence[str]
+    ) -> Iterator[Difference]:
+        """Compare the tensors of a kind, in the order of `names`; `_compare_shapes` reports those
+        that one side lacks."""
+        candidate = self.candidate.tensors.get(tensor_kind)
+        reference = self.reference.tensors.get(tensor_kind)
+        if candidate is None or reference is None:
+            return
+        perturbed_run = (
+            self.noise.perturbed_run.tensors.get(tensor_kind) if self.noise.perturbed_run else None
+        )
+        float64_run = (
+            self.noise.float64_run.tensors.get(tensor_kind) if self.noise.float64_run else None
+        )
+        perturbed_draws = [
+            run_record.tensors[tensor_kind] for run_record in self.noise.perturbed_draws
+        ]
+        # in low precision the one process errs too, so both are measured against float64
+        expected = float64_run or reference
+        scales = error_scales(expected)
+        bounds = self.noise.tensor_bounds(
+            reference, perturbed_run, float64_run, scales, perturbed_draws
+        )
+        common = set(_common_tensors(candidate, reference))
+        for tensor_name in names:
+            if tensor_name not in common:
+                continue
+            error = tensor_error(candidate[tensor_name], expected[tensor_name], scales[tensor_name])
+            ratio = _norm_ratio(candidate[tensor_name], reference[tensor_name])
+            note = _describe_largest(candidate[tensor_name], reference[tensor_name])
+            difference = Difference(
+                quantity,
+                tensor_name,
+                step=self.step + 1,
+                error=error,
+                bound=bounds[tensor_name],
+                ratio=ratio,
+                note=note,
+            )
+            yield self.judge(difference)
+
+    def borders(self, tensor_kind: str) -> Iterator[Difference]:
+        """Compare the values of every rank at each common border, in the order in which the one
+        process passed them."""
+        reference = _values_by_border(self.reference, tensor_kind, self.step)
+        perturbed_run = float64_run = None
+        if self.noise.perturbed_run:
+            perturbed_run = _values_by_border(self.noise.perturbed_run, tensor_kind, self.step)
+        if self.noise.float64_run:
+            float64_run = _values_by_border(self.noise.float64_run, tensor_kind, self.step)
+        perturbed_draws = [
+            _values_by_border(run_record, tensor_kind, self.step)
+            for run_record in self.noise.perturbed_draws
+        ]
+        expected = float64_run or reference
+        scales = error_scales(expected)
+        bounds = self.noise.tensor_bounds(
+            reference, perturbed_run, float64_run, scales, perturbed_draws
+        )
+        for border, full_values in expected.items():
+            rank_values = self.candidate.borders.get((tensor_kind, border), [])
+            if not rank_values:
+                continue
+            # A part may be small by chance, so its own norm would be no measure:
+            # the scale of a rank's part is that of the full values, for as many elements
+            element_scale = scales[border] / math.sqrt(full_values.numel())
+            (reference,) = self.reference.borders[tensor_kind, border]
+            errors: list[float] = []
+            failing: list[int] = []
+            ratio = math.nan  # of the first rank that fails
+            for border_values in rank_values:
+                expected_part = _select_part(border_values, reference, full_values)
+                scale = element_scale * math.sqrt(expected_part.numel()) or 1.0
+                error = tensor_error(border_values.values[self.step], expected_part, scale)
+                errors.append(error)
+                if not error <= bounds[border]:
+                    if not failing:
+                        ratio = _norm_ratio(border_values.values[self.step], expected_part)
+                    failing.append(border_values.rank)
+            difference = Difference(
+                tensor_kind,
+                border,
+                self.step + 1,
+                max(errors),
+                bounds[border],
+                ratio,
+                ranks=tuple(failing),
+            )
+            yield self.judge(difference)
+
+    def judge(self, difference: Difference) -> Difference:
+        """Return the difference, marked if its bound is too wide to prove anything."""
+        return replace(difference, inconclusive=self.noise.why_inconclusive(difference.bound))
+
+
+def _values_by_border(run_record: Record, tensor_kind: str, step_index: int) -> Tensors:
+    """Return the values that one process saw by border: [samples, positions]."""
+    return {
+        border: border_values[0].values[step_index]
+        for (border_kind, border), border_values in run_record.borders.items()
+        if border_kind == tensor_kind
+    }
+
+
+def _select_part(
+    border_values: BorderValues, reference: BorderValues, full_values: Tensor
+) -> Tensor:
+    """Return the part of one process's values that this rank saw: [samples, positions].
+
+    It is NaN if one of the rank's samples is not in the reference.
+    """
+    if not set(border_values.samples) <= set(reference.samples):
+        return full_values.new_full(
+            (len(border_values.samples), len(border_values.positions)), torch.nan
+        )
+    columns = [reference.positions.index(position) for position in border_values.positions]
+    return full_values[border_values.samples][:, columns]
+
+
+def _compare_step(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
+    """Compare what a step computes before its update, in the order of the computation."""
+    number = comparison.step + 1
+    candidate = comparison.candidate
+    reference = comparison.reference
+    samples = (candidate.samples[comparison.step], reference.samples[comparison.step])
+    yield _compare_exactly("sample ids", "", number, *samples)
+    yield from comparison.borders(FORWARD)
+    yield comparison.number("loss", "loss")
+    yield from comparison.borders(BACKWARD)
+    tensor_kind = f"gradient/{comparison.step}"
+    # the last layer's gradients arise first
+    backward_order = reference.names[::-1]
+    yield from comparison.tensors("gradient", tensor_kind, backward_order)
+    yield from _compare_copies(candidate, tensor_kind)
+    if tensor_kind in candidate.tensors and tensor_kind in reference.tensors:
+        yield from _compare_counts(comparison, norm)
+        yield comparison.number("gradient norm", "grad_norm")
+    our_report = candidate.steps[comparison.step]
+    their_report = reference.steps[comparison.step]
+    for report_key in ("outcome", "offenders"):
+        yield _compare_exactly(
+            "found_inf", report_key, number, our_report[report_key], their_report[report_key]
+        )
+
+
+def _compare_updates(
+    candidate: Record, repeated: Mapping[str, Tensors], noise: Noise, step_index: int
+) -> Iterator[Difference]:
+    """Compare weights and moments with those that one process computes from the same gradients.
+
+    `_compare_shapes` reports those that one side lacks.
+    """
+    for tensor_kind, expected in repeated.items():
+        if not tensor_kind.startswith(f"after/{step_index}/"):
+            continue
+        quantity = "weights" if tensor_kind.split("/")[-1] == "weight" else "moments"
+        bound = noise.update_bound(quantity)
+        scales = error_scales(expected)
+        tensors = candidate.tensors.get(tensor_kind, {})
+        for tensor_name in _common_tensors(tensors, expected):
+            both_tensors = (tensors[tensor_name], expected[tensor_name])
+            error = tensor_error(*both_tensors, scales[tensor_name])
+            yield Difference(
+                quantity,
+                tensor_name,
+                step=step_index + 1,
+                error=error,
+                bound=bound,
+                ratio=_norm_ratio(*both_tensors),
+                note=_describe_largest(*both_tensors),
+            )
+
+
+def _norm_ratio(candidate: Tensor, reference: Tensor) -> float:
+    their_norm = reference.norm().item()
+    return candidate.norm().item() / their_norm if their_norm else math.nan
+
+
+def _describe_largest(candidate: Tensor, reference: Tensor) -> str:
+    """Return index and values of the element that differs most; empty if none differs."""
+    errors = (candidate - reference).abs().nan_to_num(torch.inf)
+    if not errors.numel() or not errors.max():
+        return ""
+    coordinates = torch.unravel_index(errors.argmax(), errors.shape)
+    index = [int(coordinate) for coordinate in coordinates]
+    our_value = candidate[tuple(index)].item()
+    their_value = reference[tuple(index)].item()
+    return f"{index}: {our_value:.6g}, {their_value:.6g}"
+
+
+def _compare_counts(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
+    """Check that norm and zero count of the layout cover each element of its own gradients once,
+    and in float64 that as many elements as in one process are zero other than by rounding.
+    """
+    tensor_kind = f"gradient/{comparison.step}"
+    number = comparison.step + 1
+    noise = comparison.noise
+    report = comparison.candidate.steps[comparison.step]
+    candidate = _without_corrections(comparison.candidate.tensors[tensor_kind])
+    reference = _without_corrections(comparison.reference.tensors[tensor_kind])
+
+    # the layout's own gradients, put together: each element is there once
+    elements = torch.cat([gradient.flatten() for gradient in candidate.values()])
+    expected = torch.linalg.vector_norm(elements, norm).item()
+    reported = report["grad_norm"]
+    error = relative_error(reported, expected)
+    ratio = reported / expected if expected else math.nan
+    counted_once = "each element counted once"
+    yield Difference(counted_once, "norm", number, error, noise.norm_bound, ratio)
+
+    num_zeros = int((elements == 0).sum())
+    yield _compare_exactly(counted_once, "zeros", number, report["num_zeros"], num_zeros)
+    if noise.float64_run is None and not noise.exact:
+        perturbed_run = noise.perturbed_run.tensors[tensor_kind] if noise.perturbed_run else None
+        our_zeros = count_zeros(candidate, reference, perturbed_run)
+        their_zeros = count_zeros(reference, reference, perturbed_run)
+        yield _compare_exactly("zero count", "", number, our_zeros, their_zeros)
+
+
+def _without_corrections(gradients: Tensors) -> Tensors:
+    """Leave out the routers' corrections: their "gradients" are counts of loads."""
+    return {
+        tensor_name: tensor
+        for tensor_name, tensor in gradients.items()
+        if not is_correction(tensor_name)
+    }
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    """Return the difference that is largest relative to its bound; values that must be equal come
+    last."""
+    # a bound that proves nothing would hide one that is nearly reached
+    conclusive = [difference for difference in differences if not difference.inconclusive]
+    candidates = conclusive or differences
+    measured = [
+        difference
+        for difference in candidates
+        if difference.bound and math.isfinite(difference.error)
+    ]
+    return max(
+        measured or candidates, key=lambda difference: difference.error / (difference.bound or 1.0)
+    )

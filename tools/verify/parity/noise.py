@@ -1,0 +1,259 @@
+"""The bounds within which two runs without a fault may differ.
+
+In float64 rounding is measured: one process trains a second time from weights that were each moved
+by one unit in the last place. The change shows the effect of rounding: almost nothing for most
+numbers, and everything for a gradient that is only rounding error, such as that of a bias of keys,
+which softmax cancels. A layout, which sums in another order, may differ by
+`FLOAT64_TOLERANCE`, or by `FLOAT64_SLACK` times that change if it is more. If this bound exceeds
+`WIDEST_FLOAT64_BOUND`, the quantity proves nothing and counts as not tried.
+
+In the run's own precision one process differs from one process in float64 by some error. So do
+`DRAWS` runs in float64 from weights that were each moved by one unit in the last place of that
+precision: one run alone may be lucky, for the first steps of Adam move a weight by the sign of its
+gradient, which rounding changes where the gradient is small. A layout may differ by
+`LOW_PRECISION_SLACK` times the largest of these errors among all layers, or by as many units in the
+last place of the dtype if that is more, or as if as many tokens went to another expert. If the
+bound does not exclude a factor of the square root of two, the quantity proves nothing either.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tools.verify.parity.record import Record, Tensors
+
+# In float64 another order of sums changes a result by some 1e-15; the layers multiply that.
+FLOAT64_TOLERANCE = 1e-12
+# One measured change is a sample: another order of sums may change a result by more than it.
+FLOAT64_SLACK = 100.0
+# A fault changes a result by far more than this; a bound above it could hide one.
+WIDEST_FLOAT64_BOUND = 1e-6
+# As `FLOAT64_SLACK`, for `DRAWS` + 1 measured errors, of which the largest counts.
+LOW_PRECISION_SLACK = 4.0
+DRAWS = 3
+# Of a gradient norm in low precision against its own elements: squares may be summed in FP32.
+LOW_PRECISION_NORM_TOLERANCE = 1e-4
+# A bound above sqrt(2) - 1 lets a factor of the square root of two pass.
+WIDEST_LOW_PRECISION_BOUND = 0.41
+# A tensor's norm counts as at least this fraction of the average norm of its size.
+MIN_NORM_FRACTION = 1e-3
+# The error of tensors that differ, even if the squares of the differences underflow to 0.
+SMALLEST_ERROR = 1e-300
+# In names of tensors of one expert: rounding decides which tokens it gets.
+EXPERTS = ".experts."
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The effect of rounding on a run.
+
+    perturbed_run: of a run in float64, the same run from weights moved by rounding.
+    float64_run: of a run in another precision, the run in float64 on one process.
+    perturbed_draws: the same runs as `float64_run` from weights moved by rounding of that
+        precision.
+    epsilon: of the dtype of products.
+    expert_tokens: tokens of an expert in a step, if there are experts: rounding sends a token that
+        is undecided between two experts to the other one, and its part of all gradients with it.
+    state_epsilons: epsilon of the optimizer's "weights" and "moments".
+    exact: True if no bit may differ.
+    """
+
+    perturbed_run: Record | None = None
+    float64_run: Record | None = None
+    perturbed_draws: Sequence[Record] = ()
+    epsilon: float = 0.0
+    expert_tokens: float = math.inf
+    state_epsilons: Mapping[str, float] = field(default_factory=dict)
+    exact: bool = False
+
+    @property
+    def routing_bound(self) -> float:
+        """Return the bound for `LOW_PRECISION_SLACK` tokens that go to another expert."""
+        return math.sqrt(LOW_PRECISION_SLACK / self.expert_tokens)
+
+    def number_bound(
+        self,
+        reference: float,
+        perturbed_run: float | None,
+        float64_run: float | None,
+        perturbed_draws: Sequence[float] = (),
+    ) -> float:
+        """Return the bound of a number."""
+        if self.exact:
+            return 0.0
+        if float64_run is not None:
+            errors = [
+                relative_error(number, float64_run) for number in (reference, *perturbed_draws)
+            ]
+            return LOW_PRECISION_SLACK * max(self.epsilon, *errors)
+        if perturbed_run is not None:
+            return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * relative_error(perturbed_run, reference))
+        return FLOAT64_TOLERANCE
+
+    def tensor_bounds(
+        self,
+        reference: Tensors,
+        perturbed_run: Tensors | None,
+        float64_run: Tensors | None,
+        scales: Mapping[str, float],
+        perturbed_draws: Sequence[Tensors] = (),
+    ) -> dict[str, float]:
+        """Return the bound of each tensor, relative to its entry of `scales`."""
+        if self.exact:
+            return dict.fromkeys(reference, 0.0)
+        if float64_run is None:
+            errors = _tensor_errors(reference, perturbed_run or {}, scales)
+            return {
+                tensor_name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(tensor_name, 0.0))
+                for tensor_name in reference
+            }
+        common_error = self.epsilon
+        largest: dict[str, float] = {}  # of all layers
+        # the largest of several errors: one draw may be lucky
+        for tensors in [reference, *perturbed_draws]:
+            errors = _tensor_errors(float64_run, tensors, scales)
+            common_error = max(common_error, _root_mean_square(errors.values()))
+            for tensor_name, error in errors.items():
+                tensor_kind = _tensor_kind(tensor_name)
+                largest[tensor_kind] = max(error, largest.get(tensor_kind, 0.0))
+        least_bound = max(LOW_PRECISION_SLACK * common_error, self.routing_bound)
+        return {
+            tensor_name: max(
+                least_bound, LOW_PRECISION_SLACK * largest.get(_tensor_kind(tensor_name), 0.0)
+            )
+            for tensor_name in reference
+        }
+
+    @property
+    def norm_bound(self) -> float:
+        """Return the bound of a gradient norm against the layout's own gradients."""
+        if self.float64_run is not None or self.exact:
+            return LOW_PRECISION_NORM_TOLERANCE
+        return FLOAT64_TOLERANCE
+
+    def update_bound(self, quantity: str) -> float:
+        """Return the bound of "weights" or "moments" against the same update on one process."""
+        if self.exact:
+            return 0.0
+        if self.float64_run is not None:
+            return LOW_PRECISION_SLACK * self.state_epsilons[quantity]
+        return FLOAT64_TOLERANCE
+
+    def why_inconclusive(self, bound: float) -> str:
+        """Return why a quantity with this bound proves nothing; empty if it proves something."""
+        widest = WIDEST_FLOAT64_BOUND if self.float64_run is None else WIDEST_LOW_PRECISION_BOUND
+        if bound <= widest:
+            return ""
+        return f"rounding alone may change it by {bound:.0e}"
+
+
+def relative_error(candidate: float, reference: float) -> float:
+    """Return the error of `candidate` relative to `reference`. NaN equals NaN."""
+    if candidate == reference or (math.isnan(candidate) and math.isnan(reference)):
+        return 0.0
+    return abs(candidate - reference) / max(abs(reference), 1e-300)
+
+
+def tensor_error(candidate: Tensor, reference: Tensor, scale: float) -> float:
+    """Return the norm of the difference over `scale`: 0 if and only if all bits are equal, infinite
+    if one is NaN."""
+    if torch.equal(candidate, reference):
+        return 0.0
+    error = (candidate - reference).norm().item() / scale
+    return math.inf if math.isnan(error) else max(error, SMALLEST_ERROR)
+
+
+def _tensor_errors(
+    reference: Tensors, candidate: Tensors, scales: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the error of each tensor of `candidate` that is in `reference`, in its order."""
+    return {
+        tensor_name: tensor_error(tensor, reference[tensor_name], scales[tensor_name])
+        for tensor_name, tensor in candidate.items()
+        if tensor_name in reference
+    }
+
+
+def error_scales(tensors: Tensors) -> dict[str, float]:
+    """Return the scale of errors of each tensor: its norm, or a thousandth of the average norm of
+    its size."""
+    average = average_element(tensors)
+    scales: dict[str, float] = {}
+    for tensor_name, tensor in tensors.items():
+        least_norm = MIN_NORM_FRACTION * average * math.sqrt(tensor.numel())
+        # 1 if all tensors are zero, so that an error can be divided by it
+        scales[tensor_name] = max(tensor.norm().item(), least_norm) or 1.0
+    return scales
+
+
+def average_element(tensors: Tensors) -> float:
+    """Return the root mean square of all elements."""
+    count = sum(tensor.numel() for tensor in tensors.values())
+    squares = sum(tensor.square().sum().item() for tensor in tensors.values())
+    return math.sqrt(squares / max(1, count))
+
+
+def rounding_mask(reference: Tensor, perturbed: Tensor) -> Tensor:
+    """Return a bool tensor of the elements of a float64 gradient that may be only rounding error.
+
+    These are elements that are not far above the changes that rounding causes in their tensor. An
+    element that is zero in both runs is a true zero, as of a token that never occurs, unless its
+    entire tensor is rounding error.
+    """
+    rounding_limit = FLOAT64_SLACK * (perturbed - reference).square().mean().sqrt()
+    is_small = reference.abs() <= rounding_limit
+    if rounding_limit > 0 and is_small.all():
+        return is_small
+    return is_small & ~((reference == 0) & (perturbed == 0))
+
+
+def count_rounding_elements(reference: Record, perturbed_run: Record) -> dict[str, int]:
+    """Return, by tensor, the number of elements whose gradient may be only rounding error in some
+    step; tensors without such elements are left out."""
+    rounding_masks: dict[str, Tensor] = {}
+    for tensor_kind, gradients in reference.tensors.items():
+        if not tensor_kind.startswith("gradient/"):
+            continue
+        for tensor_name, mask in _rounding_masks(
+            gradients, perturbed_run.tensors[tensor_kind]
+        ).items():
+            rounding_masks[tensor_name] = (
+                rounding_masks[tensor_name] | mask if tensor_name in rounding_masks else mask
+            )
+    counts = {tensor_name: int(mask.sum()) for tensor_name, mask in rounding_masks.items()}
+    return {tensor_name: count for tensor_name, count in counts.items() if count}
+
+
+def _rounding_masks(reference: Tensors, perturbed_run: Tensors) -> Tensors:
+    return {
+        tensor_name: rounding_mask(gradient, perturbed_run[tensor_name])
+        for tensor_name, gradient in reference.items()
+    }
+
+
+def count_zeros(gradients: Tensors, reference: Tensors, perturbed_run: Tensors | None) -> int:
+    """Return the number of zeros in `gradients`, without those that may be rounding error in
+    `reference`."""
+    if perturbed_run is None:
+        return sum(int((gradient == 0).sum()) for gradient in gradients.values())
+    rounding_masks = _rounding_masks(reference, perturbed_run)
+    count = 0
+    for tensor_name, gradient in gradients.items():
+        if tensor_name in rounding_masks:
+            count += int(((gradient == 0) & ~rounding_masks[tensor_name]).sum())
+    return count
+
+
+def _tensor_kind(tensor_name: str) -> str:
+    """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of
+    one kind."""
+    return EXPERTS if EXPERTS in tensor_name else re.sub(r"\d+", "N", tensor_name)
+
+
+def _root_mean_square(errors: Iterable[float]) -> float:
+    all_errors = list(errors)
+    return math.sqrt(sum(error * error for error in all_errors) / max(1, len(all_errors)))

@@ -1,0 +1,411 @@
+"""The runs that are compared: the user's run, made small, for a few steps on one process, in
+float64 and in its own precision.
+
+The faults of a layout depend on structure, not on size: whether heads, vocabulary and batch divide
+by the ranks, how many heads share a key, whether there are experts, windows, dropout, several
+chunks a rank. So each size becomes the smallest one that the numbers of ranks divide, or do not
+divide, as they did the original.
+
+The learning rate is constant, for weights hardly move in the first steps of a warmup. Text is
+replaced by random tokens of the small vocabulary, some of which never occur. Some targets are left
+out of the loss, so that the replicas' shares differ in tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.data.indexed import IndexedWriter
+from megaprec.precision.plan import dtype_name
+from models.config import ModelConfig
+from models.latent import Latent
+from parallel.pipeline.builders import default_chunks
+from parallel.sequence_cut import unit
+from tools.config.data_settings import Data
+from tools.config.layouts import ALONE
+from tools.config.precision_settings import FP8, Precision
+from tools.config.run_file import RunConfig
+from tools.config.table import Table
+from tools.verify.parity.record import Plan, Record
+
+# keys of [precision] that are dtypes, or only make sense with some
+DTYPE_KEYS = (
+    "compute",
+    "parameters",
+    "gradients",
+    "reduce",
+    "masters",
+    "moments",
+    "rounding",
+    "pipeline",
+    "buffers",
+    "residual",
+    "attention",
+    "scores",
+    "output",
+    "tf32",
+)
+# what documents change, of [data]
+RESETS = (
+    "reset_attention_mask",
+    "reset_position_ids",
+    "eod_mask_loss",
+)
+# one unit in the last place of 1
+EPSILON = {
+    "fp64": 2.0**-52,
+    "fp32": 2.0**-23,
+    "tf32": 2.0**-10,
+    "fp16": 2.0**-10,
+    "bf16": 2.0**-7,
+    "fp8": 2.0**-3,
+}
+# The small sizes, from which the next one is taken that the ranks divide as the original.
+LENGTH = 16
+HEAD_DIM = 8
+VOCAB = 61
+MICROBATCHES = 4
+MAX_EXPERT_WIDTH = 32
+MAX_SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
+
+
+@dataclass(frozen=True)
+class LayoutLimits:
+    """The largest sizes of the axes among the layouts. expert: the ranks over which experts are
+    spread."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    context: int = 1
+    expert: int = 1
+
+
+def made_ready(
+    run_config: RunConfig, layout_limits: LayoutLimits, full: bool, steps: int, folder: Path
+) -> RunConfig:
+    """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for
+    its files."""
+    ready = run_config if full else shrunk(run_config, layout_limits)
+    # evaluations and checks change no number of a step
+    train = {
+        "steps": max(steps, run_config.train.steps) if full else steps,
+        "folder": str(folder),
+        "eval_every": 0,
+        "sentinel": 0,
+        "threads": 1,
+        "device": "cpu",
+    }
+    precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
+    if run_config.precision.on_nonfinite == "raise":
+        precision["on_nonfinite"] = "skip"
+    return ready.model_copy(
+        update={
+            "train": ready.train.model_copy(update=train),
+            "precision": ready.precision.model_copy(update=precision),
+            "log": ready.log.model_copy(update={"sample": "", "timeline": 0, "digests": 0}),
+        }
+    )
+
+
+def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunConfig:
+    """Return the run on random tokens, which are written to `folder`.
+
+    Documents end within samples, and a quarter of the vocabulary never occurs.
+    """
+    vocab_size = run_config.model.vocab
+    train = run_config.train
+    count = (steps + 1) * train.global_batch * train.seq_length + 1
+    generator = torch.Generator().manual_seed(train.seed)
+    tokens = torch.randint(0, max(1, vocab_size * 3 // 4), (count,), generator=generator)
+    prefix = folder / "tokens"
+    with IndexedWriter(prefix, vocab_size) as writer:
+        for document in tokens.split(train.seq_length * 2 // 3 + 1):
+            writer.add_document(document.tolist())
+    settings = {
+        dotted_key: getattr(run_config.data, dotted_key) for dotted_key in ("shuffle", *RESETS)
+    }
+    data = Data(source=str(prefix), vocab_size=vocab_size, held_out=0.0, **settings)
+    return run_config.model_copy(update={"data": data})
+
+
+def in_float64(run_config: RunConfig) -> RunConfig:
+    """Return the run with every dtype float64 and its loss scaling unchanged."""
+    others = {
+        dotted_key: value
+        for dotted_key, value in run_config.precision
+        if dotted_key not in DTYPE_KEYS
+    }
+    precision = Precision(**{**others, "compute": "fp64"})
+    return run_config.model_copy(update={"precision": precision, "fp8": FP8()})
+
+
+def alone(run_config: RunConfig) -> RunConfig:
+    """Return the run on one process."""
+    return run_config.model_copy(update={"parallel": ALONE})
+
+
+def epsilon(run_config: RunConfig) -> float:
+    """Return one unit in the last place of the coarsest dtype of products and sums of gradients."""
+    plan = run_config.plan
+    dtypes = (
+        plan.compute,
+        plan.attention,
+        plan.scores,
+        plan.gradients,
+        plan.reduce,
+        plan.pipeline,
+    )
+    names = [dtype_name(dtype) for dtype in dtypes]
+    if plan.fp8:
+        names.append("fp8")
+    if plan.tf32:
+        names.append("tf32")
+    return max(EPSILON[name] for name in names)
+
+
+def kept(run_config: RunConfig) -> dict[str, float]:
+    """Return one unit in the last place of the optimizer's weights, and of its moments."""
+    plan = run_config.plan
+    return {
+        "weights": EPSILON[dtype_name(plan.masters)],
+        "moments": EPSILON[dtype_name(plan.moments)],
+    }
+
+
+def tokens_per_expert(run_config: RunConfig) -> float:
+    """Return the average tokens of an expert in one step; infinite without experts."""
+    model_config = run_config.model
+    if model_config.experts:
+        return run_config.tokens_per_step * model_config.experts_per_token / model_config.experts
+    return inf
+
+
+def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
+    """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of
+    it."""
+    norm = probe.steps[0]["grad_norm"]
+    if not 0 < norm <= run_config.optimizer.clip:
+        return run_config
+    # two digits, so that the run file can be read
+    clip = float(f"{norm / 2:.2g}")
+    optimizer = run_config.optimizer.model_copy(update={"clip": clip})
+    return run_config.model_copy(update={"optimizer": optimizer})
+
+
+def planned(run_config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
+    """Return the plan: `steps` applied steps, and after the first of them one with an infinity in
+    the largest tensor.
+
+    No infinity is planted if non-finite steps are applied.
+    """
+    if run_config.precision.on_nonfinite == "ignore":
+        return Plan(steps, small=not full)
+    weights = probe.tensors["before/weight"]
+    into = max(probe.names, key=lambda name: (weights[name].dim(), weights[name].numel()))
+    return Plan(steps + 1, not full, planted=1, into=into)
+
+
+def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
+    """Return the small run, on one process. The vocabulary must be known."""
+    train = {**_train(run_config, layout_limits), "init_from": ""}
+    rates = {"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}
+    tables: dict[str, Table | ModelConfig] = {
+        "model": _model(run_config, layout_limits),
+        "train": run_config.train.model_copy(update=train),
+        "lr": run_config.lr.model_copy(update=rates),
+    }
+    if run_config.precision.scaling == "dynamic":
+        initial = max(
+            run_config.precision.min_scale, min(run_config.precision.initial_scale, MAX_SCALE)
+        )
+        interval = min(run_config.precision.growth_interval, 2)
+        tables["precision"] = run_config.precision.model_copy(
+            update={"initial_scale": initial, "growth_interval": interval}
+        )
+    return run_config.model_copy(update=tables)
+
+
+def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the differences between two runs, by dotted key."""
+    old = dict(_dotted_keys(before))
+    new = dict(_dotted_keys(after))
+    return {
+        dotted_key: (old[dotted_key], value)
+        for dotted_key, value in new.items()
+        if old[dotted_key] != value
+    }
+
+
+def _dotted_keys(run_config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for table, values in run_config:
+        for name, value in values:
+            yield f"{table}.{name}", value
+
+
+def alike_size(value: int, least: int, layout_limits: int) -> int:
+    """Return the smallest number from `least` on that 2 to `layout_limits` divide exactly where
+    they divide `value`; at most `value`.
+    """
+    for number in range(max(1, least), value):
+        if _divide_alike(number, value, layout_limits):
+            return number
+    return value
+
+
+def _divide_alike(number: int, original: int, layout_limits: int) -> bool:
+    """Return True if each number from 2 to `layout_limits` divides both numbers or neither."""
+    return all(
+        (number % divisor == 0) == (original % divisor == 0)
+        for divisor in range(2, layout_limits + 1)
+    )
+
+
+def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
+    model_config = run_config.model
+    group = (
+        model_config.heads // model_config.kv_heads
+    )  # heads that share a key: kept, for it is structure
+    kv_heads = alike_size(
+        model_config.kv_heads, min(2, model_config.kv_heads), layout_limits.tensor
+    )
+    while not _divide_alike(group * kv_heads, model_config.heads, layout_limits.tensor):
+        kv_heads = alike_size(model_config.kv_heads, kv_heads + 1, layout_limits.tensor)
+    num_heads = group * kv_heads
+    latent = _latent(model_config.latent)
+    head_dim = latent.head_dim or _head_dim(model_config)
+    # the same ratio of the heads' features to those of the model
+    hidden_size = max(
+        8,
+        num_heads * head_dim * model_config.hidden // (model_config.heads * model_config.head_dim),
+    )
+    sequence_length = _length(run_config, layout_limits)
+    vocab_size = alike_size(
+        model_config.vocab or run_config.data.vocab_size, VOCAB, layout_limits.tensor
+    )
+    # every chunk of every rank has a layer
+    num_layers = min(model_config.layers, max(4, layout_limits.pipeline * _chunks(run_config)))
+    max_expert_ranks = max(layout_limits.expert, run_config.parallel.expert)
+    sizes: dict[str, Any] = {
+        "layers": num_layers,
+        "heads": num_heads,
+        "kv_heads": kv_heads,
+        "latent": latent,
+        "head_dim": head_dim,
+        "hidden": min(hidden_size, model_config.hidden),
+        "vocab": vocab_size,
+        **_feed_forwards(
+            model_config,
+            num_layers,
+            min(hidden_size, model_config.ffn),
+            layout_limits.tensor,
+            max_expert_ranks,
+        ),
+        "max_positions": min(model_config.max_positions, 2 * sequence_length),
+        "window": _window(model_config.window, run_config.train.seq_length, sequence_length),
+        "window_layers": window_layers(model_config, num_layers),
+    }
+    return ModelConfig(**{**model_config.model_dump(), **sizes})
+
+
+def _latent(sizes: Latent) -> Latent:
+    """Return latents and features of a head that are small, and of widths that differ where they
+    did."""
+    small = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
+    update = {
+        dotted_key: min(getattr(sizes, dotted_key), size) for dotted_key, size in small.items()
+    }
+    return sizes.model_copy(update=update)
+
+
+def _feed_forwards(
+    model_config: ModelConfig, num_layers: int, width: int, tensor: int, expert: int
+) -> dict[str, Any]:
+    """Return the sizes of feed-forwards and experts, with groups of as many experts as can be
+    chosen from them.
+
+    tensor, expert: the largest number of ranks that feed-forwards are cut over, and that experts
+        are spread over.
+    """
+    if model_config.experts:
+        width = min(width, MAX_EXPERT_WIDTH)
+    widths = {
+        dotted_key: alike_size(size, min(width, size), tensor)
+        for dotted_key, size in model_config.ffn_widths.items()
+    }
+    dense_layers = [
+        layer_number for layer_number in model_config.dense_layers if layer_number < num_layers
+    ]
+    if len(dense_layers) == num_layers:
+        dense_layers.pop()  # one layer with experts is left
+    enough = model_config.router.at_least(
+        max(4, 2 * model_config.experts_per_token), model_config.experts_per_token
+    )
+    experts = model_config.experts
+    for number in range(enough, model_config.experts, model_config.router.groups):
+        if _divide_alike(number, model_config.experts, expert):
+            experts = number
+            break
+    return {
+        "dense_ffn": widths["ffn"],
+        **widths,
+        "dense_layers": tuple(dense_layers),
+        "experts": experts,
+    }
+
+
+def _head_dim(model_config: ModelConfig) -> int:
+    """Return the smallest even width of a head, from HEAD_DIM on, that rotary positions work
+    with; at most the model's."""
+    for head_dim in range(HEAD_DIM, model_config.head_dim, 2):
+        rotated = int(head_dim * model_config.rotary_fraction)
+        # features are rotated in pairs; more than one pair, so that their frequencies differ
+        if model_config.positions != "rope" or (rotated > 2 and rotated % 2 == 0):
+            return head_dim
+    return model_config.head_dim
+
+
+def _chunks(run_config: RunConfig) -> int:
+    return run_config.parallel.chunks or default_chunks(run_config.parallel.schedule)
+
+
+def _window(window: int, before: int, after: int) -> int:
+    """Return the window as the same share of the sequence."""
+    return min(window, max(2, window * after // before)) if window else 0
+
+
+def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with the window, spread as in the model; some have it and some do not."""
+    if not model_config.window_layers or len(model_config.window_layers) == model_config.layers:
+        return ()
+    chosen = tuple(
+        layer_number
+        for layer_number in range(num_layers)
+        if layer_number * model_config.layers // num_layers in model_config.window_layers
+    )
+    return chosen[: num_layers - 1] or (num_layers - 1,)
+
+
+def _length(run_config: RunConfig, layout_limits: LayoutLimits) -> int:
+    return alike_size(
+        run_config.train.seq_length, LENGTH, unit(layout_limits.context, layout_limits.tensor)
+    )
+
+
+def _train(run_config: RunConfig, layout_limits: LayoutLimits) -> Mapping[str, int]:
+    """Return [train] with few micro-batches of few samples; a schedule file keeps its number of
+    micro-batches."""
+    train = run_config.train
+    micro_batch = min(train.micro_batch, 2)
+    microbatches = train.global_batch // train.micro_batch
+    if not run_config.parallel.schedule_file:
+        microbatches = alike_size(microbatches, MICROBATCHES, layout_limits.data)
+    return {
+        "micro_batch": micro_batch,
+        "global_batch": micro_batch * microbatches,
+        "seq_length": _length(run_config, layout_limits),
+    }

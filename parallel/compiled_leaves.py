@@ -73,10 +73,10 @@ def _is_close(result: Tensor, expected: Tensor) -> bool:
         return False
     if not expected.dtype.is_floating_point:
         return torch.equal(result, expected)
-    return rounded_apart(result, expected, torch.finfo(expected.dtype).eps)
+    return differ_by_rounding(result, expected, torch.finfo(expected.dtype).eps)
 
 
-def rounded_apart(
+def differ_by_rounding(
     result: Tensor,
     expected: Tensor,
     eps: float,

@@ -23,7 +23,7 @@ FIRST_PORT = 20000
 PORT_COUNT = 10000
 
 
-def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
+def is_rank_of_world(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if something else started this process as a rank.
 
     Raises UserError if the variables are incomplete, or those of a launcher that does not set
@@ -34,7 +34,7 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
     if not missing:
         return True
     if {"RANK", "WORLD_SIZE"} <= set(missing):
-        require_alone(described)
+        require_no_other_rank(described)
         return False
     present = [f"{name}={described[name]}" for name in WORLD if name not in missing]
     raise UserError.of(
@@ -42,7 +42,7 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-def require_alone(environ: Mapping[str, str]) -> None:
+def require_no_other_rank(environ: Mapping[str, str]) -> None:
     """Raise UserError if a launcher started several processes but did not tell them torch's
     variables."""
     for name in PROCESS_COUNTS:
@@ -56,7 +56,7 @@ def _counts_several(name: str, environ: Mapping[str, str]) -> bool:
     return environ.get(name, "1") not in ("", "0", "1")
 
 
-def require_sound(environ: Mapping[str, str]) -> None:
+def require_consistent(environ: Mapping[str, str]) -> None:
     """Raise UserError if a described world has numbers that cannot be, or that contradict
     Slurm's."""
     if not all(environ.get(name) for name in WORLD):

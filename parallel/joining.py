@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megaprec.errors import UserError
 from parallel.described_world import (
     is_interactive,
-    joined_world,
+    is_rank_of_world,
     lone_task,
-    require_sound,
+    require_consistent,
 )
 
 JOIN = 600.0  # seconds in which all ranks must have joined
@@ -53,9 +53,9 @@ def join(
     only its own machine reaches.
     """
     seconds = seconds or JOIN
-    if not joined_world(environment):
+    if not is_rank_of_world(environment):
         return dist.HashStore(), 0, 1
-    require_sound(environment)
+    require_consistent(environment)
     rank = int(environment["RANK"])
     size = int(environment["WORLD_SIZE"])
     address = environment["MASTER_ADDR"]

@@ -25,7 +25,7 @@ from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.comm.groups import make_groups
 from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
-from parallel.described_world import require_sound, slurm_environment
+from parallel.described_world import require_consistent, slurm_environment
 from parallel.joining import NEWS, join
 
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
@@ -218,7 +218,7 @@ def _own_device() -> torch.device:
 
     Raises UserError if there is none for each local rank.
     """
-    require_sound(os.environ)
+    require_consistent(os.environ)
     count = torch.cuda.device_count()
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if "LOCAL_RANK" not in os.environ and count > 1 and not alone:

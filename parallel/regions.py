@@ -22,7 +22,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parallel.compiled_leaves import inductor, rounded_apart
+from parallel.compiled_leaves import differ_by_rounding, inductor
 from parallel.leaves import Call
 
 
@@ -268,7 +268,7 @@ def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
     eps = max(torch.finfo(dtype).eps for dtype in rounded)
     for result, reference in zip(computed, expected, strict=True):
         same_form = result.shape == reference.shape and result.dtype == reference.dtype
-        if not same_form or not rounded_apart(result, reference, eps):
+        if not same_form or not differ_by_rounding(result, reference, eps):
             return "its compiled form computes other numbers"
     return ""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
-from megaprec.checkpoint.digests import OWN_DIGEST, seal_index
+from megaprec.checkpoint.digests import INDEX_DIGEST, seal_index
 from megaprec.checkpoint.reader import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
@@ -152,7 +152,9 @@ def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> 
     file = checkpoint / INDEX
     index = json.loads(file.read_bytes())
     change(index)
-    file.write_bytes(seal_index({key: value for key, value in index.items() if key != OWN_DIGEST}))
+    file.write_bytes(
+        seal_index({key: value for key, value in index.items() if key != INDEX_DIGEST})
+    )
 
 
 def assert_close(

@@ -23,7 +23,7 @@ from megaprec.checkpoint.atomic import replaced_since
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from megaprec.resources import require_threads
-from parallel.described_world import require_sound, slurm_environment
+from parallel.described_world import require_consistent, slurm_environment
 from tools.commands import (
     bisect,
     compare,
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     guard_streams()
     try:
         os.environ.update(slurm_environment(os.environ))
-        require_sound(os.environ)
+        require_consistent(os.environ)
         require_threads(os.environ)
     except UserError as error:
         print(error, file=sys.stderr)

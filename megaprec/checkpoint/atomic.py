@@ -109,7 +109,7 @@ def checkpoint_at(path: Path) -> Path | None:
     return latest(path / "checkpoints") or latest(path)
 
 
-def replaced_since(moment: float, error: str, run: Path) -> bool:
+def replaced_since(moment: float, error_text: str, run: Path) -> bool:
     """Return True if an error is about a checkpoint of a run that was removed or replaced by
     another since `moment`.
 
@@ -118,9 +118,9 @@ def replaced_since(moment: float, error: str, run: Path) -> bool:
     """
     if NAME.fullmatch(run.name) or not run.is_dir():
         return False
-    for name in set(NAME.findall(error)):
+    for name in set(NAME.findall(error_text)):
         for path in (run / "checkpoints" / name, run / name):
-            if str(path) in error and _changed_at(path) >= moment:
+            if str(path) in error_text and _changed_at(path) >= moment:
                 return True
     return False
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaprec.durable import reading
 
-OWN_DIGEST = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
+INDEX_DIGEST = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
 FILE_DIGESTS = "sha256"  # key in checkpoint.json: digests of the other files, by name
 
 
@@ -38,7 +38,7 @@ def seal_index(index: dict[str, Any]) -> bytes:
     text = json.dumps(index, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
     without_brace = text[:-2]  # it ends with a line of "}"
-    return f'{without_brace},\n "{OWN_DIGEST}": "{digest}"\n}}'.encode()
+    return f'{without_brace},\n "{INDEX_DIGEST}": "{digest}"\n}}'.encode()
 
 
 def is_sealed(content: bytes, index: Any) -> bool:
@@ -46,6 +46,8 @@ def is_sealed(content: bytes, index: Any) -> bool:
 
     True also if there is no digest at all, as in checkpoints of earlier versions.
     """
-    if not isinstance(index, dict) or not {OWN_DIGEST, FILE_DIGESTS} & index.keys():
+    if not isinstance(index, dict) or not {INDEX_DIGEST, FILE_DIGESTS} & index.keys():
         return True
-    return content == seal_index({key: value for key, value in index.items() if key != OWN_DIGEST})
+    return content == seal_index(
+        {key: value for key, value in index.items() if key != INDEX_DIGEST}
+    )

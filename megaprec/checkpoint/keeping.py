@@ -23,7 +23,7 @@ from megaprec.checkpoint.atomic import (
     step_of,
     whole_checkpoints,
 )
-from megaprec.checkpoint.digests import OWN_DIGEST
+from megaprec.checkpoint.digests import INDEX_DIGEST
 from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import append_line, file_error, reading
 from megaprec.errors import UserError
@@ -32,7 +32,7 @@ from megaprec.parsing import parse_json, read_regular
 RECORD = ".saved.jsonl"  # hidden file of the folder, a line for each save
 ALL = "all"
 TAIL = 200  # bytes at the end of checkpoint.json, which hold its own digest
-SEAL = re.compile(rf'"{OWN_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
+SEAL = re.compile(rf'"{INDEX_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def record_save(folder: Path, step: int, index: Path) -> list[str]:
 
     Returns a warning if the folder's record cannot be written.
     """
-    record = {"step": step, OWN_DIGEST: _read_own_digest(index)}
+    record = {"step": step, INDEX_DIGEST: _stored_digest_of_index(index)}
     try:
         append_line(folder / RECORD, json.dumps(record))
     except OSError as error:
@@ -133,7 +133,9 @@ def make_way(folder: Path, step: int) -> list[str]:
 
 def _is_recorded(path: Path, records: Sequence[tuple[int, str]]) -> bool:
     """Return True if a checkpoint is no link and one of the recorded saves."""
-    return not path.is_symlink() and (step_of(path), _read_own_digest(path / INDEX)) in records
+    return (
+        not path.is_symlink() and (step_of(path), _stored_digest_of_index(path / INDEX)) in records
+    )
 
 
 def _read_records(folder: Path) -> list[tuple[int, str]]:
@@ -146,11 +148,11 @@ def _read_records(folder: Path) -> list[tuple[int, str]]:
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             record = parse_json(line)
-            records.append((record["step"], record[OWN_DIGEST]))
+            records.append((record["step"], record[INDEX_DIGEST]))
     return records
 
 
-def _read_own_digest(index: Path) -> str:
+def _stored_digest_of_index(index: Path) -> str:
     """Return the digest at the end of a checkpoint.json; empty if there is none, as in one of an
     earlier version."""
     try:

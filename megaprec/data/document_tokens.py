@@ -196,13 +196,14 @@ class WithBeginTokens(IndexedDataset):
     def _documents_within(self, start: int, length: int) -> list[Piece]:
         """Return the tokens [start, start + length), cut into the pieces of documents."""
         pieces: list[Piece] = []
-        first = start
-        number = self._document_at(start) if length else 0
-        while first < start + length:
-            last = min(self._start_of(number + 1), start + length)
-            pieces.append(Piece(number, first, last))
-            first = last
-            number += 1
+        end = start + length
+        piece_start = start
+        document = self._document_at(start) if length else 0
+        while piece_start < end:
+            piece_end = min(self._start_of(document + 1), end)
+            pieces.append(Piece(document, piece_start, piece_end))
+            piece_start = piece_end
+            document += 1
         return pieces
 
     @property

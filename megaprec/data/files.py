@@ -67,13 +67,13 @@ def discard(part: BinaryIO) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically, so that no reader ever sees part of it."""
-    part = open_part(path)
+    unfinished_file = open_part(path)
     try:
-        with naming_file(Path(part.name)):
-            part.write(content)
-        publish(part, path)
+        with naming_file(Path(unfinished_file.name)):
+            unfinished_file.write(content)
+        publish(unfinished_file, path)
     except BaseException:
-        discard(part)
+        discard(unfinished_file)
         raise
 
 

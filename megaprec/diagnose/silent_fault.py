@@ -267,8 +267,10 @@ def _message_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
                 sent[sender.place[1:], message_name] = (sender, sides["sent"])
     for receiver in testimonies:
         for message_name, sides in receiver.messages.items():
-            sender, digest_text = sent.get((receiver.place[1:], message_name), (receiver, ""))
-            if "received" in sides and digest_text and sides["received"] != digest_text:
+            if "received" not in sides or (receiver.place[1:], message_name) not in sent:
+                continue
+            sender, sent_digest = sent[receiver.place[1:], message_name]
+            if sides["received"] != sent_digest:
                 return _fault(
                     "message",
                     message_name,

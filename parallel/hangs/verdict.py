@@ -152,17 +152,11 @@ def judge_store(
     )
 
 
-def judge_failed(judge: Beat, error: str) -> Verdict:
+def verdict_of_own_failure(judge: Beat, error: str) -> Verdict:
     """Return the verdict that this rank has failed with `error`."""
     name = named(judge.rank, judge)
     reason = f"{name} failed in {where_in_words(judge)}: {error}"
-    return Verdict(
-        reason,
-        (judge.rank,),
-        judge.rank,
-        (),
-        (judge,),
-    )
+    return Verdict(reason, culprits=(judge.rank,), judge=judge.rank, silent=(), beats=(judge,))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
 from parallel.hangs.heartbeat import Beat, Clock, Heartbeat, machine_id, newest, process_start
 from parallel.hangs.pace import Straggler
-from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
+from parallel.hangs.verdict import (
+    Verdict,
+    judge_hung,
+    judge_silent,
+    judge_store,
+    verdict_of_own_failure,
+)
 
 LONG = 600.0  # seconds that loading, the first step, a save or an evaluation may take
 JUDGES = 8  # the lowest ranks judge; the others do so a little later, if these cannot
@@ -112,7 +118,7 @@ class Watchdog:
     def failed(self, error: str) -> None:
         """Tell the other ranks, which will lose their connections, why this rank fails."""
         if self._heart:
-            self._heart.publish_now(judge_failed(self.me(), error).to_json())
+            self._heart.publish_now(verdict_of_own_failure(self.me(), error).to_json())
             self._farewell(self._heart, self.size)
 
     def others(self) -> tuple[Beat, ...]:

@@ -121,7 +121,7 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
     """Return the GPipe schedule: every forward, then every backward. A rank holds all
     micro-batches' activations."""
     orders = [_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)]
-    return complete(orders, range(ranks))
+    return complete(orders, rank_of_stage=range(ranks))
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -132,7 +132,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equ
     ranks - r) micro-batches.
     """
     orders = [_alternate(rank, microbatches, warmup=ranks - rank - 1) for rank in range(ranks)]
-    return complete(orders, range(ranks))
+    return complete(orders, rank_of_stage=range(ranks))
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
@@ -166,7 +166,8 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
     orders = [
         _alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)
     ]
-    return complete(fill(orders, range(ranks), limit=ranks, cost=cost), range(ranks))
+    rank_of_stage = range(ranks)  # one stage on each rank
+    return complete(fill(orders, rank_of_stage, limit=ranks, cost=cost), rank_of_stage)
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -176,7 +177,8 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
         _alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT)
         for rank in range(ranks)
     ]
-    return complete(fill(orders, range(ranks), limit=2 * ranks - 1, cost=cost), range(ranks))
+    rank_of_stage = range(ranks)  # one stage on each rank
+    return complete(fill(orders, rank_of_stage, limit=2 * ranks - 1, cost=cost), rank_of_stage)
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
@@ -202,7 +204,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their
 
 
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
-    """Return `warmup` forwards of a stage, then forwards and `backward`s in turn."""
+    """Return `warmup` forwards of a stage, then a forward and a `backward` in turn."""
     forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
     return _interlace(
         forwards, [instruction._replace(op=backward) for instruction in forwards], warmup
@@ -298,10 +300,11 @@ class _Filling:
 
     def __init__(self, order: Order, last_stage: int, limit: int) -> None:
         self.order = deque(order)
-        self.last_stage = last_stage
+        self.last_stage = last_stage  # of the pipeline
         self.limit = limit
         self.weight_gradients: deque[Instruction] = deque()  # that can run at any time from now on
-        self.activations = 0  # held now
+        # of micro-batches: from the forward of each to its weight gradient
+        self.num_held_activations = 0
         self.filled: Order = []
 
     def take(self, is_done: IsDone) -> Instruction | None:
@@ -314,17 +317,17 @@ class _Filling:
         else:
             return None
         if instruction.op is Op.FORWARD:
-            self.activations += 1
+            self.num_held_activations += 1
         elif instruction.op is Op.BACKWARD_INPUT:
             self.weight_gradients.append(instruction._replace(op=Op.BACKWARD_WEIGHT))
         elif instruction.op is Op.BACKWARD_WEIGHT:
-            self.activations -= 1
+            self.num_held_activations -= 1
         self.filled.append(instruction)
         return instruction
 
     def _can_run(self, instruction: Instruction, is_done: IsDone) -> bool:
         if instruction.op is Op.FORWARD:
-            if self.activations >= self.limit:
+            if self.num_held_activations >= self.limit:
                 return False
             return instruction.stage == 0 or is_done(
                 instruction._replace(stage=instruction.stage - 1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import begin, checkpoints, latest, partial_path
-from megaprec.checkpoint.digests import FILE_DIGESTS, OWN_DIGEST
+from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST
 from megaprec.checkpoint.keeping import RECORD
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load, save
@@ -255,7 +255,7 @@ def change_index(change: Callable[[dict[str, Any]], object], path: Path) -> None
     """Of a checkpoint as an earlier version saved it: without digests, which would tell of any
     change."""
     index = json.loads((path / INDEX).read_text())
-    for key in (OWN_DIGEST, FILE_DIGESTS):
+    for key in (INDEX_DIGEST, FILE_DIGESTS):
         index.pop(key, None)
     change(index)
     (path / INDEX).write_text(json.dumps(index))

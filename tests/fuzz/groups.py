@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaprec.checkpoint.digests import OWN_DIGEST, seal_index
+from megaprec.checkpoint.digests import INDEX_DIGEST, seal_index
 from tests.fuzz.mutate import (
     NUMBERS,
     PATHS,
@@ -473,7 +473,9 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
     file = saved / "checkpoint.json"
     if rng.random() < 0.8:
         index = {
-            key: value for key, value in json.loads(file.read_bytes()).items() if key != OWN_DIGEST
+            key: value
+            for key, value in json.loads(file.read_bytes()).items()
+            if key != INDEX_DIGEST
         }
         changed = json_changed(rng, index)
         kind = rng.randrange(4)

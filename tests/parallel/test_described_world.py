@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from megaprec.errors import UserError
-from parallel.described_world import joined_world, require_sound, slurm_environment
+from parallel.described_world import is_rank_of_world, require_consistent, slurm_environment
 from tests.refusals import shows
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -24,14 +24,14 @@ SLURM = {
 
 def test_a_world_is_joined_only_when_it_is_wholly_described() -> None:
     whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert joined_world(whole)
-    assert not joined_world({})
-    assert not joined_world({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert joined_world(SLURM)
+    assert is_rank_of_world(whole)
+    assert not is_rank_of_world({})
+    assert not is_rank_of_world({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert is_rank_of_world(SLURM)
     for lost in whole:
         if lost in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
             with pytest.raises(UserError, match=f"not {lost}"):
-                joined_world({name: value for name, value in whole.items() if name != lost})
+                is_rank_of_world({name: value for name, value in whole.items() if name != lost})
 
 
 def test_a_slurm_step_is_said_in_torchs_words() -> None:
@@ -85,8 +85,8 @@ def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(
 def described(environ: Mapping[str, str]) -> bool:
     """As each command and each loop of one's own reads the environment."""
     whole = {**environ, **slurm_environment(environ)}
-    require_sound(whole)
-    return joined_world(whole)
+    require_consistent(whole)
+    return is_rank_of_world(whole)
 
 
 def test_the_first_node_of_any_list_of_slurms_is_the_address() -> None:

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.resources import cores
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tests.runs import write_run
 from tools.training.launch import (
     PROGRAM,
@@ -86,7 +86,7 @@ def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Pa
     ]
     assert {env["MASTER_ADDR"] for env, _ in told} == {"127.0.0.1"}
     assert [arguments for _, arguments in told] == [["cost=$5 $$ ${rank}"]] * 2
-    assert all(joined_world(env) for env, _ in told)
+    assert all(is_rank_of_world(env) for env, _ in told)
 
 
 @pytest.mark.cases(2)

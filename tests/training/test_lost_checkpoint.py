@@ -13,7 +13,7 @@ import pytest
 
 from megaprec.checkpoint import atomic as module
 from megaprec.checkpoint.atomic import checkpoint_at, checkpoints, damaged_beside, latest
-from megaprec.checkpoint.digests import FILE_DIGESTS, OWN_DIGEST
+from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST
 from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names, saved
@@ -301,7 +301,7 @@ def test_an_index_that_lost_its_digests_is_damaged(
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     index = json.loads((checkpoint(run, 6) / INDEX).read_bytes())
     (checkpoint(run, 6) / INDEX).write_text(
-        json.dumps({k: v for k, v in index.items() if k not in (OWN_DIGEST, FILE_DIGESTS)})
+        json.dumps({k: v for k, v in index.items() if k not in (INDEX_DIGEST, FILE_DIGESTS)})
     )
     said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
     assert shows(said[0], "checkpoint.digests_lost")
@@ -312,7 +312,7 @@ def test_of_a_checkpoint_without_digests_a_run_says_that_nothing_was_checked(
 ) -> None:
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     index = json.loads((checkpoint(run, 6) / INDEX).read_bytes())
-    older = {k: v for k, v in index.items() if k not in (OWN_DIGEST, FILE_DIGESTS, "data", "run")}
+    older = {k: v for k, v in index.items() if k not in (INDEX_DIGEST, FILE_DIGESTS, "data", "run")}
     (checkpoint(run, 6) / INDEX).write_text(json.dumps(older))
     assert train(file, "train.steps=7", f"train.folder={run}") == 0
     said = capsys.readouterr().out
@@ -350,7 +350,7 @@ def test_no_edit_of_an_index_ends_in_a_traceback(part: slice, file: Path, tmp_pa
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     index_file = checkpoint(run, 6) / INDEX
     whole = json.loads(index_file.read_bytes())
-    whole.pop(OWN_DIGEST)
+    whole.pop(INDEX_DIGEST)
     found = [place for place in places(whole) if place[0] != "model" or len(place) == 1][part]
     for place in found:
         for wrong in (

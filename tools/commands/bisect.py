@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec bisect`."""
-    if joined_world():
+    if is_rank_of_world():
         raise UserError.of("command.launched")
     if args.steps < 1:
         raise UserError.of("command.steps", steps=args.steps)

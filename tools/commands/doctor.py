@@ -27,7 +27,7 @@ import torch
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
 from tools.config.checks import make_rule
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     )
     if args.as_rank is not None:
         return _as_local_rank(request, args.as_rank)
-    if joined_world():
+    if is_rank_of_world():
         findings = list(_world_findings(request, config, args))
     else:
         findings = list(_local_findings(config, args))

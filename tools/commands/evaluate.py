@@ -28,7 +28,7 @@ from megaprec.data.tokenizer import has_built
 from megaprec.errors import UserError
 from models.decoder.stages import Stage
 from models.engine.relay import Relay
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     if problems:
         raise UserError(*problems)
     replica = args.tensor * args.pipeline  # ranks that hold the model once
-    if not joined_world():
+    if not is_rank_of_world():
         if replica > MAX_LOCAL_RANKS:
             raise UserError.of(
                 "command.too_many_local_ranks",

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from megaprec.errors import Problem, UserError
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.analysis.report.parity_page import page
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
     # started by `run_together`, in a folder of runs
     if args.as_rank:
         return as_rank(Path(args.file))
-    if joined_world():
+    if is_rank_of_world():
         raise UserError.of("command.parity_launched")
     if args.steps < 1:
         raise UserError.of("command.steps", steps=args.steps)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.commands.notes import add_strict, tell_notes
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
@@ -76,7 +76,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec prove`."""
-    if joined_world():
+    if is_rank_of_world():
         raise UserError.of("command.prove_launched")
     if args.steps < 2:
         raise UserError.of("command.prove_steps", steps=args.steps)

@@ -15,7 +15,7 @@ from megaprec.durable import file_error
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
 from models.decoder.own_model import require_builtin
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.analysis.plots.shadow_plot import plot_shadow
 from tools.analysis.plots.training_plot import plot_run
 from tools.commands.convert import write_model
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
     # a rank of a world that torchrun, Slurm or `launch_local` below has started
-    if joined_world():
+    if is_rank_of_world():
         return _train(config, export, args.allow, not args.no_verify)
 
     if export:

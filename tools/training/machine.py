@@ -15,7 +15,7 @@ import torch
 from megaprec.errors import Problem, UserError
 from megaprec.optim.muon.rule import min_moments
 from megaprec.resources import cores, memory_bytes, most_processes
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import expert_replicas
 from tools.config.layouts import in_keys
@@ -54,7 +54,7 @@ def check_this_machine(config: RunConfig) -> None:
 
 def local_ranks(config: RunConfig) -> int:
     """Return the number of ranks on this machine, according to the launcher."""
-    if not joined_world():
+    if not is_rank_of_world():
         return config.world_size
     # Some launchers tell the rank on this host, but not how many there are.
     at_least = int(os.environ.get("LOCAL_RANK", "0")) + 1

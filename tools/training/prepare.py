@@ -14,7 +14,7 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.data.files import with_suffix
 from megaprec.errors import Problem, UserError
-from parallel.described_world import joined_world
+from parallel.described_world import is_rank_of_world
 from tools.analysis.planning.report import summary_line
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig
@@ -107,7 +107,7 @@ def prepare(
     the model is exported after training. verify: see `verify_models`.
     """
     corpus = open_checked(config, allowed)
-    if joined_world() and not is_local_rank():  # otherwise the launcher has printed it
+    if is_rank_of_world() and not is_local_rank():  # otherwise the launcher has printed it
         print_plan(config)
     if verify:
         verify_models(config, export)

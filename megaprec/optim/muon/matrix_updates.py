@@ -109,13 +109,16 @@ class MatrixUpdates:
         matrix_numbers: dict[str, int],
         groups: Sequence[Group],
     ) -> Iterator[LocalElements]:
-        """Yield what this rank holds of the matrices of a buffer."""
+        """Yield the elements of a buffer's matrices that this rank's shard holds, which are updated
+        here, whoever orthogonalizes the matrix."""
         buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
             held = held_elements_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
-            yield LocalElements(held, tiles, factors(part, groups), self.rule.factor(part.shape))
+            group_factors = factors(part, groups)  # of learning rate and weight decay
+            shape_factor = self.rule.factor(part.shape)  # Muon's, of the update
+            yield LocalElements(held, tiles, group_factors, shape_factor)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all matrices.

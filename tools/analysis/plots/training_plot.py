@@ -108,7 +108,7 @@ def pictures(
         "",
         (),
         resumed=[x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step],
-        tick_notes=_tokens_by_step(records) if x_axis == "steps" else {},
+        tick_notes=_token_labels(records) if x_axis == "steps" else {},
         # the same for all, although some quantities begin later
         x_range=(min(finite_x), max(finite_x)) if finite_x else None,
     )
@@ -144,7 +144,7 @@ def _quantities(records: Sequence[Record]) -> Iterator[_Quantity]:
             yield quantity
 
 
-def _tokens_by_step(records: Sequence[Record]) -> dict[float, str]:
+def _token_labels(records: Sequence[Record]) -> dict[float, str]:
     """Return the tokens seen up to each step, as labels."""
     labels: dict[float, str] = {}
     for record in records:
@@ -168,7 +168,7 @@ def positions(records: Sequence[Record], x_axis: Over) -> list[float]:
 
 
 def axis_label(x_axis: Over) -> str:
-    """Return the label of the x_axis axis."""
+    """Return the label of the x axis."""
     return "step" if x_axis == "steps" else "tokens seen"
 
 

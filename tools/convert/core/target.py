@@ -296,11 +296,15 @@ def _checksum_as(dtype: torch.dtype, values: Tensor) -> str:
 
 
 def _copy_pieces(tensor_write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
-    """Write a tensor piece by piece; return its checksum."""
+    """Write a tensor piece by piece; return its checksum.
+
+    partial: the folder of the unfinished conversion. dtype: of the tensor in the target.
+    """
     (tensor_key,) = tensor_write.keys
     (location,) = tensor_write.locations
 
     def written_pieces() -> Iterator[Tensor]:
+        # `checksum` takes the pieces, and each is written as it is taken: one is in memory
         start = location.start
         for piece in source.pieces(tensor_key):
             values = location.take(piece)

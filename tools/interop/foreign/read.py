@@ -127,6 +127,7 @@ def _of_data(path: Path, text: str, data: Data, given: Collection[str]) -> Findi
 
 
 def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
+    """Return what a Python file says of precision. given: keys that the command line gives."""
     tree = _parsed(path, text)
     file = PythonFile(path, tree)
     findings = Findings(str(path), mentions_of(file.named, file.calls), given)
@@ -134,18 +135,19 @@ def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
     for line, note in file.notes:
         findings.note(line, note)
     Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.named)
-    # a star import may define any name, unless the file itself sets the dtype
+    # A star import may define any name, unless the file itself sets the dtype. Only InternEvo's
+    # files are plain assignments at the top, into which another file's dtype may be imported.
     says_dtype = any(
         "dtype" in settings.fields or settings.system != INTERNEVO for settings in findings.settings
     )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            text = f"from {node.module} import *"
+            statement = f"from {node.module} import *"
             if says_dtype:
-                findings.note(node.lineno, f"{text}: what it brings is not read")
+                findings.note(node.lineno, f"{statement}: what it brings is not read")
             else:
                 why = "it may bring the precision: write it here, or give that file"
-                findings.refuse(node.lineno, f"{text}: {why}")
+                findings.refuse(node.lineno, f"{statement}: {why}")
     return findings
 
 

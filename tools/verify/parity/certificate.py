@@ -354,13 +354,13 @@ def write(folder: Path, texts: dict[str, str]) -> list[Path]:
     """Write files by name, each completely or not at all. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for quantity_name, text in texts.items():
+        for file_name, text in texts.items():
             # renamed when complete: a reader never sees half a file
-            unfinished = folder / f"{quantity_name}.tmp"
+            unfinished = folder / f"{file_name}.tmp"
             unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, folder / quantity_name)
+            os.replace(unfinished, folder / file_name)
     except OSError as error:
         raise UserError.of(
             "parity.certificate_not_written", folder=folder, strerror=error.strerror
         ) from error
-    return [folder / quantity_name for quantity_name in texts]
+    return [folder / file_name for file_name in texts]

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megaprec.checkpoint.digests import FILE_DIGESTS, OWN_DIGEST, file_digest, seal_index
+from megaprec.checkpoint.digests import FILE_DIGESTS, INDEX_DIGEST, file_digest, seal_index
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.errors import UserError
 from tools.config.layouts import layout_problems
@@ -297,7 +297,7 @@ def _update_digest(checkpoint_store: Store, run_name: str) -> None:
     element_index = {
         stored_name: value
         for stored_name, value in checkpoint_store.index.items()
-        if stored_name != OWN_DIGEST
+        if stored_name != INDEX_DIGEST
     }
     element_index[FILE_DIGESTS] = {
         **checkpoint_store.digests,

@@ -93,7 +93,7 @@ def _form(argument: Any) -> Any:
     return Form(tuple(argument.shape), argument.stride(), argument.dtype, argument.device.type)
 
 
-def _tensors_in(arguments: tuple[Any, ...]) -> list[Tensor]:
+def _tensor_arguments(arguments: tuple[Any, ...]) -> list[Tensor]:
     return [argument for argument in arguments if isinstance(argument, Tensor)]
 
 
@@ -129,7 +129,7 @@ class Leaves:
             if self.recorded_calls is not None:
                 self.recorded_calls[call] = None
             if call in self.compiled:
-                tensors = [tensor.detach() for tensor in _tensors_in(arguments)]
+                tensors = [tensor.detach() for tensor in _tensor_arguments(arguments)]
                 return self.compiled[call](*tensors)
         return (otherwise or leaf)(*arguments)
 
@@ -139,7 +139,7 @@ class Leaves:
         if self.recorded_calls is not None:
             self.recorded_calls[call] = None
         if call in self.compiled:
-            return self.compiled[call](*_tensors_in(arguments))
+            return self.compiled[call](*_tensor_arguments(arguments))
         return region(*arguments)
 
 

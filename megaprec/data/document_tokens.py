@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
     number: int
     first: int
-    last: int
+    stop: int
 
 
 class WithBeginTokens(IndexedDataset):

@@ -28,7 +28,7 @@ _ROWS = 256
 _SHORT = 128
 
 
-def worthwhile(query: Tensor, rounded: bool) -> bool:
+def is_faster(query: Tensor, rounded: bool) -> bool:
     """Return True if `attend` is the faster way: query is bf16 [b, n, s, d] on a CPU with bf16
     matrix instructions.
 

@@ -58,7 +58,7 @@ class Documents:
         return self._masks[window]
 
 
-def worthwhile(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if `attend` takes these tensors [b, n, s, d] (meta tensors stand for a GPU's)."""
     if query.device.type not in ("cuda", "meta"):
         return False

@@ -162,8 +162,8 @@ def describe_call(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInput
         rounded_scores=rounded_scores,
         sinks_fuse=inputs.sinks is not None and sink_attention.fuses(query),
         # A mask of tokens x tokens, which flash attention does not take, excludes it.
-        flash_windows=(in_documents or in_window) and flash_windows.worthwhile(query, key, value),
-        bf16_products=bf16_products.worthwhile(query, rounded_scores),
+        flash_windows=(in_documents or in_window) and flash_windows.can_attend(query, key, value),
+        bf16_products=bf16_products.is_faster(query, rounded_scores),
         slow_bf16=slow_bf16(query),
     )
 

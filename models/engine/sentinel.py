@@ -76,7 +76,7 @@ class Sentinel(StepObserver):
         # True if a replica computes its neighbour's micro-batch, False if its own.
         self.recomputes_neighbour = (
             dp.size > 1
-            and self._same_hardware()
+            and self._replicas_compute_alike()
             and not engine.fp8.differs_over_dp
             and not self.replicas_together
         )
@@ -298,7 +298,7 @@ class Sentinel(StepObserver):
         for parameter in with_gradient:
             begin_accumulation(parameter)
 
-    def _same_hardware(self) -> bool:
+    def _replicas_compute_alike(self) -> bool:
         """Return True if the replicas have the same kind of device and the same version of torch.
         Collective."""
         device = self.optimizer.device

@@ -50,8 +50,8 @@ class ActivationBytes:
     """Bytes of one micro-batch on one rank.
 
     activations: kept from the forward to the backward, or to its first half.
-    put_off: kept between the halves of a split backward: the inputs of products and the gradients
-        of their outputs.
+    put_off_bytes: kept between the halves of a split backward: the inputs of products and the
+        gradients of their outputs.
     forward, backward, input, weight: the peak that a forward, a whole backward, or its input or
         weight half adds to the memory in use before it.
     buffers: kept for good from the first pass on, for all micro-batches: rotary tables, FP8 casts
@@ -59,7 +59,7 @@ class ActivationBytes:
     """
 
     activations: int
-    put_off: int
+    put_off_bytes: int
     forward: int
     backward: int
     input: int
@@ -71,8 +71,8 @@ class ActivationBytes:
         changes = {
             Op.FORWARD: self.activations,
             Op.BACKWARD: -self.activations,
-            Op.BACKWARD_INPUT: self.put_off - self.activations,
-            Op.BACKWARD_WEIGHT: -self.put_off,
+            Op.BACKWARD_INPUT: self.put_off_bytes - self.activations,
+            Op.BACKWARD_WEIGHT: -self.put_off_bytes,
         }
         # Messages are counted by `message_bytes`.
         return changes.get(instruction.op, 0)
@@ -114,7 +114,7 @@ class StageMemory:
     cp: ranks that share each sequence.
     device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
         attention is torch's fused kernel for GPUs.
-    halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight`
+    halves: False if backward passes are never computed in halves; `put_off_bytes`, `input` and `weight`
         are then 0.
     packed: documents have positions of their own.
     """
@@ -208,7 +208,7 @@ def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
     rate. It is steady once it grows as fast as what layers leave behind.
     """
     growth = one_more.activations - fewer.activations
-    put_off_growth = one_more.put_off - fewer.put_off
+    put_off_growth = one_more.put_off_bytes - fewer.put_off_bytes
     forward_is_steady = one_more.forward - fewer.forward == growth
     input_growth = one_more.input - fewer.input
     input_is_steady = input_growth == max(0, put_off_growth - growth) or not one_more.input

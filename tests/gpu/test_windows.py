@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megaprec.precision.plan import plan
 from models.attention.attention import Attention
-from models.attention.flash_windows import Documents, worthwhile
+from models.attention.flash_windows import Documents, can_attend
 from models.attention.packing import causal_mask
 from models.config import ModelConfig
 from parallel.context import Context
@@ -36,7 +36,7 @@ def test_attention_within_windows_and_documents_is_that_of_the_mask(
         v.to(device).requires_grad_(),
     )
     if device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
-        assert worthwhile(*here)
+        assert can_attend(*here)
     ours = attention._core_attention(
         *here, None, Documents(numbers.to(device), count) if packed else None
     )

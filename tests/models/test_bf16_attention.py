@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megaprec.precision.plan import plan
 from models.attention.attention import Attention
-from models.attention.bf16_products import attend, worthwhile
+from models.attention.bf16_products import attend, is_faster
 from models.config import ModelConfig
 from parallel.context import Context
 
@@ -118,7 +118,7 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
 
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.attention.bf16_products.worthwhile", lambda *_: True)
+    monkeypatch.setattr("models.attention.bf16_products.is_faster", lambda *_: True)
     config = ModelConfig(
         layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0
     )
@@ -144,7 +144,7 @@ def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one(
     for amx, avx512 in ((True, True), (False, True), (False, False)):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda amx=amx: amx)
         monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda avx512=avx512: avx512)
-        assert not worthwhile(query.float(), rounded)
-        assert not worthwhile(query[:, :, :127], rounded)
-        assert not worthwhile(query.to("meta"), rounded)
-        assert worthwhile(query, rounded) == ((rounded or not amx) and avx512)
+        assert not is_faster(query.float(), rounded)
+        assert not is_faster(query[:, :, :127], rounded)
+        assert not is_faster(query.to("meta"), rounded)
+        assert is_faster(query, rounded) == ((rounded or not amx) and avx512)

@@ -123,8 +123,8 @@ def test_attention_calls_the_kernel_that_plan_model_mask_and_machine_allow(
             return query
 
         monkeypatch.setitem(KERNELS, each, record)
-    monkeypatch.setattr(bf16_products, "worthwhile", products)
-    monkeypatch.setattr(flash_windows, "worthwhile", flash)
+    monkeypatch.setattr(bf16_products, "is_faster", products)
+    monkeypatch.setattr(flash_windows, "can_attend", flash)
     monkeypatch.setattr(kernels, "slow_bf16", slow)
     config = ModelConfig(layers=1, hidden=8, heads=2, **fields)
     attention = Attention(config, Context(plan(compute)), "attention")

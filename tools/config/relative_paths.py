@@ -10,7 +10,7 @@ FROM_FILE = "file "  # begins the origin of a value of a run file
 STANDARD_LIBRARY = "python"  # a text that is no file
 
 
-def beside_run_file(origin: str, name: str) -> str:
+def working_directory_hint(origin: str, name: str) -> str:
     """Return what to add to the error that `name` is not found: whether it lies beside the run file
     that names it.
 

@@ -46,7 +46,7 @@ from tools.config.initial_model import InitialModel, add_initial_model
 from tools.config.key_suggestions import unknown_key_problems
 from tools.config.native_keys import native_settings, origins_of, plan_of, with_origins
 from tools.config.precision_settings import FP8, Precision
-from tools.config.relative_paths import beside_run_file
+from tools.config.relative_paths import working_directory_hint
 from tools.config.removed_keys import take_removed
 from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
@@ -302,7 +302,7 @@ class RunFile:
         problems = list(self.problems)
         if isinstance(initial, UserError):
             init_from = settings["train.init_from"]
-            hint = beside_run_file(init_from.origin, init_from.value)
+            hint = working_directory_hint(init_from.origin, init_from.value)
             begin = f"train.init_from ({init_from.origin}): "
             problems += (problem.within(begin, hint) for problem in initial.problems)
         elif initial is not None:

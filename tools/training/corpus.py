@@ -32,7 +32,7 @@ from tools.training.data_notes import begin_notes, different_tokenizer_notes, to
 from tools.training.data_sources import (
     DataSource,
     existing_tokenizer,
-    naming,
+    naming_settings,
     trained_tokenizer,
     training_sources,
     validation_sources,
@@ -121,7 +121,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
     notes = list[str]()
     records = dict[Path, dict[str, Any] | None]()
     for source, dataset in zip(training_sources(config), corpus.datasets, strict=True):
-        with naming(config, source):
+        with naming_settings(config, source):
             contents = _check_contents(source, dataset)
             record = read_record(dataset.prefix)
             records[source.prefix] = record
@@ -129,7 +129,7 @@ def identified(config: RunConfig, corpus: Corpus) -> Corpus:
             notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         # What a tokenized set has to fit is set by these keys; a text's ids are the tokenizer's.
         keys = ["model.vocab", "data.tokenizer"] if source.is_tokenized else []
-        with naming(config, source, *keys):
+        with naming_settings(config, source, *keys):
             check_vocabulary(dataset, contents, corpus.ids)
         sets.append(_identify(source, contents, record))
     if corpus.tokenizer is None:
@@ -193,7 +193,7 @@ def open_built(config: RunConfig, prefixes: Sequence[Path], tokenizer_file: Path
     trained = list[Samples]()
     held_out = list[Samples | None]()
     for source, prefix in zip(sources, prefixes, strict=True):
-        with naming(config, source):
+        with naming_settings(config, source):
             dataset = IndexedDataset(prefix)
             stream = with_begin(dataset, begin_token)
         train_samples, held_out_samples = _split(config, source, stream)
@@ -232,11 +232,11 @@ def _split(
     """
     data = config.data
     train = config.train
-    with naming(config, source, "data.held_out", "train.seq_length"):
+    with naming_settings(config, source, "data.held_out", "train.seq_length"):
         trained, held_out = split(
             stream, train.seq_length, data.held_out, train.seed, data.shuffle, _resets(data)
         )
-    with naming(config, source):
+    with naming_settings(config, source):
         trained.require_counted("training samples")
         if held_out is not None and train.eval_every:
             held_out.require_counted("held-out samples")
@@ -310,7 +310,7 @@ def _build_validation(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         return
     for source in validation_sources(config):
         prefix = source.prefix
-        with naming(config, source):
+        with naming_settings(config, source):
             if not source.is_tokenized:
                 build_validation_set(config, source, corpus.tokenizer)
             dataset = IndexedDataset(prefix)
@@ -331,7 +331,7 @@ def open_validation(config: RunConfig, begin_token: int | None) -> Mapping[str, 
     if not train.eval_every:
         return opened
     for source in validation_sources(config):
-        with naming(config, source):
+        with naming_settings(config, source):
             dataset = with_begin(IndexedDataset(source.prefix), begin_token)
             # In the order of the file: an evaluation takes the first samples.
             samples = Samples(

@@ -22,7 +22,7 @@ from tools.console.progress_bar import build_progress
 from tools.console.toml import toml
 from tools.convert.train_state import open_newest_checkpoint, read_tokenizer
 from tools.training.data_identity import DataSet, read_identity
-from tools.training.data_sources import DataSource, data_folder, naming, trained_tokenizer
+from tools.training.data_sources import DataSource, data_folder, naming_settings, trained_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def build_texts(
     """
     texts = dict[DataSource, Source]()
     for source in sources:
-        with naming(config, source):
+        with naming_settings(config, source):
             texts[source] = source.open_text(config.data)
     checkpoint = open_newest_checkpoint(config.checkpoint_folder)
     tokenizer = _tokenizer_of_texts(
@@ -176,7 +176,7 @@ def _build_alone(
     elif tokenizer.vocab_size is not None:
         documents = chain.from_iterable(texts.values())
         first_source = next(iter(texts))
-        with naming(config, first_source, "data.vocab_size"):
+        with naming_settings(config, first_source, "data.vocab_size"):
             train_sentencepiece(
                 (text for _, text in documents),
                 tokenizer.file.with_suffix(""),
@@ -185,7 +185,7 @@ def _build_alone(
             )
     # `prepare` leaves a data set as it is if it is the one that would be built.
     for source, text in texts.items():
-        with naming(config, source):
+        with naming_settings(config, source):
             _build_data_set(config, source, text, tokenizer.file)
 
 

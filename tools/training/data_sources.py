@@ -15,7 +15,7 @@ from megaprec.durable import read_whole
 from megaprec.errors import Problem, UserError
 from tools.config.checks import check_all
 from tools.config.data_settings import Data
-from tools.config.relative_paths import beside_run_file
+from tools.config.relative_paths import working_directory_hint
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 
@@ -94,7 +94,7 @@ def _prefix(name: str, built: Path) -> Path:
 
 
 @contextmanager
-def naming(config: RunConfig, source: DataSource | None, *keys: str) -> Iterator[None]:
+def naming_settings(config: RunConfig, source: DataSource | None, *keys: str) -> Iterator[None]:
     """Put what they concern before the problems that are raised inside the context.
 
     source: None for data.tokenizer. keys: further keys of the run file that are named.
@@ -106,9 +106,9 @@ def naming(config: RunConfig, source: DataSource | None, *keys: str) -> Iterator
         if source:
             settings.insert(0, f"{source.key} = {toml(source.name)}")
             table_key, _, _ = source.key.partition("[")
-            hint = beside_run_file(config.origin(table_key), source.name)
+            hint = working_directory_hint(config.origin(table_key), source.name)
         else:
-            hint = beside_run_file(config.origin("data.tokenizer"), config.data.tokenizer)
+            hint = working_directory_hint(config.origin("data.tokenizer"), config.data.tokenizer)
         before = f"{', '.join(settings)}: "
         problems = [problem.within(before, hint) for problem in error.problems]
         raise UserError(*problems) from error
@@ -132,7 +132,7 @@ def _check_validation(config: RunConfig) -> None:
 
 
 def _check_source(config: RunConfig, source: DataSource) -> None:
-    with naming(config, source):
+    with naming_settings(config, source):
         if source.is_tokenized:
             IndexedDataset(source.prefix)
         else:
@@ -147,7 +147,7 @@ def _check_tokenizer(config: RunConfig) -> None:
         beside = [source for source in sources if with_suffix(source.prefix, ".model") == file]
         subject = beside[0] if beside else None
         keys = [] if subject else ["data.tokenizer"]
-        with naming(config, subject, *keys):
+        with naming_settings(config, subject, *keys):
             vocabulary_size(config, load_tokenizer(file))
             require_own_names([file])  # it is copied into checkpoints
         return

@@ -137,13 +137,13 @@ def _of_python(path: Path, text: str, given: Collection[str]) -> Findings:
     Gatherer(file.calls, file.scopes, file.environment, findings).gather(file.named)
     # A star import may define any name, unless the file itself sets the dtype. Only InternEvo's
     # files are plain assignments at the top, into which another file's dtype may be imported.
-    says_dtype = any(
+    dtype_is_settled = any(
         "dtype" in settings.fields or settings.system != INTERNEVO for settings in findings.settings
     )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             statement = f"from {node.module} import *"
-            if says_dtype:
+            if dtype_is_settled:
                 findings.note(node.lineno, f"{statement}: what it brings is not read")
             else:
                 why = "it may bring the precision: write it here, or give that file"

@@ -114,8 +114,8 @@ class StageMemory:
     cp: ranks that share each sequence.
     device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
         attention is torch's fused kernel for GPUs.
-    halves: False if backward passes are never computed in halves; `put_off_bytes`, `input` and `weight`
-        are then 0.
+    halves: False if backward passes are never computed in halves; `put_off_bytes`, `input` and
+        `weight` are then 0.
     packed: documents have positions of their own.
     """
 

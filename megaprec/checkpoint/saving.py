@@ -43,7 +43,7 @@ from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.durable import file_error, naming_file, read_whole, sync, write_file
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
@@ -282,18 +282,19 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
 
     Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
     """
-    local = dict.fromkeys(optimizer.frozen.changed_buffers(), "buffer")
+    # by path or sentence: None for a buffer, code and fields for a problem
+    local: dict[str, Any] = dict.fromkeys(optimizer.frozen.changed_buffers())
     try:
         for _ in optimizer.frozen.slices():
             pass  # only to see if one of them raises
     except UserError as error:
-        local = {str(problem): "problem" for problem in error.problems}
+        local = {str(problem): [problem.code, problem.fields] for problem in error.problems}
     if not optimizer.world.max_(torch.tensor(float(bool(local)), device=optimizer.device)):
         return []  # as nearly always: the texts cost more messages
-    kinds = gather_entries(local, optimizer.world, optimizer.device)
-    if problems := [text for text, kind in kinds.items() if kind == "problem"]:
+    entries = gather_entries(local, optimizer.world, optimizer.device)
+    if problems := [Problem(text, *entry) for text, entry in entries.items() if entry]:
         raise UserError(*problems)
-    return list(kinds)
+    return list(entries)
 
 
 def _copy(file: Path, folder: Path) -> str:

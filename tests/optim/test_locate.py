@@ -131,7 +131,8 @@ def poison_backward(stage: Stage, layer: str, sample: int) -> None:
     def hook(
         block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
     ) -> None:
-        if named["place"] is not None and sample in named["place"].samples.tolist():
+        microbatch = named["microbatch"]
+        if microbatch is not None and sample in microbatch.samples.tolist():
             output.register_hook(lambda grad: torch.full_like(grad, torch.inf))
 
     if layer in stage.layers:

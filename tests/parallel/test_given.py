@@ -151,6 +151,6 @@ def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
 def test_an_axis_of_another_name_is_refused_and_not_one_of_a_single_rank() -> None:
     """All ranks would be number 0 of it, and read the same samples."""
     for name in ("data", "x"):
-        with raises("comm.axis_arguments", axes="pp, dp, cp, tp"):
+        with raises("comm.axis_unknown", axes="pp, dp, cp, tp"):
             Axis.of(None, name)
     assert Axis.of(None, "dp").size == 1

@@ -1,3 +1,1 @@
-"""Whether a run is right: parity of layouts, proofs of resumption, bisection, and the machine's
-checks.
-"""
+"""Proofs that a run is right: parity of layouts, resumption, bisection, and a look at the machine."""

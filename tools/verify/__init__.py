@@ -1,1 +1,1 @@
-"""Proofs that a run is right: parity of layouts, resumption, bisection, and a look at the machine."""
+"""Proofs that a run is right: parity of layouts, resumption, bisection, checks of the machine."""

@@ -175,9 +175,12 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
         ).model.dropout
         == 0.1
     )
-    with pytest.raises(
-        UserError,
-        match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key",
+    with raises(
+        "config.not_of_weights",
+        key="model.layers",
+        value=3,
+        origin="command line",
+        value_of_weights=4,
     ):
         resolve_run(file, ["model.layers=3"])
 
@@ -193,7 +196,9 @@ def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
     assert model.window_layers
     keys = [f"model.{key}={toml(value)}" for key, value in model.model_dump(mode="json").items()]
     assert resolve_run(file, keys).model == model
-    with pytest.raises(UserError, match=r"^model.window_layers = \[1\] \(command line\): it is "):
+    with raises(
+        "config.not_of_weights", key="model.window_layers", value="[1]", origin="command line"
+    ):
         resolve_run(file, ["model.window_layers=[1]"])
 
 

@@ -86,9 +86,8 @@ def test_a_run_file_of_another_model_names_the_tensor_that_does_not_fit(
     run = tmp_path / "run.toml"
     run.write_text(RUN.replace("ffn = 40", "ffn = 48"))
     assert main(["convert", str(core), str(tmp_path / "out"), "--config", str(run)]) == 2
-    assert (
-        "mlp.linear_fc1.weight is [80, 24], but the model asks for [96, 24]"
-        in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err, "convert.tensor_shape", shape="[80, 24]", expected_shape="[96, 24]"
     )
 
 

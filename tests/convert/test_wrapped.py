@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megaprec.errors import UserError
 from tests.models.test_families import float32_is_float64
 from tests.other_systems import CONFIGS, write_folder
+from tests.refusals import raises
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -145,9 +146,7 @@ def test_a_tensor_of_no_known_part_is_refused_by_its_name(tmp_path: Path) -> Non
         path / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(
-        UserError, match=r"has the tensor audio_tower.x, which its model has no place for"
-    ):
+    with raises("convert.tensor_surplus", name="audio_tower.x"):
         open_source(path)
 
 

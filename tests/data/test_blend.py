@@ -228,7 +228,7 @@ def test_a_blend_that_cannot_be_is_refused_before_launch(
 
 def test_a_blend_and_a_source_contradict_each_other(tmp_path: Path) -> None:
     file = runs.write_run(tmp_path)
-    with pytest.raises(UserError, match="remove one of them"):
+    with raises("config.source_and_blend"):
         load_run(file, ['data.blend=[{source = "python", weight = 1.0}]'])
 
 

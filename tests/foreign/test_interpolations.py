@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.errors import UserError
+from tests.refusals import raises
 from tools.commands.precision import read_precision
 
 MODEL = "model: {megatron_amp_O2: true, tensor_model_parallel_size: 1}\n"
@@ -39,7 +39,5 @@ def test_a_value_named_by_another_is_that_value(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", OPEN)
 def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -> None:
     (path := tmp_path / "config.yaml").write_text(OPEN[case] + MODEL)
-    with pytest.raises(
-        UserError, match=r"precision of trainer.precision: .*(interpolation|filled in)"
-    ):
+    with raises("precision_file.unknown_value", key="precision", name="trainer.precision"):
         read_precision(path)

@@ -14,7 +14,7 @@ import torch
 
 from megaprec.errors import UserError
 from tests.foreign.expected import TABLE
-from tests.refusals import shows
+from tests.refusals import raises, shows
 from tools.cli import main
 from tools.commands.precision import read_precision
 
@@ -147,7 +147,7 @@ CONDITIONS = {
 def test_what_depends_on_a_condition_is_refused_with_the_condition(
     case: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"MixedPrecision\(\.\.\.\) depends on `.*` \(line \d\)"):
+    with raises("precision_file.conditional", name="MixedPrecision(...)"):
         read_precision(write(tmp_path, CONDITIONS[case]))
 
 
@@ -168,7 +168,7 @@ TWO = (
 
 def test_of_several_runs_in_a_file_none_is_taken(tmp_path: Path) -> None:
     path = write(tmp_path, TWO)
-    with pytest.raises(UserError, match=r"line 2: a second one, and they differ: .* keep one"):
+    with raises("precision_file.refused"):
         read_precision(path)
 
 
@@ -184,10 +184,7 @@ config = nxd.neuronx_distributed_config(
 
 def test_a_function_of_the_same_name_from_elsewhere_is_refused(tmp_path: Path) -> None:
     """As in NxD's own examples, whose helper has the name of a function of Megatron-Bridge."""
-    with pytest.raises(
-        UserError,
-        match="get_mixed_precision_config comes from training_utils: what it does is not known",
-    ):
+    with raises("precision_file.refused"):
         read_precision(write(tmp_path, ELSEWHERE))
 
 

@@ -27,6 +27,7 @@ from parallel.activation_checkpoint import Recompute
 from tests.fp8.test_training import EXPERTS, fp8, run
 from tests.layouts import Run, batches, make_engine, share_of, train_all
 from tests.ranks import run_ranks
+from tests.refusals import raises
 from tests.runs import checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
 
 KINDS: list[Kind] = ["delayed", "current", "blockwise"]
@@ -312,9 +313,9 @@ def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
     for kind in ("rowwise", "mx"):
         with pytest.raises(UserError, match=f"with fp8.kind = {kind} a weight has different codes"):
             FP8State.over(None, FP8Recipe(kind, parameters=True), 1)
-    with pytest.raises(UserError, match="masters are the only FP32 weights"):
+    with raises("precision.fp8_masters"):
         plan("bf16", masters="none", fp8=FP8Recipe(parameters=True))
-    with pytest.raises(UserError, match="calibration steps need weights in the compute dtype"):
+    with raises("fp8.parameters_calibrated"):
         FP8Recipe(parameters=True, calibrate=1)
 
 

@@ -23,7 +23,7 @@ from megaprec.parsing import (
     read_regular,
     read_text,
 )
-from tests.refusals import raises
+from tests.refusals import raises, shows
 from tools.config.run_file import load_run
 
 VALUES = some.recursive(
@@ -125,7 +125,7 @@ def test_a_home_folder_that_is_not_known_is_refused_in_one_line(
         with pytest.raises(UserError) as caught:
             load_run(None, [f"{key}=~nosuch/a"])
         (problem,) = (line for line in caught.value.problems if "nosuch" in line)
-        assert problem.startswith(key) and "no home folder is known for ~nosuch" in problem
+        assert problem.startswith(key) and shows(problem, "config.wrong_value")
     with raises("megaprec.home_unknown", path="~nosuch"):
         open_source("~nosuch")
 

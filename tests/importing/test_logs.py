@@ -10,6 +10,7 @@ import torch
 from megaprec.errors import UserError
 from tests.importing.test_arguments import FACTS
 from tests.importing.test_import import BASE, CHANGES
+from tests.refusals import raises
 from tools.cli import main
 from tools.interop.arguments.megatron import DEFAULTS, READ, REFUSED, UNUSED
 from tools.interop.importing.arguments import Arguments, read_words
@@ -121,7 +122,7 @@ def test_a_log_that_says_two_things_is_refused_and_a_long_one_is_read(tmp_path: 
     made = imported(log)
     assert keys(made) == keys(import_run([BASE], {}, {}, 1))
     log.write_text(one + "\n" + log_of(kept(BASE.replace("--lr 1e-3", "--lr 2e-3"))))
-    with pytest.raises(UserError, match="printed its arguments 2 times"):
+    with raises("import.several_printed", count=2):
         imported(log)
     rows = [row for row in one.splitlines() if " ...." in row]
     log.write_text("\n".join(rows))  # without the lines around them
@@ -141,5 +142,5 @@ def test_a_checkpoint_is_the_run_of_its_command_line(
     assert keys(imported(tmp_path)) == keys(import_run([line], {}, {}, 1))
     assert main(["import-args", str(tmp_path / "iter_0000007")]) == 0
     capsys.readouterr()
-    with pytest.raises(UserError, match="a folder without a checkpoint of Megatron-LM"):
+    with raises("import.no_checkpoint"):
         imported(folder)

@@ -164,7 +164,7 @@ def test_what_is_no_plain_assignment_leaves_a_variable_open(begin: str) -> None:
 )
 def test_what_sets_nothing_leaves_what_is_plain(begin: str, value: str) -> None:
     if "exit\n" in begin:
-        with pytest.raises(UserError, match="no command"):
+        with raises("import.no_program"):
             read(f"{begin}\n{RUN} --a $A")
         return
     assert texts(f"{begin}\n{RUN} --a $A") == ["--a", value]
@@ -235,7 +235,7 @@ def test_what_a_file_does_not_reach_does_not_count(tmp_path: Path) -> None:
         "if true; then . env.sh; fi",
     ):
         words = read_script(f"A=2\n{unsure}\n{RUN} --a $A", tmp_path / "train.sh", {}).words
-        assert "outside of conditions" in words[1].unknown
+        assert shows(words[1].unknown, "import.source_not_certain")
     moved = read_script(f"A=2\ncd other\nsource env.sh\n{RUN} --a $A", tmp_path / "train.sh", {})
     assert "line 2 moves to another folder" in moved.words[1].unknown
 

@@ -43,6 +43,7 @@ from tests import oracle
 from tests.layouts import Result, Run, batches, make_engine, train_all
 from tests.models.test_parity import MODELS, SIZES, differing
 from tests.ranks import on_ranks, run_ranks
+from tests.refusals import raises
 
 ROOM: dict[str, Any] = {**SIZES, "layers": 4, "max_positions": 32, "init_std": 0.1}
 WINDOW: dict[str, Any] = {
@@ -470,7 +471,7 @@ def test_what_cannot_be_cut_is_refused_by_name(
 
 
 def test_rounded_scores_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"precision\.scores = bf16: parallel\.context = 2"):
+    with raises("model.context_scores", scores="bf16", here="parallel.context = 2"):
         require_divisible_context(
             ModelConfig(family="llama", **SIZES), plan("bf16", scores=torch.bfloat16), 2, 16
         )

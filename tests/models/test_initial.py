@@ -10,13 +10,12 @@ import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.data.training import train_hugging_face
-from megaprec.errors import UserError
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from parallel import layers
 from parallel.pipeline.builders import schedule
 from tests.other_systems import slow
-from tests.refusals import raises
+from tests.refusals import raises, shows
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.convert.initial import resolve_run
@@ -112,9 +111,7 @@ def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> Non
     assert (config.model.layers, config.model.ffn, config.model.vocab) == (2, 32, 330)
     assert config.origin("model.ffn") == str(found / "checkpoint.json")
     assert Path(config.data.tokenizer) == found / "text.model"
-    with pytest.raises(
-        UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"
-    ):
+    with raises("config.not_of_weights", key="model.ffn", value=40, value_of_weights=32):
         resolve_run(bare, [f"train.init_from={found}", "model.ffn=40"])
 
 
@@ -264,7 +261,7 @@ def test_a_tokenizer_of_more_tokens_than_the_weights_have_names_a_way_out_that_w
     keys = [f"train.init_from={initial}", f"train.folder={tmp_path}/run", "train.steps=1"]
     assert train(file, *keys, f"data.tokenizer={large}") == 2
     said = capsys.readouterr().err
-    assert "remove data.tokenizer if the folder has its own" in said and "model.vocab" not in said
+    assert shows(said, "training.vocabulary_of_weights") and "model.vocab" not in said
     assert train(file, *keys) == 0
 
 

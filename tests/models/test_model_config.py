@@ -14,6 +14,7 @@ from models.decoder.stages import Cut, Stage
 from models.presets import PRESETS, preset
 from parallel.context import Context
 from tests.families import CASES, config_of
+from tests.refusals import shows
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -183,8 +184,10 @@ def test_sizes_not_given_follow_from_those_that_are() -> None:
 def test_sizes_that_do_not_fit_are_reported_together() -> None:
     with pytest.raises(ValidationError) as caught:
         ModelConfig(layers=1, hidden=100, heads=6, kv_heads=4)
-    assert "hidden 100 is not a multiple of heads 6" in str(caught.value)
-    assert "kv_heads 4 does not divide heads 6: choose one of 1, 2, 3, 6" in str(caught.value)
+    assert shows(str(caught.value), "model.hidden_not_multiple", hidden=100, heads=6)
+    assert shows(
+        str(caught.value), "model.kv_heads_not_divisor", kv_heads=4, heads=6, divisors="1, 2, 3, 6"
+    )
     with pytest.raises(ValidationError, match="hidden 100 is not a multiple of heads 6"):
         ModelConfig(layers=1, hidden=100, heads=6, head_dim=0)
     # learned positions turn nothing

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megaprec.errors import UserError
+from tests.refusals import shows
 from tests.runs import checkpoint, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
 
@@ -75,7 +76,13 @@ def test_another_number_of_shards_is_refused(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(file, *ONE_MICROBATCH, "train.canonical_shards=4", "train.steps=7") == 2
-    assert "train.canonical_shards = 4, but it is 2 in the checkpoint" in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err,
+        "training.other_shards",
+        key="train.canonical_shards",
+        shards=4,
+        saved=2,
+    )
 
 
 @pytest.mark.cases(0, sample=1)

@@ -218,7 +218,7 @@ def test_a_restarted_run_resumes_from_its_own_checkpoint_though_it_may_not_resum
                 check_resumable(load_run(run_file, folder))
             patch.setenv("TORCHELASTIC_RUN_ID", run_id)
             check_resumable(load_run(run_file, folder))
-    with pytest.raises(UserError, match=r"parallel\.elastic = true goes on from a checkpoint"):
+    with raises("config.elastic_without_resume"):
         load_run(run_file, [*folder, "parallel.elastic=true"])
 
 

@@ -98,10 +98,7 @@ def test_sets_can_be_all_that_is_evaluated_and_may_change_when_a_run_resumes(
     here = file.parent
     every = ("train.eval_every=1", "data.held_out=0")
     assert train(file, *every, "train.steps=1") == 2
-    assert (
-        "data.held_out is 0: set it to 0.02, for example, or name sets in data.validation"
-        in capsys.readouterr().err
-    )
+    assert shows(capsys.readouterr().err, "config.eval_without_text")
     assert train(file, *every, sets(here), "train.steps=1") == 0
     one = f'data.validation=[{{name="new", source="{here}/letters.txt"}}]'
     capsys.readouterr()

@@ -78,7 +78,7 @@ def test_all_that_is_wrong_in_a_text_is_told_with_its_line() -> None:
         "line 1: 'X'",
         "line 3: 'B2'",
     ]
-    with pytest.raises(UserError, match="no line has an instruction of stage 1"):
+    with raises("pipeline.stage_without_line", stage=1):
         Schedule.parse("F0.0 B0.0\nF2.0 B2.0")
 
 

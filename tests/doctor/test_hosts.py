@@ -66,7 +66,7 @@ def look(mesh: DeviceMesh, folder: Path, fault: str) -> dict[str, Any]:
 
 def look_elsewhere(here: RankContext, fault: str) -> dict[str, Any]:
     """A host with another filesystem, empty or with the first content only."""
-    told = RankContext.wait_for
+    wait_for = RankContext.wait_for
     other = here.folder / "other"
     other.mkdir()
     if fault == "stale":
@@ -75,8 +75,10 @@ def look_elsewhere(here: RankContext, fault: str) -> dict[str, Any]:
         patch.object(shared, "VISIBLE_SECONDS", 0.3),
         patch.object(
             RankContext,
-            "told",
-            lambda p, key, seconds: str(other) if key == "shared/one" else told(p, key, seconds),
+            "wait_for",
+            lambda p, key, seconds: (
+                str(other) if key == "shared/one" else wait_for(p, key, seconds)
+            ),
         ),
     ):
         return shared.probe(here)

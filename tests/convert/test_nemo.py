@@ -2,6 +2,7 @@
 accounted for."""
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,11 @@ def test_a_folder_of_megatron_bridge_is_refused_with_a_way_out(tmp_path: Path) -
     assert shows(refused(folder), "convert.megatron_no_args") and "Bridge" not in refused(folder)
     (folder / "run_config.yaml").write_text("model: {num_layers: 4}\n")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert shows(refused(tmp_path), "convert.megatron_no_args")
+    assert shows(
+        refused(tmp_path),
+        "convert.megatron_no_args",
+        way_out=re.compile("AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder"),
+    )
 
 
 @here

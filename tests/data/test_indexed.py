@@ -1,6 +1,7 @@
 """The `.bin/.idx` pair is Megatron's to the byte, and a broken one is never read."""
 
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -168,13 +169,13 @@ def test_sequences_that_are_no_text_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_check, "CHUNK", 2)
-    with raises("data.multimodal_sequence", sequence=2, modes=1):
+    with raises("data.multimodal_sequence", path=re.compile("x.idx$"), sequence=2, modes=1):
         IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=b"\0\0\1"))
 
 
 def test_the_oldest_format_is_named_and_not_called_corrupt(tmp_path: Path) -> None:
     prefix = assemble(tmp_path / "x", [2], [0, 1], magic=b"TNTIDX\x00\x00\x01")
-    with raises("data.old_index_format") as error:
+    with raises("data.old_index_format", path=re.compile("x.idx$")) as error:
         IndexedDataset(prefix)
     assert "corrupt" not in str(error.value)
 
@@ -184,14 +185,14 @@ def test_an_index_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = idx.read_bytes()
     for size in range(len(whole)):
         idx.write_bytes(whole[:size])
-        with raises("data.index_corrupt"):
+        with raises("data.index_corrupt", why=re.compile("^(truncated|it begins with)")):
             IndexedDataset(tmp_path / "x")
 
 
 def test_an_index_that_claims_absurd_counts_is_refused_at_once(tmp_path: Path) -> None:
     idx = Path(f"{write(tmp_path / 'x', [[1]])}.idx")
     idx.write_bytes(idx.read_bytes()[:18] + struct.pack("<QQ", 2**63, 2**63))
-    with raises("data.index_corrupt"):
+    with raises("data.index_corrupt", why=re.compile("^truncated")):
         IndexedDataset(tmp_path / "x")
 
 
@@ -246,7 +247,13 @@ def test_negative_ids_are_in_no_vocabulary(tmp_path: Path) -> None:
     assemble(tmp_path / "x", [2], [0, 1], code=2, ids="i1")
     (tmp_path / "x.bin").write_bytes(struct.pack("<2b", 3, -4))
     dataset = IndexedDataset(tmp_path / "x")
-    with raises("data.vocabulary_too_small", low=-4, high=3, needed=4):
+    with raises(
+        "data.vocabulary_too_small",
+        first=re.compile("the first is -4 in document 0 of .*, token 1$"),
+        low=-4,
+        high=3,
+        needed=4,
+    ):
         check_vocabulary(dataset, contents_of(dataset), 100)
 
 

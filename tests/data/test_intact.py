@@ -3,6 +3,7 @@ looked at once."""
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -248,7 +249,12 @@ def test_of_a_large_file_of_others_the_same_blocks_are_its_identity(
     assert first.sampled and first == look(tmp_path / "x")
     blank(tmp_path / "x.bin")
     assert look(tmp_path / "x").bin_sha256 != first.bin_sha256
-    with raises("data.vocabulary_too_small", low=0, vocab=100):
+    with raises(
+        "data.vocabulary_too_small",
+        first=re.compile(r"the first is 100 in document 0 of .*/y\.bin, token 100$"),
+        low=0,
+        vocab=100,
+    ):
         check_vocabulary(
             dataset := IndexedDataset(ids_of(tmp_path / "y", 999, [*range(900)])),
             contents_of(dataset),

@@ -230,7 +230,7 @@ def test_a_size_that_does_not_suit_the_text_is_refused(tmp_path: Path, size: int
     with pytest.raises(UserError, match=why):
         train_hugging_face(["a text\n" * 3], tmp_path / "x.json", size)
     assert list(tmp_path.iterdir()) == []
-    with raises("data.vocabulary_not_learnable"):
+    with raises("data.vocabulary_not_learnable", problem="it has no line"):
         train_hugging_face([""], tmp_path / "x.json", 300)
 
 

@@ -2,6 +2,7 @@
 if they are bad."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_bytes_that_are_no_utf8_are_named_with_the_row(tmp_path: Path) -> None:
         [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")],
     )
     path = write_parquet(tmp_path / "x.parquet", bad)
-    with raises("data.not_utf8"):
+    with raises("data.not_utf8", file=re.compile("x.parquet:2: field 'text'$")):
         list(open_source(str(path)))
 
 

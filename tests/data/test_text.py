@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -505,5 +506,9 @@ def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -
 )
 def test_two_spellings_of_a_field_are_one_field(tmp_path: Path, field: str, other: str) -> None:
     (tmp_path / "x.jsonl").write_text(f'{{"{field}": "first", "{other}": "second"}}\n')
-    with raises("data.row_not_json_object"):
+    with raises(
+        "data.row_not_json_object",
+        where=re.compile("x.jsonl:1$"),
+        problem=re.compile("is given twice"),
+    ):
         documents(open_source(str(tmp_path / "x.jsonl"), text_field=field))

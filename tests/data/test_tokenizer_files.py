@@ -401,12 +401,18 @@ def test_text_without_a_token_is_refused_in_any_number_of_processes(
 ) -> None:
     tokenizer = load_tokenizer(written(tmp_path, definition, _words))
     chunks = [Chunk(["the text"], [True]), Chunk(["the other"], [True])]
-    with raises("data.text_not_encodable"):
+    with raises(
+        "data.text_not_encodable", path=re.compile("tokenizer.json$"), problem=re.compile("UNK")
+    ):
         list(encode_chunks(chunks, tokenizer, workers))
 
 
 def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) -> None:
-    with raises("data.tokenizer_file_unusable"):
+    with raises(
+        "data.tokenizer_file_unusable",
+        problem=" is a folder",
+        inside=re.compile(r"^a SentencePiece \.model or"),
+    ):
         load_tokenizer(tmp_path)
     written(tmp_path, definition)
     with pytest.raises(UserError, match=f"{tmp_path} is a folder; give {tmp_path}/tokenizer.json"):
@@ -450,7 +456,11 @@ def test_no_text_is_made_of_ids_that_no_token_has(
 
 def test_a_part_of_another_version_is_refused_by_name(definition: str, tmp_path: Path) -> None:
     path = written(tmp_path, definition, lambda said: said.update(lowercase=True))
-    with raises("data.tokenizer_unreadable"):
+    with raises(
+        "data.tokenizer_unreadable",
+        path=re.compile("tokenizer.json$"),
+        reason=re.compile("^it does not know lowercase:"),
+    ):
         load_tokenizer(path)
 
 

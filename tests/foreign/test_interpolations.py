@@ -1,6 +1,7 @@
 """OmegaConf's `${...}` in YAML stands for the value that it names in the file, or is refused where
 it is needed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,5 +40,10 @@ def test_a_value_named_by_another_is_that_value(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", OPEN)
 def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -> None:
     (path := tmp_path / "config.yaml").write_text(OPEN[case] + MODEL)
-    with raises("precision_file.unknown_value", key="precision", name="trainer.precision"):
+    with raises(
+        "precision_file.unknown_value",
+        key="precision",
+        name="trainer.precision",
+        why=re.compile("interpolation|filled in"),
+    ):
         read_precision(path)

@@ -1,6 +1,7 @@
 """A file of a program that is none of the five is not taken for one of them because a name in it is
 the same."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,13 @@ def test_a_misspelt_key_beside_nxds_own_table_is_refused_by_name(tmp_path: Path)
         "mixed_precision_config = dict(use_master_weights=True)\noptimizer_config = "
         "dict(zero_one=True)\n"
     )
-    with raises("dialect.wrong_value", value="true"):
+    with raises(
+        "dialect.wrong_value",
+        key="precision.nxd.optimizer_config.zero_one",
+        place=re.compile("line 2"),
+        value="true",
+        why=re.compile("^no such key"),
+    ):
         read_precision(path)
 
 

@@ -3,6 +3,7 @@ can end."""
 
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -125,8 +126,16 @@ def test_a_home_folder_that_is_not_known_is_refused_in_one_line(
         with pytest.raises(UserError) as caught:
             load_run(None, [f"{key}=~nosuch/a"])
         (problem,) = (line for line in caught.value.problems if "nosuch" in line)
-        assert problem.startswith(key) and shows(problem, "config.wrong_value")
-    with raises("megaprec.home_unknown", path="~nosuch"):
+        assert problem.startswith(key) and shows(
+            problem,
+            "config.wrong_value",
+            requirement=re.compile(
+                r"no home folder is known for ~nosuch; write the whole path, or \./~nosuch if that"
+            ),
+        )
+    with raises(
+        "megaprec.home_unknown", path="~nosuch", problem=re.compile(r"or \./~nosuch if that")
+    ):
         open_source("~nosuch")
 
 
@@ -135,7 +144,11 @@ def test_a_path_below_home_is_refused_in_one_line_where_the_user_has_no_home(
 ) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as for the user of a container
-    with raises("megaprec.home_unknown", path="~/a"):
+    with raises(
+        "megaprec.home_unknown",
+        path="~/a",
+        problem=re.compile("^no home folder is known for ~; write the whole path"),
+    ):
         home_expanded("~/a")
 
 

@@ -1,6 +1,7 @@
 """A `model = dict(...)` of InternEvo is the model that InternEvo builds: logits and gradients,
 names and shapes."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -374,7 +375,11 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
         {"grad_scaler": UNKNOWN},
         {"grad_scaler": {"fp16": {"min_scale": UNKNOWN}}},
     ):
-        with raises("dialect.wrong_value", value="(not known)"):
+        with raises(
+            "dialect.wrong_value",
+            value="(not known)",
+            why=re.compile("^numbers depend on it: set precision.internevo."),
+        ):
             resolve(numeric)
     sizes = {"tensor": {"size": UNKNOWN, "mode": UNKNOWN}, "zero1": UNKNOWN, "pipeline": 2}
     spread = resolve({"hybrid_zero_optimizer": {"clip_grad_norm": UNKNOWN}, "parallel": sizes})

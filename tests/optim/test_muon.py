@@ -1,5 +1,6 @@
 """The laws of Muon: a plain loop over whole logical matrices, whatever a layout does to them."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -466,9 +467,16 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(
 def test_patterns_that_do_not_fit_the_model_are_refused() -> None:
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     attach_whole(net)
-    with raises("optimizer.muon_without_names", names="0.weight"):
+    with raises(
+        "optimizer.muon_without_names",
+        key="optimizer.options by_adamw",
+        not_hidden=re.compile("^embedding"),
+        names="0.weight",
+    ):
         ParallelAMPOptimizer([net], plan("fp32"), rule=Muon())
-    with raises("precision.pattern_unmatched", pattern="2.weight"):
+    with raises(
+        "precision.pattern_unmatched", key="optimizer.options by_adamw", pattern="2.weight"
+    ):
         ParallelAMPOptimizer([net], plan("fp32"), rule=Muon(by_adamw=("0.weight", "2.weight")))
     assert (
         ParallelAMPOptimizer([net], plan("fp32"), rule=Muon(by_adamw=("0.weight",))).state_dict()[

@@ -2,6 +2,7 @@
 has changed."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -634,7 +635,11 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
     model, optimizer = build(kept)
     for name, value in kept.items():
         assert torch.equal(model.get_parameter(name), value)
-    with raises("optimizer.frozen_tensor_in_state", name="phases"):
+    with raises(
+        "optimizer.frozen_tensor_in_state",
+        name="phases",
+        obstacle=re.compile("^files hold no complex64"),
+    ):
         save(tmp_path, 1, optimizer, {})
     del kept["phases"]
     _, optimizer = build(kept)

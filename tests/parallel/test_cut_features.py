@@ -2,6 +2,7 @@
 refused by name."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_what_mixes_features_that_ranks_share_is_refused_in_one_line_with_the_la
         with pytest.raises(UserError) as refused:
             MIXES[name](part)
         (line,) = refused.value.problems
-        assert shows(line, "parallel.module_refused")
+        assert shows(line, "parallel.module_refused", slices=re.compile("outputs of up$"))
 
 
 def test_what_reads_no_values_or_shows_them_passes() -> None:
@@ -222,7 +223,9 @@ def test_what_reads_no_values_or_shows_them_passes() -> None:
 def test_a_tensor_that_all_features_share_passes_only_without_a_gradient_of_its_own() -> None:
     part = slices(features(), 2)[0]
     number = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    with raises("parallel.module_refused"):
+    with raises(
+        "parallel.module_refused", advice=re.compile(r"^give it as parallel\.copy\(x, tp\)")
+    ):
         _ = part * number
     with torch.no_grad():
         assert isinstance(part * number, CutTensor)

@@ -3,6 +3,7 @@ nothing is changed."""
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -137,7 +138,12 @@ def test_the_newest_is_taken_beside_an_older_one_that_is_damaged_and_that_one_is
     why = "is damaged: it has no checkpoint.json: it is not used, and stays"
     assert damaged_beside(newer) == [f"{older} {why}"]
     unlink(newer)
-    with raises("checkpoint.damaged_newest"):
+    with raises(
+        "checkpoint.damaged_newest",
+        newest=re.compile("step_00000002$"),
+        damage=re.compile("^it has no "),
+        remedy=re.compile("move it away to start anew$"),
+    ):
         latest(tmp_path)
     with pytest.raises(UserError) as said:
         checkpoints(tmp_path)
@@ -168,7 +174,11 @@ def test_a_checkpoint_named_by_itself_is_refused_alike(tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     assert checkpoint_at(path) == path
     unlink(path)
-    with raises("checkpoint.damaged_named", damage="it has no checkpoint.json"):
+    with raises(
+        "checkpoint.damaged_named",
+        path=re.compile("step_00000001$"),
+        damage="it has no checkpoint.json",
+    ):
         checkpoint_at(path)
 
 

@@ -304,4 +304,4 @@ def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anythi
     (many,) = schedule_problems("1f1b", 1, 100_000)
     assert many.startswith("100,000 micro-batches of a replica in a step")
     (long,) = schedule_problems("1f1b", 640, 1024)
-    assert shows(long, "pipeline.too_many_passes")
+    assert shows(long, "pipeline.too_many_passes", passes=655_360)

@@ -1,6 +1,7 @@
 """What a loop of one's own gives to `Pipeline` is used as it is meant, or refused in one line on
 every rank."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_stages_that_are_not_the_parts_of_the_optimizer_are_refused() -> None:
     second = stage(1)
     both = ParallelAMPOptimizer([first, second], PLAN, lr=0.1)
     for stages in ([second], [stage(2)]):
-        with raises("pipeline.part_elsewhere", number=0):
+        with raises("pipeline.part_elsewhere", name=re.compile(r"^0\.(weight|bias)$"), number=0):
             Pipeline(stages, both, SQUARES, microbatches=2)
     with raises("pipeline.part_missing", number=0):
         Pipeline([nn.Sequential(first, second, nn.Linear(5, 5))], both, SQUARES, microbatches=2)

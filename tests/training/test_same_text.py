@@ -111,5 +111,10 @@ def test_a_text_of_the_same_name_and_size_with_another_content_is_refused(
         shutil.rmtree(run / "data")
     before = None if lost else (run / "data" / "text.bin").read_bytes()
     assert train(file, *QUICK, f"train.folder={run}", "train.steps=4", f"data.source={text}") == 2
-    assert shows(capsys.readouterr().err, "training.other_text")
+    message = capsys.readouterr().err
+    if lost and not digest:
+        # without digest and tokens only the data set that is built anew shows the difference
+        assert shows(message, "training.changes_on_resume", flags="--allow data")
+    else:
+        assert shows(message, "training.other_text")
     assert before is None or (run / "data" / "text.bin").read_bytes() == before

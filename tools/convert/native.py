@@ -238,8 +238,8 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
     def finish(folder: Path) -> None:
         if main_file(source.tokenizer):
-            for safetensors_file in source.tokenizer:
-                (folder / safetensors_file.name).write_bytes(read_whole(safetensors_file))
+            for tokenizer_file in source.tokenizer:
+                (folder / tokenizer_file.name).write_bytes(read_whole(tokenizer_file))
         _write_index(folder, source, dtypes)
 
     return Target(

@@ -268,7 +268,8 @@ def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
     except UserError as error:
         # What they would say is none of Megatron's models.
         raise UserError.of(
-            "convert.megatron_not_expressible", lacking=f"such model: {error.problems[0]}"
+            "convert.megatron_not_expressible",
+            lacking=f"arguments that say this model: {error.problems[0]}",
         ) from error
     lost = [
         _describe_difference(with_idle_keys_reset(model), read_back, name)

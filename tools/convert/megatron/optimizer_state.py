@@ -115,10 +115,10 @@ def _read_distributed(rank_files: RankFiles, model: ModelConfig) -> dict[Path, R
     loaded = dict(zip(folders, contents(files), strict=True))
     on_both_ends = shared_weights(model, rank_files.sizes.pp)
     return {
-        file.folder: flat_state(
-            file, loaded[file.folder], rank_files.args, rank_file.pp, on_both_ends
+        rank_file.folder: flat_state(
+            rank_file, loaded[rank_file.folder], rank_files.args, rank_axes.pp, on_both_ends
         )
-        for rank_file, file in rank_files.files.items()
+        for rank_axes, rank_file in rank_files.files.items()
     }
 
 
@@ -173,9 +173,8 @@ def _parameters_of_group(rank_file: RankFile, group: Content) -> Iterator[tuple[
     """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
     group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     group_has_experts = bool(group.get("is_expert_parallel"))
-    separate_experts = (
-        len(_optimizers(rank_file.content)) > 1
-    )  # they have an optimizer of their own
+    # They have an optimizer of their own.
+    separate_experts = len(_optimizers(rank_file.content)) > 1
     for number, chunk in enumerate(rank_file.chunks):
         for tensor_name, stored in chunk.items():
             same_decay = decayed(tensor_name, stored.shape) == group_decays

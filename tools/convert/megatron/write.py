@@ -369,11 +369,13 @@ class _Writer:
         scaler = self.source.facts.scaler
         if not scaler:
             return {}
-        trackers = {
-            tensor_name: int(scaler[tensor_name])
-            for tensor_name in ("growth_tracker", "hysteresis_tracker")
+        return {
+            "grad_scaler": {
+                "scale": slots.add_scale(),
+                "growth_tracker": int(scaler["growth_tracker"]),
+                "hysteresis_tracker": int(scaler["hysteresis_tracker"]),
+            }
         }
-        return {"grad_scaler": {"scale": slots.add_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
         """Write the file that names the iteration, and how texts are generated, which Megatron does

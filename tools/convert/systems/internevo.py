@@ -132,7 +132,8 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     matches_by_name = {
         file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
     }
-    # Which axes names have tells the version that wrote them.
+    # Weight parallelism (isp) names wp, the other modes name tp, older versions both: one save has
+    # one form.
     forms = {
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }

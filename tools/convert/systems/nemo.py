@@ -172,10 +172,10 @@ def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]
 
 
 def _check_rows(folder: Path, tensors: Mapping[str, Chunked], vocab: int | None) -> None:
-    """Raise UserError if the embedding has not as many rows as model.yaml says. Without its word
-    NeMo pads."""
+    """Raise UserError if the embedding has not as many rows as model.yaml says."""
     embedding = tensors.get(EMBEDDING)
-    # NeMo states the padded vocabulary, so it has as many rows.
+    # NeMo pads the tokenizer's vocabulary, but takes a vocab_size that is set as it is
+    # (GPTConfig.configure_model).
     if vocab and embedding and embedding.shape[0] != vocab:
         raise UserError.of(
             "convert.nemo_vocab", folder=folder, shape=embedding.shape[0], model=MODEL, vocab=vocab
@@ -494,14 +494,14 @@ def _norm(config: Mapping[str, Any], origin: str) -> str:
 def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
     """Return the kind of feed-forward. Megatron-core's fused GELU is the tanh approximation, the
     other is not (fusions/)."""
-    tensor_name = _function_name(config["activation_func"])
-    kind = ACTIVATIONS.get(tensor_name) if isinstance(tensor_name, str) else None
+    function_name = _function_name(config["activation_func"])
+    kind = ACTIVATIONS.get(function_name) if isinstance(function_name, str) else None
     if (kind, gated) == ("silu", True):
         return "swiglu"
     if (kind, gated) == ("gelu", False):
         return "gelu" if config["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
-    raise UserError.of("convert.nemo_activation", origin=origin, name=tensor_name, gate=gate)
+    raise UserError.of("convert.nemo_activation", origin=origin, name=function_name, gate=gate)
 
 
 def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:

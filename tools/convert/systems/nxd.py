@@ -164,7 +164,7 @@ def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> Part
 
 def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return the config.json of the model, and what it says but for NxD's own keys."""
-    # Training scripts keep it once for all checkpoints of a run.
+    # NxD saves none; people keep one beside a checkpoint, or one for all of a run.
     for file in (checkpoint / CONFIG, checkpoint.parent / CONFIG):
         if file.is_file():
             config = read_json(file)
@@ -174,7 +174,8 @@ def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
-    # Tensors that NxD has quantized have other names and shapes.
+    # Quantized layers hold codes under the usual names, and scales beside them
+    # (quantization/quantization_layers.py).
     if config.get("quantization_config") is not None:
         raise UserError.of("convert.nxd_quantized", file=config_file)
     try:
@@ -506,7 +507,7 @@ def _find_copies(
     # With as many heads as there must be nothing is repeated; `check_tensors` speaks of others.
     if key is None or key.shape[0] <= rows or key.shape[0] % rows:
         return None
-    # Copies make as many key/value heads as ranks, which must divide the queries.
+    # With their copies, too, key/value heads must share the queries evenly.
     if model.heads % (key.shape[0] // model.head_dim):
         return None
     count = key.shape[0] // rows

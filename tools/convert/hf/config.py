@@ -78,21 +78,19 @@ def model_type(model: ModelConfig) -> str:
     there is none."""
     own_kind = next(kind for kind, family in FAMILIES.items() if family.ours == model.family)
     for kind in (own_kind, *FAMILIES):
-        if _can_say(kind, model):
+        if _unsaid(kind, model) == []:
             return kind
     computed = with_idle_keys_reset(model)
     if remedies := _remedies(own_kind, computed):
         raise UserError.of(
             "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
         )
-    unlike_its_family = [
-        f"{field} = {getattr(computed, field)}"
-        for field in _FIELDS
-        if getattr(computed, field) != _default(computed, field)
+    # Where the class makes no such model at all, all that is unusual about it is named.
+    unsaid = _unsaid(own_kind, model) or [
+        field for field in _FIELDS if getattr(computed, field) != _default(computed, field)
     ]
-    raise UserError.of(
-        "convert.hf_no_family", settings=", ".join(unlike_its_family), own_kind=own_kind
-    )
+    settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in unsaid)
+    raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_kind)
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -108,19 +106,20 @@ def _config_of_kind(kind: str, model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _can_say(kind: str, model: ModelConfig) -> bool:
-    """Return True if a config.json of a model_type says all of a model that logits depend on.
+def _unsaid(kind: str, model: ModelConfig) -> list[str] | None:
+    """Return the fields of a model that logits depend on and that a config.json of a model_type
+    does not say; None if that makes no such model.
 
     Modules for multi-token prediction are left out where a family has no place for them.
     """
     if not FAMILIES[kind].requires(model):
-        return False
+        return None
     try:
         read_back = from_hugging_face(_config_of_kind(kind, model))
     except UserError:
-        return False
-    lost = set(differing_fields(model, read_back)) - {*_without_effect(model), "mtp_layers"}
-    return not lost
+        return None
+    needless = {*_without_effect(model), "mtp_layers"}
+    return [field for field in differing_fields(model, read_back) if field not in needless]
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -180,7 +179,7 @@ def _remedies(kind: str, model: ModelConfig) -> list[str]:
             candidates.append(not value)
         for candidate in candidates:
             changed = model.model_copy(update={field: candidate})
-            if candidate != value and _can_say(kind, changed):
+            if candidate != value and _unsaid(kind, changed) == []:
                 remedies.append(f"{field} = {value}: {candidate} would do")
                 break
     return remedies

@@ -100,7 +100,7 @@ def test_yarn_in_fractions_of_pairs_is_written_as_the_family_that_reads_it() -> 
     scaling.pop("rope_type")
     olmo3 = from_hugging_face(deepcopy(CONFIGS["olmo3"]) | FULL)
     fields = olmo3.model_dump() | {"rope_base": 50.0, "rope_scaling": scaling}
-    model = ModelConfig(**fields)
+    model = ModelConfig.model_validate(fields)
     config = config_of(model, "float32")
     assert config["model_type"] == "olmo2"
     assert from_hugging_face(config).rope_scaling == model.rope_scaling
@@ -111,7 +111,7 @@ def test_yarn_in_fractions_of_pairs_is_written_as_the_family_that_reads_it() -> 
     fractional = frequencies(model.rope_scaling, base, dims, longest)
     assert not torch.allclose(fractional, frequencies(rounded, base, dims, longest), rtol=1e-3)
     with raises("convert.hf_not_expressible", own_kind="olmo3"):
-        config_of(ModelConfig(**fields | {"window": 5}), "float32")
+        config_of(ModelConfig.model_validate(fields | {"window": 5}), "float32")
 
 
 def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(

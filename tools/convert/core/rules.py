@@ -76,6 +76,7 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
         shape = tuple(name_rule.how.join(parts, sizes).shape)
         expected.append(Match(name_rule.foreign, names, name_rule.how, name_rule.cut, shape))
         covered += names
+    # A tensor in two rows would be written twice, and one in none would be lost.
     assert sorted(covered) == sorted(shapes), (
         f"the table does not cover {set(shapes) ^ set(covered)}"
     )

@@ -9,11 +9,10 @@ dropout in families that have none, are left out, and `omitted_settings` names t
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
+from tools.convert.core.settings import make_model
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, Json
 from tools.convert.hf.quantized import require_readable
@@ -25,22 +24,6 @@ _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 _FIELDS = [
     name for name in ModelConfig.model_fields if name not in (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
 ]
-
-
-def make_model(fields: Json, origin: str) -> ModelConfig:
-    """Return the model with these fields. Raises UserError that names `origin` if they do not make
-    one."""
-    try:
-        return ModelConfig(**fields)
-    except ValidationError as error:
-        problems = []
-        for problem in error.errors(include_url=False):
-            # A default that follows from a wrong field is no problem of its own.
-            if problem["type"] == "default_factory_not_called":
-                continue
-            message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{origin}: {' '.join((*map(str, problem['loc']), message))}")
-        raise UserError(*problems) from error
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
@@ -55,6 +38,7 @@ def from_hugging_face(config: Json) -> ModelConfig:
         fields: dict[str, Any] = {"family": keys.family.ours}
         for entry in keys.family.entries:
             fields |= entry.read(keys)
+        # Entries mark what they read; what is left may be of another model.
         if unread := list(keys.unread()):
             raise UserError(*unread)
         return make_model(fields, "config.json")

@@ -469,6 +469,7 @@ class _Writer:
 
     def finish(self, folder: Path) -> None:
         """Write everything but tensors."""
+        # That of the first: only corrections of routers may keep another.
         dtype = str(next(iter(self.dtype_of.values()))).removeprefix("torch.")
         ids = special_ids_of(self.source)
         _write_json(folder / CONFIG, config_of(self.source.model, dtype) | ids)

@@ -77,6 +77,7 @@ class Blocks:
             raise UserError.of(
                 "convert.fp8_scale", file=self.scales.file, name=self.name, scales=SCALES
             )
+        # The rows may begin and end inside of blocks.
         row_scales = scales.repeat_interleave(height, 0)
         row_scales = row_scales[top - first * height : bottom - first * height]
         values = self.codes.rows(top, bottom).float()
@@ -154,6 +155,7 @@ def _matrix(
     scales = stored.get(tensor_name + SCALES)
     if scales is None:
         raise UserError.of("convert.fp8_scale_missing", path=path, name=tensor_name, scales=SCALES)
+    # The last block of a row or column may be smaller.
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
         cause = ": they are transposed" if scales.shape == expected[::-1] else ""

@@ -257,6 +257,7 @@ class ConfigKeys:
 
     def _rename(self, alias: str, name: str) -> None:
         """Take the value of `alias` for that of `name`."""
+        # transformers takes either name, but a file with both must say one thing.
         stated_value = self.stated.pop(alias)
         if self.stated.setdefault(name, stated_value) != stated_value:
             raise UserError.of(

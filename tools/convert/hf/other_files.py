@@ -13,6 +13,7 @@ from tools.convert.hf.keys import short
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+# Names of weights, but not of an optimizer's state.
 _WEIGHTS = re.compile(
     r"(?:(?!optim|pytorch_optim).*\.safetensors)|(?:(?:pytorch|adapter)_)?model\b.*\.bin"
 )

@@ -13,7 +13,9 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from models.router_settings import PLAIN
-from tools.convert.hf.config import NAMES, differing_fields, make_model
+from tools.convert.core.settings import make_model
+from tools.convert.hf.config import NAMES, differing_fields
+from tools.convert.hf.windows import window_fields
 from tools.convert.megatron.feed_forwards import (
     activation_of,
     experts_of,
@@ -157,11 +159,7 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
         has_window = [bool(value) for value in skip]
     else:
         has_window = [not skip or number % skip != 0 for number in numbers]
-    chosen = tuple(layer for layer, has in enumerate(has_window) if has)
-    if not chosen:
-        return {}
-    # No layers in particular are all layers.
-    return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
+    return window_fields(has_window, before + 1)
 
 
 def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:

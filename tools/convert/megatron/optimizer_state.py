@@ -14,6 +14,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.rules import Match
+from tools.convert.core.shards import TensorSource
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.hf.folder import check_tensors
@@ -23,7 +24,6 @@ from tools.convert.megatron.order import shared_weights
 from tools.convert.megatron.ranks import (
     RankFile,
     RankFiles,
-    TensorSource,
     merge_parts,
     parts_over_all,
 )
@@ -62,7 +62,7 @@ def optimizer_state(
             for tensor_name, parts in parts_by_name.items()
             if tensor_name in names
         }
-        merged = merge_parts(rank_files.path, trained, parts_by_name, model.vocab)
+        merged = merge_parts(rank_files.path, trained, parts_by_name)
         check_tensors(rank_files.path, trained, merged)
         merged_by_kind[kind] = merged
     return merged_by_kind

@@ -110,7 +110,7 @@ def _yarn(
         "beta_slow": float(slow),
         "truncate": truncate,
     }
-    # Ours multiplies scores by mscale_all_dim as DeepSeek does, so both are needed for that.
+    # Ours takes the quotient of their factors only if both are given, and else that of 1.
     if mscale and mscale_all_dim:
         return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
     if (mscale, mscale_all_dim) == (1.0, 0.0):

@@ -28,13 +28,21 @@ from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
+from tools.convert.core.settings import make_model, problems_of_keys
+from tools.convert.core.shards import (
+    Part,
+    TensorSource,
+    collect_shards,
+    count_ranks,
+    file_of_each_rank,
+    merge_shards,
+    notes_on_copies,
+    number_over_stages,
+)
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
-from tools.convert.hf.config import make_model
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
-from tools.convert.megatron.ranks import TensorSource, notes_on_copies, number_over_stages
-from tools.convert.systems.shards import Part, collect_shards, merge_shards
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")
@@ -144,7 +152,8 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
             matches_by_name=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
-    file_of_rank = _file_of_each_rank(checkpoint, matches_by_name)
+    ranks = {file_name: _rank_of(match) for file_name, match in matches_by_name.items()}
+    file_of_rank = file_of_each_rank(checkpoint, ranks)
     sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
@@ -157,29 +166,10 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
-def _file_of_each_rank(
-    checkpoint: Path, matches_by_name: Mapping[str, re.Match[str]]
-) -> dict[RankAxes, Path]:
-    """Return the file of each rank. UserError if two are of one rank."""
-    names_by_rank: dict[RankAxes, list[str]] = {}
-    for file_name, match in matches_by_name.items():
-        names_by_rank.setdefault(_rank_of(match), []).append(file_name)
-    for names in names_by_rank.values():
-        if len(names) > 1:
-            raise UserError.of(
-                "convert.internevo_rank_twice", path=checkpoint / names[0], names=names[-1]
-            )
-    return {rank_axes: checkpoint / names[0] for rank_axes, names in names_by_rank.items()}
-
-
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
     ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
-    return RankAxes(
-        1 + max(rank_axes.tp for rank_axes in ranks),
-        1 + max(rank_axes.wp for rank_axes in ranks),
-        1 + max(rank_axes.pp for rank_axes in ranks),
-    )
+    return RankAxes(*count_ranks(ranks))
 
 
 def _require_all_ranks(
@@ -214,6 +204,7 @@ def _chunks(rank_file: Path, state: Any) -> Chunks:
         if match := CHUNK.fullmatch(tensor_name):
             number = int(match[1])
             chunk_name = match[2]
+        # Without embed_split_hidden the table is inside of ParallelGPT2Embeddings.
         chunk_name = chunk_name.replace("embedding.word_embeddings.", "embedding.")
         chunks.setdefault(number, {})[chunk_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
@@ -446,26 +437,8 @@ def _as_real(value: Any) -> Any:
 
 def _refuse(config: Mapping[str, Any], origin: str) -> None:
     """Raise UserError for keys that are missing or not known, and for values that are not read."""
-    problems = [
-        Problem.of("convert.model_key_missing", origin=origin, key=setting)
-        for setting in REQUIRED
-        if setting not in config
-    ]
-    for setting, allowed in ONLY.items():
-        if config.get(setting, allowed[0]) not in allowed:
-            problems.append(
-                Problem.of(
-                    "convert.model_key_only",
-                    origin=origin,
-                    key=setting,
-                    value=config[setting],
-                    allowed=" or ".join(map(repr, allowed)),
-                )
-            )
-    known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
-    for setting in config:
-        if setting not in known_keys:
-            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=setting))
+    known = {*DEFAULTS, *CHECKED, *UNIMPORTANT}
+    problems = [*problems_of_keys(config, origin, REQUIRED, ONLY, known)]
     problems += _problems_of_numbers(config, origin)
     if problems:
         raise UserError(*problems)

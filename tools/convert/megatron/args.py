@@ -21,7 +21,12 @@ from tools.convert.megatron.feed_forwards import (
     experts_of,
     feed_forward_args,
 )
-from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
+from tools.convert.megatron.keys import (
+    argument_or,
+    canonical_names,
+    query_groups,
+    refuse_others,
+)
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.rotary import (
     is_learned,
@@ -107,15 +112,11 @@ def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[
     """Return the fields of attention without latents."""
     heads = arguments["num_attention_heads"]
     scale = arguments.get("softmax_scale")
-    # Without group_query_attention Megatron-LM ignores the number of groups.
-    groups = (
-        arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
-    )
     head_dim = argument_or(arguments, "kv_channels", arguments["hidden_size"] // heads)
     if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
         raise UserError.of("convert.megatron_softmax_scale", scale=scale)
     return {
-        "kv_heads": groups or heads,
+        "kv_heads": query_groups(arguments) or heads,
         "head_dim": head_dim,
         "qk_norm": bool(arguments.get("qk_layernorm")),
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),

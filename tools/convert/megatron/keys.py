@@ -145,6 +145,14 @@ def argument_or(args: Args, key: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def query_groups(args: Args) -> int | None:
+    """Return the number of groups of queries that share a key; None: as many as heads."""
+    # Without group_query_attention Megatron-LM ignores the number of groups.
+    if args.get("group_query_attention", True):
+        return args.get("num_query_groups")
+    return None
+
+
 def refuse_others(args: Args) -> None:
     """Raise UserError for an argument that makes it a model that none of ours is."""
     problems: list[Problem] = []

@@ -100,11 +100,10 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
 
     logical: key -> its entry in the checkpoint's index.
     """
-    files = {
-        file_name: safetensors_in(checkpoint.file(file_name))
-        for file_name in checkpoint.index["files"]
-        if file_name.endswith(".safetensors")
-    }
+    files = {}
+    for file_name in checkpoint.index["files"]:
+        if file_name.endswith(".safetensors"):
+            files[file_name] = safetensors_in(checkpoint.file(file_name))
 
     def name_then_kind(tensor_key: str) -> list[str]:
         return tensor_key.split("/", 1)[::-1]
@@ -131,14 +130,13 @@ def _check_shapes(
         shapes = checkpoint.shapes(kind)
         if not shapes:
             continue
-        expected = [
-            Match(tensor_name, (tensor_name,), SAME, "whole", shape)
-            for tensor_name, shape in logical_shapes(model).items()
-            if _has_kind(kind, tensor_name, tensor_name in by_muon)
-        ]
-        stand_ins = {
-            tensor_name: torch.empty(shape, device="meta") for tensor_name, shape in shapes.items()
-        }
+        expected = []
+        for tensor_name, shape in logical_shapes(model).items():
+            if _has_kind(kind, tensor_name, tensor_name in by_muon):
+                expected.append(Match(tensor_name, (tensor_name,), SAME, "whole", shape))
+        stand_ins = {}
+        for tensor_name, shape in shapes.items():
+            stand_ins[tensor_name] = torch.empty(shape, device="meta")
         check_tensors(path, expected, stand_ins)
 
 
@@ -190,10 +188,9 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
         for safetensors_file, keys in _keys_by_file(dtypes).items():
-            tensors = {
-                _name_in_file(tensor_key): (dtypes[tensor_key], source.shapes[tensor_key])
-                for tensor_key in keys
-            }
+            tensors = {}
+            for tensor_key in keys:
+                tensors[_name_in_file(tensor_key)] = (dtypes[tensor_key], source.shapes[tensor_key])
             starts = reserve_safetensors(folder / safetensors_file, tensors, write)
             for tensor_key in keys:
                 location = Location(

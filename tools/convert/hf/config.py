@@ -126,27 +126,29 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     would compute otherwise.
     """
     differing = differing_fields(model, from_hugging_face(config_of(model, "float32")))
-    lost = [field for field in differing if field not in _without_effect(model)]
-    if lost:
-        raise UserError(
-            *(
+    problems: list[Problem] = []
+    for field in differing:
+        if field not in _without_effect(model):
+            problems.append(
                 Problem.of("convert.hf_field_lost", name=field, value=getattr(model, field))
-                for field in lost
             )
-        )
-    return [
-        f"{field} = {getattr(model, field)}" for field in differing if field in TRAINING_ONLY_KEYS
-    ]
+    if problems:
+        raise UserError(*problems)
+    omitted = []
+    for field in differing:
+        if field in TRAINING_ONLY_KEYS:
+            omitted.append(f"{field} = {getattr(model, field)}")
+    return omitted
 
 
 def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     """Return a note for each thing in the config.json of `model` that transformers 4 refuses or
     computes otherwise."""
     readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
-    return [
-        f"config.json needs transformers 5 or newer: {readers}, cannot {what}"
-        for what in FAMILIES[model_type(model)].beyond_transformers_4(model)
-    ]
+    notes = []
+    for what in FAMILIES[model_type(model)].beyond_transformers_4(model):
+        notes.append(f"config.json needs transformers 5 or newer: {readers}, cannot {what}")
+    return notes
 
 
 def _remedies(kind: str, model: ModelConfig) -> list[str]:

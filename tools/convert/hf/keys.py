@@ -282,13 +282,12 @@ class ConfigKeys:
 
     def nulls(self) -> list[Problem]:
         """Return a line for each null that was read though its key has to have a value."""
-        return [
-            Problem.of("convert.hf_null", key=key)
-            for key in sorted(self._read - {*_MAY_BE_NULL, *IDS})
-            if key in self.stated
-            and self.stated[key] is None
-            and self.family.defaults.get(key) is not None
-        ]
+        problems = []
+        for key in sorted(self._read - {*_MAY_BE_NULL, *IDS}):
+            is_null = key in self.stated and self.stated[key] is None
+            if is_null and self.family.defaults.get(key) is not None:
+                problems.append(Problem.of("convert.hf_null", key=key))
+        return problems
 
     def unread(self) -> Iterator[Problem]:
         """Yield a line for each key that was not read and may change what the model computes."""

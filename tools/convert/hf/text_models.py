@@ -107,11 +107,11 @@ def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     # A folder of a text model alone has the names already.
     if config.get("model_type") not in TEXT:
         return dict(stored)
-    return {
-        _inner_name(name): tensor
-        for name, tensor in stored.items()
-        if not name.startswith(_IMAGE_TENSORS)
-    }
+    tensors: dict[str, Any] = {}
+    for name, tensor in stored.items():
+        if not name.startswith(_IMAGE_TENSORS):
+            tensors[_inner_name(name)] = tensor
+    return tensors
 
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:

@@ -87,6 +87,7 @@ def _write_optional(model: ModelConfig) -> Json:
 
 def _write_qwen(model: ModelConfig) -> Json:
     first = min(model.window_layers, default=0)
+    # From layer 0 on these are all layers, which needs no list.
     config = {**_write_optional(model), "max_window_layers": first}
     if model.window_layers:
         return {**config, "layer_types": _layer_types(model)}

@@ -199,9 +199,10 @@ def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
 def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit and only training goes by, as key = value."""
     differing = differing_fields(model, model_of_args(args, None))
-    omitted = [
-        f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING_ONLY_KEYS
-    ]
+    omitted = []
+    for name in differing:
+        if name in TRAINING_ONLY_KEYS:
+            omitted.append(f"{name} = {getattr(model, name)}")
     for field in unsaid_by_arguments(model):
         omitted.append(f"{field} (Megatron-LM has no argument for it)")
     return omitted
@@ -270,11 +271,10 @@ def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
             "convert.megatron_not_expressible",
             lacking=f"arguments that say this model: {error.problems[0]}",
         ) from error
-    lost = [
-        _describe_difference(with_idle_keys_reset(model), read_back, name)
-        for name in differing_fields(model, read_back)
-        if name not in (*TRAINING_ONLY_KEYS, *NAMES)
-    ]
+    lost = []
+    for name in differing_fields(model, read_back):
+        if name not in (*TRAINING_ONLY_KEYS, *NAMES):
+            lost.append(_describe_difference(with_idle_keys_reset(model), read_back, name))
     if lost:
         raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lost))
 

@@ -453,10 +453,9 @@ def _buffers(
         registered: dict[str, Registered] = {}
         for parameter in parameters_of(stage, flat_layout.args):
             registered[parameter.matches[0].foreign] = parameter
-        laid_out = [
-            _lay_out(flat_layout, tensor_name, parameter)
-            for tensor_name, parameter in registered.items()
-        ]
+        laid_out = []
+        for tensor_name, parameter in registered.items():
+            laid_out.append(_lay_out(flat_layout, tensor_name, parameter))
         buffers += [(registered, buffer) for buffer in buffers_of(laid_out)]
     return buffers
 

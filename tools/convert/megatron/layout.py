@@ -148,6 +148,7 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
 
     features_in_first: `hidden` is the number of features in; otherwise that of features out.
     """
+    # Nothing but the tensor's size tells the width of an expert.
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError.of(

@@ -114,27 +114,27 @@ def _read_distributed(rank_files: RankFiles, model: ModelConfig) -> dict[Path, R
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = dict(zip(folders, contents(files), strict=True))
     on_both_ends = shared_weights(model, rank_files.sizes.pp)
-    return {
-        rank_file.folder: flat_state(
+    states = {}
+    for rank_axes, rank_file in rank_files.files.items():
+        states[rank_file.folder] = flat_state(
             rank_file, loaded[rank_file.folder], rank_files.args, rank_axes.pp, on_both_ends
         )
-        for rank_axes, rank_file in rank_files.files.items()
-    }
+    return states
 
 
 def _read_numbered(rank_files: RankFiles) -> dict[Path, RankState]:
     """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
-    optimizers = {
-        rank_file.folder: _optimizers(rank_file.content) for rank_file in rank_files.files.values()
-    }
+    optimizers = {}
+    for rank_file in rank_files.files.values():
+        optimizers[rank_file.folder] = _optimizers(rank_file.content)
     for of_rank in optimizers.values():
         if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
             return {}
-    return {
-        rank_file.folder: _named_state(rank_file, optimizers[rank_file.folder])
-        for rank_file in rank_files.files.values()
-    }
+    states = {}
+    for rank_file in rank_files.files.values():
+        states[rank_file.folder] = _named_state(rank_file, optimizers[rank_file.folder])
+    return states
 
 
 def _named_state(rank_file: RankFile, optimizers: Sequence[Content]) -> RankState:

@@ -215,10 +215,9 @@ def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
                 f"args say {argument_name} = {stated}, but there are files of {size}; the files "
                 "were read as they are"
             )
-    numbers = {
-        rank_axes: rank_file.content["args"].get("rank")
-        for rank_axes, rank_file in rank_files.files.items()
-    }
+    numbers = {}
+    for rank_axes, rank_file in rank_files.files.items():
+        numbers[rank_axes] = rank_file.content["args"].get("rank")
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
     for rank_axes, number in numbers.items():
@@ -264,11 +263,11 @@ def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a state dict but for extra states, which hold no parameters."""
-    return {
-        tensor_name: value
-        for tensor_name, value in state.items()
-        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state")
-    }
+    parameters = {}
+    for tensor_name, value in state.items():
+        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state"):
+            parameters[tensor_name] = value
+    return parameters
 
 
 def parts_over_all(

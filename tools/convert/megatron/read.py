@@ -358,6 +358,7 @@ def _progress(
     scheduled = _scheduled(content)
     return {
         "step": iteration,
+        # without the optimizer's steps nothing tells that some were skipped
         "applied": steps or iteration,
         "tokens": samples * (arguments.get("seq_length") or 0),
         "samples": samples,

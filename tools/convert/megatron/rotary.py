@@ -287,8 +287,8 @@ def unsaid_by_arguments(model: ModelConfig) -> list[str]:
     if not (model.latent and model.rope_scaling.kind == YARN):
         return []
     scaling = model.rope_scaling
-    return [
-        f"{argument_name} = {getattr(scaling, argument_name)}"
-        for argument_name, fixed in LATENT_YARN.items()
-        if getattr(scaling, argument_name) != fixed
-    ]
+    unsaid = []
+    for argument_name, fixed in LATENT_YARN.items():
+        if getattr(scaling, argument_name) != fixed:
+            unsaid.append(f"{argument_name} = {getattr(scaling, argument_name)}")
+    return unsaid

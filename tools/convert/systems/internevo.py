@@ -137,9 +137,10 @@ def _refuse_unread_kinds(checkpoint: Path) -> None:
 def _read_ranks(checkpoint: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
     names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
-    matches_by_name = {
-        file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
-    }
+    matches_by_name = {}
+    for file_name in names:
+        if match := FILE.fullmatch(file_name):
+            matches_by_name[file_name] = match
     # Weight parallelism (isp) names wp, the other modes name tp, older versions both: one save has
     # one form.
     forms = {
@@ -256,11 +257,10 @@ def _shards_of_stage(
     rank_files: RankFiles, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
-    of_stage = [
-        (partial(_part_of, rank_files, rank_axes), chunks[chunk])
-        for rank_axes, chunks in rank_files.chunks.items()
-        if rank_axes.pp == stage
-    ]
+    of_stage = []
+    for rank_axes, chunks in rank_files.chunks.items():
+        if rank_axes.pp == stage:
+            of_stage.append((partial(_part_of, rank_files, rank_axes), chunks[chunk]))
     return collect_shards(rank_files.path, of_stage, LONE)
 
 
@@ -286,6 +286,7 @@ def _feed_forward(
     for tensor_name in ("w1", "w2", "w3", "fc1", "fc2"):
         shards = shards_by_name.get(f"blocks.0.mlp.{tensor_name}.weight", ())
         shapes[tensor_name] = [shard.shape for shard in shards]
+    # Two products instead of a gate: without use_swiglu, with use_flash_attn.
     if shapes["fc1"] and shapes["fc2"]:
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
@@ -409,6 +410,7 @@ def model_of(
         "hidden": config["hidden_size"],
         "heads": config["num_attention_heads"],
         "vocab": config["vocab_size"],
+        # its GELU is the tanh approximation
         "mlp": "swiglu" if gated else "gelu",
         "ffn": ffn,
         "max_positions": settings["max_position_embeddings"],
@@ -421,9 +423,10 @@ def model_of(
         "qkv_bias": biased,
         "output_bias": biased,
     }
-    missing = [
-        f"{setting} = {default!r}" for setting, default in DEFAULTS.items() if setting not in config
-    ]
+    missing = []
+    for setting, default in DEFAULTS.items():
+        if setting not in config:
+            missing.append(f"{setting} = {default!r}")
     note = f"{origin} leaves to InternEvo, which takes: {', '.join(missing)}" if missing else ""
     return make_model(fields, origin), note
 
@@ -464,6 +467,7 @@ def _check_against_tensors(
     config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
 ) -> None:
     """Raise UserError if the dict and the tensors contradict each other."""
+    # This type of InternEvo's models has no groups of queries.
     heads = config["num_attention_heads"]
     if config.get("num_kv_attention_heads", heads) != heads:
         raise UserError.of("convert.internevo_heads", origin=origin)
@@ -478,7 +482,7 @@ def _check_against_tensors(
             "convert.internevo_swiglu", origin=origin, use_swiglu=config["use_swiglu"], gate=gate
         )
     if "mlp_ratio" in config:
-        # As InternEvo rounds it.
+        # As InternEvo rounds it, which it does with a gate alone (modules/mlp.py).
         width = int(config["hidden_size"] * config["mlp_ratio"])
         multiple = config.get("multiple_of", MULTIPLE) if gated else 1
         expected = -(-width // multiple) * multiple

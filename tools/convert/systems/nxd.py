@@ -137,10 +137,9 @@ def open_nxd(checkpoint: Path) -> Source:
     rank_files = _find_files(checkpoint)
     tensors, unread_keys = _read_tensors(rank_files)
     tensor_ranks, pipeline_ranks = count_ranks(tensors)
-    ranks = [
-        (partial(_part_of, model_rank, tensor_ranks), of_rank)
-        for model_rank, of_rank in tensors.items()
-    ]
+    ranks = []
+    for model_rank, of_rank in tensors.items():
+        ranks.append((partial(_part_of, model_rank, tensor_ranks), of_rank))
     weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
     check_tied(checkpoint, model, weights, expected)
@@ -198,6 +197,7 @@ def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
     folder = checkpoint / "model" if _has_ranks(checkpoint / "model") else checkpoint
     if folder == checkpoint and not _has_ranks(checkpoint):
         return {ModelRank(0, 0): checkpoint / MERGED}
+    # Nothing says which of the two is the newer.
     if (checkpoint / MERGED).is_file():
         raise UserError.of("convert.nxd_two_kinds", path=checkpoint, merged=MERGED)
     names = sorted(file.name for file in folder.iterdir())
@@ -296,11 +296,10 @@ def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a file, those included that lie in files of their own."""
     state = state_in(rank_file, state, with_references=True)
     folder = rank_file.with_name(f"{rank_file.name}.tensors")
-    files = {
-        tensor_name: folder / f"tensor_{value.number}.pt"
-        for tensor_name, value in state.items()
-        if isinstance(value, Reference)
-    }
+    files = {}
+    for tensor_name, value in state.items():
+        if isinstance(value, Reference):
+            files[tensor_name] = folder / f"tensor_{value.number}.pt"
     for tensor_file in files.values():
         if not tensor_file.is_file():
             raise UserError.of("convert.nxd_file_missing", tensor_file=tensor_file)
@@ -375,17 +374,16 @@ def hugging_face(
                     "convert.nxd_mixed", path=checkpoint, own_name=unfused_name, name=tensor_name
                 )
             unfused[unfused_name] = own_shards
-    merged = {
-        tensor_name: _merge(checkpoint, tensor_name, shards, model)
-        for tensor_name, shards in unfused.items()
-    }
+    merged = {}
+    for tensor_name, shards in unfused.items():
+        merged[tensor_name] = _merge(checkpoint, tensor_name, shards, model)
     copies = _find_copies(checkpoint, merged, model)
     if copies is None:
         return merged
-    return {
-        tensor_name: _without_copies(checkpoint, tensor_name, tensor, copies)
-        for tensor_name, tensor in merged.items()
-    }
+    deduplicated = {}
+    for tensor_name, tensor in merged.items():
+        deduplicated[tensor_name] = _without_copies(checkpoint, tensor_name, tensor, copies)
+    return deduplicated
 
 
 def _unfuse(

@@ -106,7 +106,7 @@ def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
     our_model = from_hugging_face(config)
     names = FAMILIES["gpt2"].aliases if config["model_type"] == "gpt2" else {}
-    small = {}
+    small: dict[str, Any] = {}
     for config_key, value in _without_weights(config).items():
         if config_key not in names:
             small[config_key] = value

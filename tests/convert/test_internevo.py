@@ -233,7 +233,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     )
     assert shows(
         broken("type", **{"head.weight": torch.zeros(68, 48).half()}),
-        "convert.nxd_dtype",
+        "convert.megatron_dtypes",
         foreign="head.weight",
     )
     assert shows(broken("text", text="a"), "convert.state_value_not_tensor", name="text")
@@ -365,10 +365,9 @@ def test_tensors_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Pa
         )
     assert shows(
         refused(folder),
-        "convert.nxd_shape",
+        "convert.megatron_shapes",
         foreign="blocks.1.mixer.out_proj.weight",
-        count=2,
-        shape="[]",
+        shapes="[24], [24]",
     )
 
 

@@ -2,8 +2,10 @@
 own words say."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +24,14 @@ from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
-from tools.convert.core.rules import head_sizes, matches
+from tools.convert.core.rules import Match, head_sizes, matches
+from tools.convert.core.shards import MergedTensor, merge_shards
 from tools.convert.core.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,
     PACKED,
     PACKED_TRANSPOSED,
+    SAME,
     HeadSizes,
     Transform,
 )
@@ -35,7 +39,7 @@ from tools.convert.formats import open_source
 from tools.convert.hf.config import config_of, from_hugging_face, model_type
 from tools.convert.hf.folder import open_hf
 from tools.convert.megatron.args import args_of, model_of_args
-from tools.convert.megatron.layout import cut_part, join_parts, part_shape
+from tools.convert.megatron.layout import cut_part, part_shape
 
 SIZES = st.builds(
     lambda kv, groups, half, turned: HeadSizes(
@@ -91,6 +95,12 @@ def test_interleaving_puts_the_features_that_turn_together_side_by_side_and_leav
     assert joined[12:] == value.flatten().tolist()
 
 
+def put_together(each: list[torch.Tensor], cut: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    shards = [MergedTensor(tuple(one.shape), one.dtype, partial(torch.clone, one)) for one in each]
+    match = Match("x", ("x",), SAME, cut, shape)
+    return merge_shards(Path(), [match], {"x": shards})["x"].read()
+
+
 @pytest.mark.parametrize(
     ("cut", "tp"), [*product(("whole", "rows", "columns", "halves", "vocabulary"), (1, 2, 4))]
 )
@@ -99,7 +109,7 @@ def test_ranks_parts_put_together_are_the_whole(cut: str, tp: int) -> None:
     padded = 32 if cut == "vocabulary" else 24
     each = [cut_part(whole, cut, rank, tp, padded) for rank in range(tp)]  # type: ignore[arg-type]
     assert {tuple(one.shape) for one in each} == {part_shape((24, 8), cut, tp, padded)}  # type: ignore[arg-type]
-    assert torch.equal(join_parts(iter(each), cut, (24, 8), tp), whole)  # type: ignore[arg-type]
+    assert torch.equal(put_together(each, cut, (24, 8)), whole)
 
 
 def test_a_gated_layer_is_cut_so_that_a_rank_has_the_gate_of_its_own_features() -> None:
@@ -151,7 +161,7 @@ def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(
         each = [
             cut_part(match.how.join(ours, sizes), match.cut, rank, tp, 512) for rank in range(tp)
         ]
-        back = match.how.split(join_parts(iter(each), match.cut, match.shape, len(each)), sizes)
+        back = match.how.split(put_together(each, match.cut, match.shape), sizes)
         assert all(torch.equal(one, other) for one, other in zip(ours, back, strict=True))
         seen |= set(match.logical)
     assert seen == logical_shapes(source.model).keys()

@@ -410,7 +410,9 @@ def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path
         torch.save(
             {**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file
         )
-    assert shows(refused(run), "convert.nxd_parts", name="model.layers.0.self_attn.o_proj.weight")
+    assert shows(
+        refused(run), "convert.megatron_shapes", foreign="model.layers.0.self_attn.o_proj.weight"
+    )
 
 
 @here

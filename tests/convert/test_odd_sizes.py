@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.attention.rope import frequencies
+from models.config import ModelConfig
 from tests.other_systems import CONFIGS, slow, usually, write_folder
-from tests.refusals import shows
+from tests.refusals import raises, shows
 from tools.cli import main
 from tools.convert.formats import open_source
-from tools.convert.hf.config import from_hugging_face
-from tools.convert.probe import parameters, reduced
+from tools.convert.hf.config import config_of, from_hugging_face
+from tools.convert.probe import BOUND, difference, parameters, reduced
 
 transformers: Any = pytest.importorskip(
     "transformers",
@@ -89,6 +91,27 @@ def test_an_export_is_of_a_family_whose_class_takes_its_sizes(
     )
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] in (written, kind)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_yarn_in_fractions_of_pairs_is_written_as_the_family_that_reads_it() -> None:
+    """OLMo 3's class does not look for `truncate`, OLMo 2's does. Without a window both are one
+    model."""
+    scaling = {**YARN, "kind": "yarn", "beta_fast": 4.0}
+    scaling.pop("rope_type")
+    olmo3 = from_hugging_face(deepcopy(CONFIGS["olmo3"]) | FULL)
+    fields = olmo3.model_dump() | {"rope_base": 50.0, "rope_scaling": scaling}
+    model = ModelConfig.model_validate(fields)
+    config = config_of(model, "float32")
+    assert config["model_type"] == "olmo2"
+    assert from_hugging_face(config).rope_scaling == model.rope_scaling
+    assert difference(json.dumps(config)) <= BOUND
+    # The setting has an effect on these positions.
+    rounded = model.rope_scaling.model_copy(update={"truncate": True})
+    base, dims, longest = model.rope_base, model.rotary_dims, model.max_positions
+    fractional = frequencies(model.rope_scaling, base, dims, longest)
+    assert not torch.allclose(fractional, frequencies(rounded, base, dims, longest), rtol=1e-3)
+    with raises("convert.hf_not_expressible", own_kind="olmo3"):
+        config_of(ModelConfig.model_validate(fields | {"window": 5}), "float32")
 
 
 def test_sizes_that_its_class_refuses_are_named_with_the_config_and_a_way(

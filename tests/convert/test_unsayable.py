@@ -76,6 +76,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             "dense_layers = (1,): () would do",
         ),
         (
+            {"family": "qwen3", "attention_softcap": 3.0, "final_softcap": 2.0, "rope_base": 5e5},
+            "has all of: attention_softcap = 3.0, final_softcap = 2.0, and what",
+        ),
+        (
             {"family": "llama", "norm": "layer", "attention_softcap": 3.0},
             "norm = layer, attention_softcap = 3.0, and ",
         ),

@@ -1,7 +1,7 @@
 """Megaprec's own checkpoints as source and target of conversions."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial as bind
 from math import prod
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import FILE_DIGESTS, file_digest, seal_index
 from megaprec.checkpoint.integrity import require_intact
-from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.durable import read_whole
-from megaprec.errors import UserError
 from megaprec.optim.muon.rule import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
@@ -102,11 +100,10 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
 
     logical: key -> its entry in the checkpoint's index.
     """
-    files = {
-        file_name: safetensors_in(checkpoint.file(file_name))
-        for file_name in checkpoint.index["files"]
-        if file_name.endswith(".safetensors")
-    }
+    files = {}
+    for file_name in checkpoint.index["files"]:
+        if file_name.endswith(".safetensors"):
+            files[file_name] = safetensors_in(checkpoint.file(file_name))
 
     def name_then_kind(tensor_key: str) -> list[str]:
         return tensor_key.split("/", 1)[::-1]
@@ -114,9 +111,9 @@ def _origins(checkpoint: Store, logical: Mapping[str, Any]) -> list[Origin]:
     origins = []
     for tensor_key in sorted(logical, key=name_then_kind):
         entry = logical[tensor_key]
-        load = bind(_assemble, checkpoint, tensor_key, files)
         rows = bind(_read_rows, checkpoint, tensor_key, files)
         shape = tuple(entry["shape"])
+        load = bind(_read_whole, rows, shape)
         origins.append(
             Origin(tensor_key, (tensor_key,), (shape,), getattr(torch, entry["dtype"]), load, rows)
         )
@@ -133,14 +130,13 @@ def _check_shapes(
         shapes = checkpoint.shapes(kind)
         if not shapes:
             continue
-        expected = [
-            Match(tensor_name, (tensor_name,), SAME, "whole", shape)
-            for tensor_name, shape in logical_shapes(model).items()
-            if _has_kind(kind, tensor_name, tensor_name in by_muon)
-        ]
-        stand_ins = {
-            tensor_name: torch.empty(shape, device="meta") for tensor_name, shape in shapes.items()
-        }
+        expected = []
+        for tensor_name, shape in logical_shapes(model).items():
+            if _has_kind(kind, tensor_name, tensor_name in by_muon):
+                expected.append(Match(tensor_name, (tensor_name,), SAME, "whole", shape))
+        stand_ins = {}
+        for tensor_name, shape in shapes.items():
+            stand_ins[tensor_name] = torch.empty(shape, device="meta")
         check_tensors(path, expected, stand_ins)
 
 
@@ -152,42 +148,14 @@ def _has_kind(kind: str, tensor_name: str, by_muon: bool) -> bool:
     )
 
 
-def _assemble(
-    checkpoint: Store, tensor_key: str, files: dict[str, dict[str, Stored]]
-) -> list[Tensor]:
-    """Return a logical tensor, assembled from the chunks that ranks wrote."""
-    entry = checkpoint.index["tensors"][tensor_key]
-    kind, name = tensor_key.split("/", 1)
-    assembled: Tensor | None = None
-    filled = 0
-    for chunk in entry["chunks"]:
-        stored = files[chunk["file"]].get(name if kind == "weight" else tensor_key)
-        # A file of another save, or half of one: the sum of elements tells it below.
-        if stored is None or list(stored.shape) != stored_shape(chunk):
-            break
-        values = stored.read()
-        filled += values.numel()
-        if list(values.shape) == entry["shape"]:
-            assembled = values
-            continue
-        if assembled is None:
-            assembled = torch.empty(entry["shape"], dtype=values.dtype)
-        # A chunk holds the values of several rectangles of the tensor, one after another.
-        for offset, shape, start in blocks(chunk):
-            rectangle = tuple(
-                slice(first, first + size) for first, size in zip(offset, shape, strict=True)
-            )
-            block = values.view(-1)[start : start + prod(shape)]
-            assembled[rectangle] = block.view(shape)
-    if assembled is None or filled != prod(entry["shape"]):
-        raise UserError.of("convert.part_missing", path=checkpoint.path, key=tensor_key)
-    return [assembled]
+def _read_whole(rows: Callable[[int, int], Tensor], shape: Sequence[int]) -> list[Tensor]:
+    return [rows(0, shape[0])]
 
 
 def _read_rows(
     checkpoint: Store, tensor_key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int
 ) -> Tensor:
-    """Return rows [top, bottom) of a logical tensor."""
+    """Return rows [top, bottom) of a logical tensor, of the chunks that ranks wrote."""
     entry = checkpoint.index["tensors"][tensor_key]
     # One chunk that is the whole tensor is read from its file directly.
     if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
@@ -220,10 +188,9 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     def reserve(folder: Path, write: bool) -> list[Write]:
         writes = []
         for safetensors_file, keys in _keys_by_file(dtypes).items():
-            tensors = {
-                _name_in_file(tensor_key): (dtypes[tensor_key], source.shapes[tensor_key])
-                for tensor_key in keys
-            }
+            tensors = {}
+            for tensor_key in keys:
+                tensors[_name_in_file(tensor_key)] = (dtypes[tensor_key], source.shapes[tensor_key])
             starts = reserve_safetensors(folder / safetensors_file, tensors, write)
             for tensor_key in keys:
                 location = Location(
@@ -238,8 +205,8 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
     def finish(folder: Path) -> None:
         if main_file(source.tokenizer):
-            for safetensors_file in source.tokenizer:
-                (folder / safetensors_file.name).write_bytes(read_whole(safetensors_file))
+            for tokenizer_file in source.tokenizer:
+                (folder / tokenizer_file.name).write_bytes(read_whole(tokenizer_file))
         _write_index(folder, source, dtypes)
 
     return Target(

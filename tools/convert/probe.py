@@ -106,11 +106,10 @@ def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
     our_model = from_hugging_face(config)
     names = FAMILIES["gpt2"].aliases if config["model_type"] == "gpt2" else {}
-    small = {
-        config_key: value
-        for config_key, value in _without_weights(config).items()
-        if config_key not in names
-    }
+    small: dict[str, Any] = {}
+    for config_key, value in _without_weights(config).items():
+        if config_key not in names:
+            small[config_key] = value
     for config_key, value in (_sizes(config, our_model) | _lengths(config, our_model)).items():
         small[names.get(config_key, config_key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -13,7 +13,7 @@ from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
-from tools.convert.hf.config import make_model
+from tools.convert.core.settings import make_model
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,12 @@ def compare_logits(
     first_tokens = logits(first, token_ids, torch.bfloat16, vocab, model).argmax(-1)
     second_tokens = logits(second, token_ids, torch.bfloat16, vocab).argmax(-1)
     agreement = (first_tokens == second_tokens).double().mean().item()
-    remarks = [
-        f"; {folder} is in FP8, which transformers rounds otherwise: megaprec ran it"
-        for folder in (first, second)
-        if in_fp8(folder)
-    ]
+    remarks = []
+    for folder in (first, second):
+        if in_fp8(folder):
+            remarks.append(
+                f"; {folder} is in FP8, which transformers rounds otherwise: megaprec ran it"
+            )
     return (
         f"logits of {token_ids.numel()} tokens: FP32 differ by at most {difference:.3g} (largest "
         f"{largest:.3g}, bound {BOUND:g}), in bf16 {agreement:.1%} of the likeliest tokens "

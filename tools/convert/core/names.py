@@ -399,10 +399,10 @@ def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Name
 
 
 def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[NameRule]:
-    return [
-        NameRule(prefix + suffix, (f"layers.N.{logical}.{suffix}",), layers=layers)
-        for suffix in ("weight", "bias")
-    ]
+    rules = []
+    for suffix in ("weight", "bias"):
+        rules.append(NameRule(prefix + suffix, (f"layers.N.{logical}.{suffix}",), layers=layers))
+    return rules
 
 
 def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[NameRule]:

@@ -76,6 +76,7 @@ def matches(rules: Sequence[NameRule], model: ModelConfig) -> list[Match]:
         shape = tuple(name_rule.how.join(parts, sizes).shape)
         expected.append(Match(name_rule.foreign, names, name_rule.how, name_rule.cut, shape))
         covered += names
+    # A tensor in two rows would be written twice, and one in none would be lost.
     assert sorted(covered) == sorted(shapes), (
         f"the table does not cover {set(shapes) ^ set(covered)}"
     )
@@ -139,7 +140,11 @@ def layers_of_modules(rules: Sequence[NameRule], layer: str, module: str) -> lis
 def _rules_for_kind(rules: Sequence[NameRule], layer: ModelConfig) -> list[NameRule]:
     """Return the rules for a layer with experts, or for one without."""
     kind = "experts" if layer.experts else "dense"
-    return [name_rule for name_rule in rules if name_rule.layers in ("all", kind)]
+    of_kind = []
+    for name_rule in rules:
+        if name_rule.layers in ("all", kind):
+            of_kind.append(name_rule)
+    return of_kind
 
 
 def _replace_in_names(name_rule: NameRule, placeholder: str, number: str) -> NameRule:

@@ -122,6 +122,7 @@ def _write_all(
     source: Source, target: Target, partial: Path, journal: "Journal", report: Report
 ) -> None:
     """Write everything that is not written yet."""
+    # All files get their room first: a full disk is found before the work.
     writes = _in_order_of_source(target.reserve(partial, not journal.begun), source)
     _check_complete(writes, target, source)
     journal.begin()

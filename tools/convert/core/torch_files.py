@@ -59,10 +59,9 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
             (chunk["offset"], _build_stored(folder / chunk["file"], chunk))
             for chunk in entry["chunks"]
         ]
-    optimizer = {
-        name: _build_value(folder / entry["file"], entry["content"], entry["start"])
-        for name, entry in answer["optimizer"].items()
-    }
+    optimizer = {}
+    for name, entry in answer["optimizer"].items():
+        optimizer[name] = _build_value(folder / entry["file"], entry["content"], entry["start"])
     return tensors, optimizer
 
 

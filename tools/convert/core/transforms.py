@@ -108,7 +108,8 @@ def _transpose_pairs(weight: Tensor, head_sizes: HeadSizes, pairs: tuple[int, in
     transposed = rotary.transpose(1, 2).flatten(1, 2)
     # Features beyond the rotary ones have no partner, and stay.
     unrotated = heads[:, head_sizes.rotary :]
-    return torch.cat((transposed, unrotated), 1).flatten(0, 1)
+    turned = torch.cat((transposed, unrotated), 1)
+    return turned.flatten(0, 1)
 
 
 def _join_grouped_interleaved(parts: Parts, head_sizes: HeadSizes) -> Tensor:

@@ -9,11 +9,10 @@ dropout in families that have none, are left out, and `omitted_settings` names t
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from megaprec.errors import Problem, UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
+from tools.convert.core.settings import make_model
 from tools.convert.hf.families import FAMILIES, keys_of
 from tools.convert.hf.keys import IDS, Json
 from tools.convert.hf.quantized import require_readable
@@ -25,22 +24,6 @@ _SIZES = ("layers", "hidden", "heads", "ffn", "vocab", "max_positions")
 _FIELDS = [
     name for name in ModelConfig.model_fields if name not in (*TRAINING_ONLY_KEYS, *NAMES, *_SIZES)
 ]
-
-
-def make_model(fields: Json, origin: str) -> ModelConfig:
-    """Return the model with these fields. Raises UserError that names `origin` if they do not make
-    one."""
-    try:
-        return ModelConfig(**fields)
-    except ValidationError as error:
-        problems = []
-        for problem in error.errors(include_url=False):
-            # A default that follows from a wrong field is no problem of its own.
-            if problem["type"] == "default_factory_not_called":
-                continue
-            message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{origin}: {' '.join((*map(str, problem['loc']), message))}")
-        raise UserError(*problems) from error
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
@@ -55,6 +38,7 @@ def from_hugging_face(config: Json) -> ModelConfig:
         fields: dict[str, Any] = {"family": keys.family.ours}
         for entry in keys.family.entries:
             fields |= entry.read(keys)
+        # Entries mark what they read; what is left may be of another model.
         if unread := list(keys.unread()):
             raise UserError(*unread)
         return make_model(fields, "config.json")
@@ -78,21 +62,19 @@ def model_type(model: ModelConfig) -> str:
     there is none."""
     own_kind = next(kind for kind, family in FAMILIES.items() if family.ours == model.family)
     for kind in (own_kind, *FAMILIES):
-        if _can_say(kind, model):
+        if _unsaid(kind, model) == []:
             return kind
     computed = with_idle_keys_reset(model)
     if remedies := _remedies(own_kind, computed):
         raise UserError.of(
             "convert.hf_not_expressible", own_kind=own_kind, remedies="; or ".join(remedies)
         )
-    unlike_its_family = [
-        f"{field} = {getattr(computed, field)}"
-        for field in _FIELDS
-        if getattr(computed, field) != _default(computed, field)
+    # Where the class makes no such model at all, all that is unusual about it is named.
+    unsaid = _unsaid(own_kind, model) or [
+        field for field in _FIELDS if getattr(computed, field) != _default(computed, field)
     ]
-    raise UserError.of(
-        "convert.hf_no_family", settings=", ".join(unlike_its_family), own_kind=own_kind
-    )
+    settings = ", ".join(f"{field} = {getattr(computed, field)}" for field in unsaid)
+    raise UserError.of("convert.hf_no_family", settings=settings, own_kind=own_kind)
 
 
 def config_of(model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -108,19 +90,20 @@ def _config_of_kind(kind: str, model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _can_say(kind: str, model: ModelConfig) -> bool:
-    """Return True if a config.json of a model_type says all of a model that logits depend on.
+def _unsaid(kind: str, model: ModelConfig) -> list[str] | None:
+    """Return the fields of a model that logits depend on and that a config.json of a model_type
+    does not say; None if that makes no such model.
 
     Modules for multi-token prediction are left out where a family has no place for them.
     """
     if not FAMILIES[kind].requires(model):
-        return False
+        return None
     try:
         read_back = from_hugging_face(_config_of_kind(kind, model))
     except UserError:
-        return False
-    lost = set(differing_fields(model, read_back)) - {*_without_effect(model), "mtp_layers"}
-    return not lost
+        return None
+    needless = {*_without_effect(model), "mtp_layers"}
+    return [field for field in differing_fields(model, read_back) if field not in needless]
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -143,27 +126,29 @@ def omitted_settings(model: ModelConfig) -> list[str]:
     would compute otherwise.
     """
     differing = differing_fields(model, from_hugging_face(config_of(model, "float32")))
-    lost = [field for field in differing if field not in _without_effect(model)]
-    if lost:
-        raise UserError(
-            *(
+    problems: list[Problem] = []
+    for field in differing:
+        if field not in _without_effect(model):
+            problems.append(
                 Problem.of("convert.hf_field_lost", name=field, value=getattr(model, field))
-                for field in lost
             )
-        )
-    return [
-        f"{field} = {getattr(model, field)}" for field in differing if field in TRAINING_ONLY_KEYS
-    ]
+    if problems:
+        raise UserError(*problems)
+    omitted = []
+    for field in differing:
+        if field in TRAINING_ONLY_KEYS:
+            omitted.append(f"{field} = {getattr(model, field)}")
+    return omitted
 
 
 def notes_on_older_transformers(model: ModelConfig) -> list[str]:
     """Return a note for each thing in the config.json of `model` that transformers 4 refuses or
     computes otherwise."""
     readers = "transformers 4, and what goes by its keys, such as vLLM and llama.cpp"
-    return [
-        f"config.json needs transformers 5 or newer: {readers}, cannot {what}"
-        for what in FAMILIES[model_type(model)].beyond_transformers_4(model)
-    ]
+    notes = []
+    for what in FAMILIES[model_type(model)].beyond_transformers_4(model):
+        notes.append(f"config.json needs transformers 5 or newer: {readers}, cannot {what}")
+    return notes
 
 
 def _remedies(kind: str, model: ModelConfig) -> list[str]:
@@ -180,7 +165,7 @@ def _remedies(kind: str, model: ModelConfig) -> list[str]:
             candidates.append(not value)
         for candidate in candidates:
             changed = model.model_copy(update={field: candidate})
-            if candidate != value and _can_say(kind, changed):
+            if candidate != value and _unsaid(kind, changed) == []:
                 remedies.append(f"{field} = {value}: {candidate} would do")
                 break
     return remedies

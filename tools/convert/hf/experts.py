@@ -56,11 +56,11 @@ def _dense_layers_of_qwen(config: ConfigKeys) -> list[int]:
     """Return the numbers of the layers without experts."""
     dense_only = config["mlp_only_layers"] or ()
     step = config["decoder_sparse_step"]
-    return [
-        layer
-        for layer in range(config["num_hidden_layers"])
-        if layer in dense_only or (layer + 1) % step or not config["num_experts"]
-    ]
+    dense = []
+    for layer in range(config["num_hidden_layers"]):
+        if layer in dense_only or (layer + 1) % step or not config["num_experts"]:
+            dense.append(layer)
+    return dense
 
 
 def _feed_forwards(config: ConfigKeys, dense: list[int]) -> Fields:
@@ -194,6 +194,7 @@ def _write_after_dense(model: ModelConfig) -> Json:
         "moe_intermediate_size": model.ffn,
         "first_k_dense_replace": len(model.dense_layers),
         "n_routed_experts": model.experts,
+        # counted in experts of the width of the others
         "n_shared_experts": model.shared_experts // model.ffn,
         "num_experts_per_tok": model.experts_per_token,
         "norm_topk_prob": model.norm_topk,

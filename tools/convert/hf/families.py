@@ -299,6 +299,21 @@ _OLMO2_DEFAULTS = _LLAMA_DEFAULTS | {
     "bos_token_id": None,
     "eos_token_id": 50279,
 }
+_GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 _EXPERTS_DEFAULTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
 _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-6,
@@ -310,6 +325,11 @@ _DEEPSEEK_DEFAULTS = _LLAMA_DEFAULTS | {
     "v_head_dim": 128,
     "aux_loss_alpha": 0.0,  # neither: transformers has no such loss
     "num_mtp_layers": 0,
+}
+
+_ROUTED_ALIASES = {
+    "num_local_experts": "n_routed_experts",
+    "num_nextn_predict_layers": "num_mtp_layers",
 }
 
 # By model_type. A model whose own family cannot say all of it is written as the first that can.
@@ -546,10 +566,7 @@ FAMILIES: dict[str, Family] = {
             _MTP_LAYERS,
             EXPERTS_OF_DEEPSEEK_V3,
         ),
-        aliases={
-            "num_local_experts": "n_routed_experts",
-            "num_nextn_predict_layers": "num_mtp_layers",
-        },
+        aliases=_ROUTED_ALIASES,
         allowed={
             "scoring_func": ("sigmoid", None),
             "topk_method": ("noaux_tc", None),
@@ -579,25 +596,12 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         ours="gemma2",
         architecture="Gemma2ForCausalLM",
-        defaults=_LLAMA_DEFAULTS
+        defaults=_GEMMA_DEFAULTS
         | {
             "vocab_size": 256000,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
             "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "bos_token_id": 2,
         },
         entries=(
             *_GEMMA,
@@ -611,26 +615,13 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         ours="gemma3",
         architecture="Gemma3ForCausalLM",
-        defaults=_LLAMA_DEFAULTS
+        defaults=_GEMMA_DEFAULTS
         | {
             "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
             "max_position_embeddings": 131_072,
-            "tie_word_embeddings": True,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
             "sliding_window_pattern": 6,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-            "bos_token_id": 2,
         },
         entries=(
             *_GEMMA,
@@ -680,10 +671,7 @@ FAMILIES: dict[str, Family] = {
             _MTP_LAYERS,
             NO_WINDOW,
         ),
-        aliases={
-            "num_local_experts": "n_routed_experts",
-            "num_nextn_predict_layers": "num_mtp_layers",
-        },
+        aliases=_ROUTED_ALIASES,
     ),
     "gpt_oss": Family(
         ours="gpt_oss",

@@ -272,14 +272,12 @@ def _read_shards(folder: Path, weights: WeightFormat) -> dict[str, Stored]:
         raise UserError.of("convert.hf_weight_map", path=folder / index)
     # Each file is opened once, however many tensors the index names in it.
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        raise UserError(
-            *(
-                Problem.of("convert.shard_missing", path=folder / shard, index=index)
-                for shard in missing
-            )
-        )
+    problems: list[Problem] = []
+    for shard in shards:
+        if not (folder / shard).is_file():
+            problems.append(Problem.of("convert.shard_missing", path=folder / shard, index=index))
+    if problems:
+        raise UserError(*problems)
     stored: dict[str, Stored] = {}
     for shard in shards:
         tensors = weights.read(folder / shard)
@@ -299,11 +297,10 @@ def _is_file_name(value: Any) -> bool:
 def _named_like_the_table(tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
     """Return the tensors without buffers, with the prefix that a folder saved without the head
     omits."""
-    parameters = {
-        tensor_name: stored
-        for tensor_name, stored in tensors.items()
-        if not tensor_name.endswith(BUFFERS)
-    }
+    parameters = {}
+    for tensor_name, stored in tensors.items():
+        if not tensor_name.endswith(BUFFERS):
+            parameters[tensor_name] = stored
     # A folder that was saved with the head has the prefix already.
     if any(
         tensor_name.startswith(prefix) or f".{prefix}" in tensor_name for tensor_name in parameters
@@ -469,6 +466,7 @@ class _Writer:
 
     def finish(self, folder: Path) -> None:
         """Write everything but tensors."""
+        # That of the first: only corrections of routers may keep another.
         dtype = str(next(iter(self.dtype_of.values()))).removeprefix("torch.")
         ids = special_ids_of(self.source)
         _write_json(folder / CONFIG, config_of(self.source.model, dtype) | ids)
@@ -497,10 +495,10 @@ def _shards(dtype_of: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str
     # One file needs no index.
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
-        for number, shard in enumerate(shards, 1)
-    }
+    files = {}
+    for number, shard in enumerate(shards, 1):
+        files[f"model-{number:05d}-of-{len(shards):05d}.safetensors"] = shard
+    return files
 
 
 def special_ids_of(source: Source) -> dict[str, Any]:

@@ -11,7 +11,7 @@ was quantized with, and rounded to bf16. So do README_WEIGHTS.md and inference/k
 (`weight_dequant`) of DeepSeek-V3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -77,6 +77,7 @@ class Blocks:
             raise UserError.of(
                 "convert.fp8_scale", file=self.scales.file, name=self.name, scales=SCALES
             )
+        # The rows may begin and end inside of blocks.
         row_scales = scales.repeat_interleave(height, 0)
         row_scales = row_scales[top - first * height : bottom - first * height]
         values = self.codes.rows(top, bottom).float()
@@ -117,33 +118,38 @@ def with_blocks(
     quantization: its quantization_config. Raises UserError if that does not say what is stored, for
         a matrix without scales, scales without a matrix, and scales of another shape.
     """
-    quantized = [tensor_name for tensor_name, tensor in stored.items() if tensor.dtype == FP8]
+    # In order, and found at once: a folder has tens of thousands of each.
+    quantized = dict.fromkeys(name for name, tensor in stored.items() if tensor.dtype == FP8)
     if quantization is None:
         if quantized:
-            raise UserError.of("convert.fp8_without_config", path=path, quantized=quantized[0])
+            first = next(iter(quantized))
+            raise UserError.of("convert.fp8_without_config", path=path, quantized=first)
         return dict(stored)
     if not quantized:
         raise UserError.of("convert.fp8_config_without_weights", path=path)
-    scales = [tensor_name for tensor_name in stored if tensor_name.endswith(SCALES)]
+    scales = dict.fromkeys(name for name in stored if name.endswith(SCALES))
+    _require_matrices(scales, quantized, path)
+    for tensor_name in quantized:
+        if _is_excepted(tensor_name, quantization):
+            raise UserError.of("convert.fp8_excluded_weight", path=path, name=tensor_name)
+    height, width = quantization.get("weight_block_size", BLOCK)
+    tensors: dict[str, Any] = {}
+    for tensor_name, tensor in stored.items():
+        if tensor_name in quantized:
+            tensors[tensor_name] = _matrix(tensor_name, stored, (height, width), path)
+        elif tensor_name not in scales:
+            tensors[tensor_name] = tensor
+    return tensors
+
+
+def _require_matrices(scales: Iterable[str], quantized: Collection[str], path: object) -> None:
+    """Raise UserError for scales without a matrix."""
     for tensor_name in scales:
         matrix = tensor_name.removesuffix(SCALES)
         if matrix not in quantized:
             raise UserError.of(
                 "convert.fp8_scale_without_weight", path=path, name=tensor_name, matrix=matrix
             )
-    for tensor_name in quantized:
-        if _is_excepted(tensor_name, quantization):
-            raise UserError.of("convert.fp8_excluded_weight", path=path, name=tensor_name)
-    height, width = quantization.get("weight_block_size", BLOCK)
-    matrices = {
-        tensor_name: _matrix(tensor_name, stored, (height, width), path)
-        for tensor_name in quantized
-    }
-    return {
-        tensor_name: matrices.get(tensor_name, tensor)
-        for tensor_name, tensor in stored.items()
-        if tensor_name not in scales
-    }
 
 
 def _matrix(
@@ -154,6 +160,7 @@ def _matrix(
     scales = stored.get(tensor_name + SCALES)
     if scales is None:
         raise UserError.of("convert.fp8_scale_missing", path=path, name=tensor_name, scales=SCALES)
+    # The last block of a row or column may be smaller.
     expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scales.shape != expected:
         cause = ": they are transposed" if scales.shape == expected[::-1] else ""

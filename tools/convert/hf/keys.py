@@ -257,6 +257,7 @@ class ConfigKeys:
 
     def _rename(self, alias: str, name: str) -> None:
         """Take the value of `alias` for that of `name`."""
+        # transformers takes either name, but a file with both must say one thing.
         stated_value = self.stated.pop(alias)
         if self.stated.setdefault(name, stated_value) != stated_value:
             raise UserError.of(
@@ -281,13 +282,12 @@ class ConfigKeys:
 
     def nulls(self) -> list[Problem]:
         """Return a line for each null that was read though its key has to have a value."""
-        return [
-            Problem.of("convert.hf_null", key=key)
-            for key in sorted(self._read - {*_MAY_BE_NULL, *IDS})
-            if key in self.stated
-            and self.stated[key] is None
-            and self.family.defaults.get(key) is not None
-        ]
+        problems = []
+        for key in sorted(self._read - {*_MAY_BE_NULL, *IDS}):
+            is_null = key in self.stated and self.stated[key] is None
+            if is_null and self.family.defaults.get(key) is not None:
+                problems.append(Problem.of("convert.hf_null", key=key))
+        return problems
 
     def unread(self) -> Iterator[Problem]:
         """Yield a line for each key that was not read and may change what the model computes."""

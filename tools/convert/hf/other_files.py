@@ -13,6 +13,7 @@ from tools.convert.hf.keys import short
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+# Names of weights, but not of an optimizer's state.
 _WEIGHTS = re.compile(
     r"(?:(?!optim|pytorch_optim).*\.safetensors)|(?:(?:pytorch|adapter)_)?model\b.*\.bin"
 )
@@ -59,11 +60,10 @@ def require_plain(folder: Path, indices: Mapping[str, str]) -> None:
 def unread_weights(folder: Path, read: Collection[Path]) -> str:
     """Return what to say of files beside those that were read that have names of weights; "" if
     there are none."""
-    unread = [
-        file.name
-        for file in sorted(folder.iterdir())
-        if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read
-    ]
+    unread = []
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and _WEIGHTS.fullmatch(file.name) and file not in read:
+            unread.append(file.name)
     if not unread:
         return ""
     verb = " is"

@@ -59,10 +59,10 @@ def with_quantized(
     UserError."""
     quantization = config.get(KEY)
     if quantization is None:
-        for tensor_name in FILES:
-            if (folder / tensor_name).is_file():
+        for file_name in FILES:
+            if (folder / file_name).is_file():
                 raise UserError.of(
-                    "convert.quantized_by_config", path=folder / tensor_name, remedy=_FROM
+                    "convert.quantized_by_config", path=folder / file_name, remedy=_FROM
                 )
     if config["model_type"] == "gpt_oss":
         plain = fp8_blocks.with_blocks(stored, None, folder)

@@ -43,6 +43,7 @@ _IMAGE_TENSORS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
+# Of published files, and of those that newer versions of transformers write.
 _NAMES = {
     "language_model.lm_head.": "lm_head.",
     "language_model.model.": "model.",
@@ -61,7 +62,7 @@ def text_config(config: Json) -> Json:
         # A model of text alone has none of these.
         parts = [key for key in PARTS if isinstance(config.get(key), Mapping)]
         if parts:
-            raise UserError(_refusal(model_type, parts, config[parts[0]]))
+            raise _refusal(model_type, parts, config[parts[0]])
         return config
     inner_config = config.get("text_config")
     if not isinstance(inner_config, Mapping):
@@ -106,11 +107,11 @@ def text_tensors(stored: Mapping[str, Any], config: Json) -> dict[str, Any]:
     # A folder of a text model alone has the names already.
     if config.get("model_type") not in TEXT:
         return dict(stored)
-    return {
-        _inner_name(name): tensor
-        for name, tensor in stored.items()
-        if not name.startswith(_IMAGE_TENSORS)
-    }
+    tensors: dict[str, Any] = {}
+    for name, tensor in stored.items():
+        if not name.startswith(_IMAGE_TENSORS):
+            tensors[_inner_name(name)] = tensor
+    return tensors
 
 
 def wrapped_notes(stored: Mapping[str, Any], config: Json) -> list[str]:
@@ -134,8 +135,8 @@ def _inner_name(name: str) -> str:
     return name
 
 
-def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> str:
-    """Return why a model of several kinds of input is not read.
+def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> UserError:
+    """Return the error about a model of several kinds of input that is not read.
 
     inner_config: the first of its parts.
     """
@@ -143,8 +144,6 @@ def _refusal(model_type: Any, parts: list[str], inner_config: Json) -> str:
     if "vision" not in parts[0] and "audio" not in parts[0]:
         text_kind = inner_config.get("model_type")
     text = f"a text model of model_type {text_kind!r}" if text_kind else "its text model"
-    return (
-        f"config.json has model_type = {model_type!r} with {', '.join(parts)}: of models with "
-        f"several kinds of input only gemma3 is read; save {text} in a folder of its own, with a "
-        "config.json of its own"
+    return UserError.of(
+        "convert.hf_several_inputs", kind=model_type, parts=", ".join(parts), text=text
     )

@@ -119,9 +119,9 @@ def _notes_on_disagreement(tokenizer_file: Path, pieces: Path) -> Iterator[str]:
             "model"
         )
         return
-    tokens = {
-        token_id: token for token, token_id in load_tokenizer(tokenizer_file).vocabulary().items()
-    }
+    tokens = {}
+    for token, token_id in load_tokenizer(tokenizer_file).vocabulary().items():
+        tokens[token_id] = token
     for token_id in range(model.get_piece_size()):
         if tokens.get(token_id) != model.id_to_piece(token_id):
             yield (
@@ -285,11 +285,10 @@ def _as_tokenizer_json(tokenizer_file: Path) -> dict[str, Any]:
     model.LoadFromSerializedProto(read_whole(tokenizer_file))
     dummy_prefix = _check_model(tokenizer_file)
     pieces = {model.id_to_piece(token_id): token_id for token_id in range(model.get_piece_size())}
-    special = [
-        token_id
-        for token_id in pieces.values()
-        if model.is_control(token_id) or model.is_unknown(token_id)
-    ]
+    special = []
+    for token_id in pieces.values():
+        if model.is_control(token_id) or model.is_unknown(token_id):
+            special.append(token_id)
     symbols = _user_defined(tokenizer_file)
     symbol_ids = {pieces[symbol] for symbol in symbols}
     mergeable: dict[str, int] = {}

@@ -29,7 +29,7 @@ def by_layer_type(pattern: int | str, unused_window: int) -> Entry:
             has_window = [bool((number + 1) % period) for number in range(layers)]
         else:
             raise UserError.of("convert.hf_window_pattern", pattern=period)
-        return _fields(has_window, _window(config), required=True)
+        return _required_fields(has_window, _window(config))
 
     def write(model: ModelConfig) -> Json:
         return {
@@ -60,8 +60,8 @@ def _read_qwen(config: ConfigKeys) -> Fields:
     first = config["max_window_layers"]
     types = config["layer_types"]
     if types is None:
-        return _fields([number >= first for number in range(layers)], window)
-    return _fields(_layers_with_window(types, layers), window, required=True)
+        return window_fields([number >= first for number in range(layers)], window)
+    return _required_fields(_layers_with_window(types, layers), window)
 
 
 def _read_qwen2_moe(config: ConfigKeys) -> Fields:
@@ -87,6 +87,7 @@ def _write_optional(model: ModelConfig) -> Json:
 
 def _write_qwen(model: ModelConfig) -> Json:
     first = min(model.window_layers, default=0)
+    # From layer 0 on these are all layers, which needs no list.
     config = {**_write_optional(model), "max_window_layers": first}
     if model.window_layers:
         return {**config, "layer_types": _layer_types(model)}
@@ -115,11 +116,15 @@ def _window(config: ConfigKeys) -> Any:
     return window or 0
 
 
-def _fields(has_window: list[bool], window: int, required: bool = False) -> Fields:
-    """Return the fields of layers of which some have the window. required: these layers must have
-    one."""
-    if required and any(has_window) and not window:
+def _required_fields(has_window: list[bool], window: int) -> Fields:
+    """Return the fields of layers of which some have the window. UserError if these have none."""
+    if any(has_window) and not window:
         raise UserError.of("convert.hf_window_missing")
+    return window_fields(has_window, window)
+
+
+def window_fields(has_window: list[bool], window: int) -> Fields:
+    """Return the fields of layers of which some have the window; 0: there is none."""
     if not window or not any(has_window):
         return {"window": 0, "window_layers": ()}
     # No layers in particular are all layers.

@@ -13,13 +13,20 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.equivalence import TRAINING_ONLY_KEYS, with_idle_keys_reset
 from models.router_settings import PLAIN
-from tools.convert.hf.config import NAMES, differing_fields, make_model
+from tools.convert.core.settings import make_model
+from tools.convert.hf.config import NAMES, differing_fields
+from tools.convert.hf.windows import window_fields
 from tools.convert.megatron.feed_forwards import (
     activation_of,
     experts_of,
     feed_forward_args,
 )
-from tools.convert.megatron.keys import argument_or, canonical_names, refuse_others
+from tools.convert.megatron.keys import (
+    argument_or,
+    canonical_names,
+    query_groups,
+    refuse_others,
+)
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.rotary import (
     is_learned,
@@ -105,15 +112,11 @@ def _attention(arguments: Mapping[str, Any], learned: bool, bias: bool) -> dict[
     """Return the fields of attention without latents."""
     heads = arguments["num_attention_heads"]
     scale = arguments.get("softmax_scale")
-    # Without group_query_attention Megatron-LM ignores the number of groups.
-    groups = (
-        arguments.get("num_query_groups") if arguments.get("group_query_attention", True) else None
-    )
     head_dim = argument_or(arguments, "kv_channels", arguments["hidden_size"] // heads)
     if scale is not None and abs(scale * head_dim**0.5 - 1) > SCALE_TOLERANCE:
         raise UserError.of("convert.megatron_softmax_scale", scale=scale)
     return {
-        "kv_heads": groups or heads,
+        "kv_heads": query_groups(arguments) or heads,
         "head_dim": head_dim,
         "qk_norm": bool(arguments.get("qk_layernorm")),
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
@@ -157,11 +160,7 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
         has_window = [bool(value) for value in skip]
     else:
         has_window = [not skip or number % skip != 0 for number in numbers]
-    chosen = tuple(layer for layer, has in enumerate(has_window) if has)
-    if not chosen:
-        return {}
-    # No layers in particular are all layers.
-    return {"window": before + 1, "window_layers": () if len(chosen) == len(numbers) else chosen}
+    return window_fields(has_window, before + 1)
 
 
 def _modules(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,9 +199,10 @@ def _refuse_combinations(arguments: Mapping[str, Any]) -> None:
 def omitted_fields(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
     """Return what `args` of `model` omit and only training goes by, as key = value."""
     differing = differing_fields(model, model_of_args(args, None))
-    omitted = [
-        f"{name} = {getattr(model, name)}" for name in differing if name in TRAINING_ONLY_KEYS
-    ]
+    omitted = []
+    for name in differing:
+        if name in TRAINING_ONLY_KEYS:
+            omitted.append(f"{name} = {getattr(model, name)}")
     for field in unsaid_by_arguments(model):
         omitted.append(f"{field} (Megatron-LM has no argument for it)")
     return omitted
@@ -268,13 +268,13 @@ def _require_all_said(model: ModelConfig, args: Mapping[str, Any]) -> None:
     except UserError as error:
         # What they would say is none of Megatron's models.
         raise UserError.of(
-            "convert.megatron_not_expressible", lacking=f"such model: {error.problems[0]}"
+            "convert.megatron_not_expressible",
+            lacking=f"arguments that say this model: {error.problems[0]}",
         ) from error
-    lost = [
-        _describe_difference(with_idle_keys_reset(model), read_back, name)
-        for name in differing_fields(model, read_back)
-        if name not in (*TRAINING_ONLY_KEYS, *NAMES)
-    ]
+    lost = []
+    for name in differing_fields(model, read_back):
+        if name not in (*TRAINING_ONLY_KEYS, *NAMES):
+            lost.append(_describe_difference(with_idle_keys_reset(model), read_back, name))
     if lost:
         raise UserError.of("convert.megatron_not_expressible", lacking=", ".join(lost))
 

@@ -28,10 +28,11 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.rules import Match
+from tools.convert.core.shards import MergedTensor, require_one_dtype
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, distributed_contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.ranks import LAYER, MergedTensor, require_one_dtype
+from tools.convert.megatron.ranks import LAYER
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 # param is what the distributed optimizer calls a master; several optimizers in a row are chained.

@@ -34,6 +34,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.rules import Match
+from tools.convert.core.shards import MergedTensor, TensorSource
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors
 from tools.convert.megatron.distributed import Chunked
@@ -52,7 +53,7 @@ from tools.convert.megatron.order import (
     sizes_of,
     stages_of,
 )
-from tools.convert.megatron.ranks import MergedTensor, RankFile, TensorSource, merge_parts
+from tools.convert.megatron.ranks import RankFile, merge_parts
 
 # Kinds of state -> their names in the distributed optimizer.
 FLAT = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -357,9 +358,7 @@ def bucketed_state(
         parts_by_name = {}
         for tensor_name, by_rank in parts_of_kind.items():
             parts_by_name[tensor_name] = [by_rank[part] for part in sorted(by_rank)]
-        merged = merge_parts(
-            flat_layout.path, list(flat_layout.expected), parts_by_name, flat_layout.model.vocab
-        )
+        merged = merge_parts(flat_layout.path, list(flat_layout.expected), parts_by_name)
         check_tensors(flat_layout.path, flat_layout.expected, merged)
         state[kind] = merged
     return state
@@ -454,10 +453,9 @@ def _buffers(
         registered: dict[str, Registered] = {}
         for parameter in parameters_of(stage, flat_layout.args):
             registered[parameter.matches[0].foreign] = parameter
-        laid_out = [
-            _lay_out(flat_layout, tensor_name, parameter)
-            for tensor_name, parameter in registered.items()
-        ]
+        laid_out = []
+        for tensor_name, parameter in registered.items():
+            laid_out.append(_lay_out(flat_layout, tensor_name, parameter))
         buffers += [(registered, buffer) for buffer in buffers_of(laid_out)]
     return buffers
 

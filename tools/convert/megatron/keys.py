@@ -10,7 +10,7 @@ table has is named in a note, unless it is off.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from tools.interop.arguments.megatron import ANOTHER_MODEL, READ, REFUSED, UNUSED
 
 Args = Mapping[str, Any]
@@ -145,13 +145,27 @@ def argument_or(args: Args, key: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def query_groups(args: Args) -> int | None:
+    """Return the number of groups of queries that share a key; None: as many as heads."""
+    # Without group_query_attention Megatron-LM ignores the number of groups.
+    if args.get("group_query_attention", True):
+        return args.get("num_query_groups")
+    return None
+
+
 def refuse_others(args: Args) -> None:
     """Raise UserError for an argument that makes it a model that none of ours is."""
-    problems = [
-        f"Megatron's {key} = {args[key]!r} cannot be converted; {_describe_allowed(key)}"
-        for key in ALLOWED_VALUES
-        if key in args and not _is_allowed(args[key], ALLOWED_VALUES[key])
-    ]
+    problems: list[Problem] = []
+    for key, allowed in ALLOWED_VALUES.items():
+        if key in args and not _is_allowed(args[key], allowed):
+            problems.append(
+                Problem.of(
+                    "convert.megatron_argument_only",
+                    key=key,
+                    value=args[key],
+                    allowed=_describe_allowed(allowed),
+                )
+            )
     if problems:
         raise UserError(*problems)
 
@@ -172,9 +186,9 @@ def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == one for one in allowed) or value == []
 
 
-def _describe_allowed(key: str) -> str:
+def _describe_allowed(allowed: tuple[Any, ...]) -> str:
     """Return the values that an argument may have, as a remedy."""
-    values = [value for value in ALLOWED_VALUES[key] if value is not None]
-    if ALLOWED_VALUES[key] in (OFF, AS_IT_IS):
+    if allowed in (OFF, AS_IT_IS):
         return "it must be off"
+    values = [value for value in allowed if value is not None]
     return f"only {', '.join(map(str, dict.fromkeys(values)))} can"

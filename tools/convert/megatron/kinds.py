@@ -9,7 +9,7 @@ model without a word.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.kinds import is_number
 from tools.convert.megatron.keys import ALLOWED_VALUES, LISTS, READ_ARGUMENTS
 from tools.interop.arguments.megatron import READ
@@ -65,15 +65,14 @@ def require_kinds(args: Mapping[str, Any]) -> None:
         raise UserError(*problems)
 
 
-def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[str]:
+def _wrong_kinds(args: Mapping[str, Any]) -> Iterator[Problem]:
     for key, given in args.items():
         # with `nargs` Megatron-LM keeps one value as a list
         single = key in LISTS and isinstance(given, list | tuple) and len(given) == 1
         value = given[0] if single else given
         if value is not None and key in KINDS and not is_of(KINDS[key], value):
-            yield (
-                f"Megatron's {key} = {value!r} is not {KINDS[key]}: these args are not as "
-                "Megatron-LM writes them"
+            yield Problem.of(
+                "convert.megatron_argument_kind", key=key, value=value, kind=KINDS[key]
             )
 
 

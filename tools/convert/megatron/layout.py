@@ -12,8 +12,7 @@ A rank numbers its experts from zero and may have them in three ways:
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -22,13 +21,12 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.convert.core.rules import Cut
+from tools.convert.core.shards import BLOCKS
 from tools.convert.core.tensors import Stored
 
 FILE = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
-# how many parts of a tensor are each cut over the ranks
-BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -45,39 +43,11 @@ def cut_part(tensor: Tensor, cut: Cut, rank: int, tensor_ranks: int, padded: int
     if cut in BLOCKS:
         return torch.cat([block.chunk(tensor_ranks)[rank] for block in tensor.chunk(BLOCKS[cut])])
     if cut == "vocabulary":
+        # The last ranks may have fewer tokens than rows.
         rows = padded // tensor_ranks
         local = tensor[rank * rows : (rank + 1) * rows]
         return F.pad(local, (0, 0, 0, rows - len(local)))
     return tensor.chunk(tensor_ranks)[rank]
-
-
-def join_parts(
-    parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tensor_ranks: int
-) -> Tensor:
-    """Return the whole tensor of the parts of all ranks, of which no two are in memory at once.
-
-    shape: of the whole, without padding of the vocabulary.
-    """
-    first = next(parts)
-    # Rows beyond those of the tensor pad the vocabulary.
-    if tensor_ranks == 1 or cut == "whole":
-        return first[: shape[0]]
-    # Allocated once; torch.cat would need all parts at the same time.
-    joined = first.new_empty(shape)
-    blocks = BLOCKS.get(cut)
-
-    def as_blocks(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (blocks, -1)) if blocks else tensor
-
-    view = as_blocks(joined)
-    dim = 1 if blocks or cut == "columns" else 0
-    start = 0
-    for part in chain((first,), parts):
-        values = as_blocks(part)
-        length = min(values.shape[dim], view.shape[dim] - start)  # less where rows are padding
-        view.narrow(dim, start, length).copy_(values.narrow(dim, 0, length))
-        start += length
-    return joined
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tensor_ranks: int, padded: int) -> tuple[int, ...]:
@@ -178,6 +148,7 @@ def _unpack(stored: Stored, hidden: int, count: int, features_in_first: bool) ->
 
     features_in_first: `hidden` is the number of features in; otherwise that of features out.
     """
+    # Nothing but the tensor's size tells the width of an expert.
     size = prod(stored.shape) // count
     if stored.strides is not None or size * count != prod(stored.shape) or size % hidden:
         raise UserError.of(

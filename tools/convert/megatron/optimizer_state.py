@@ -14,6 +14,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.core.rules import Match
+from tools.convert.core.shards import TensorSource
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.hf.folder import check_tensors
@@ -23,7 +24,6 @@ from tools.convert.megatron.order import shared_weights
 from tools.convert.megatron.ranks import (
     RankFile,
     RankFiles,
-    TensorSource,
     merge_parts,
     parts_over_all,
 )
@@ -62,7 +62,7 @@ def optimizer_state(
             for tensor_name, parts in parts_by_name.items()
             if tensor_name in names
         }
-        merged = merge_parts(rank_files.path, trained, parts_by_name, model.vocab)
+        merged = merge_parts(rank_files.path, trained, parts_by_name)
         check_tensors(rank_files.path, trained, merged)
         merged_by_kind[kind] = merged
     return merged_by_kind
@@ -114,27 +114,27 @@ def _read_distributed(rank_files: RankFiles, model: ModelConfig) -> dict[Path, R
     # All files at once: starting the process that opens pickles takes seconds.
     loaded = dict(zip(folders, contents(files), strict=True))
     on_both_ends = shared_weights(model, rank_files.sizes.pp)
-    return {
-        file.folder: flat_state(
-            file, loaded[file.folder], rank_files.args, rank_file.pp, on_both_ends
+    states = {}
+    for rank_axes, rank_file in rank_files.files.items():
+        states[rank_file.folder] = flat_state(
+            rank_file, loaded[rank_file.folder], rank_files.args, rank_axes.pp, on_both_ends
         )
-        for rank_file, file in rank_files.files.items()
-    }
+    return states
 
 
 def _read_numbered(rank_files: RankFiles) -> dict[Path, RankState]:
     """Return by folder what the optimizers in the ranks' own files hold; nothing unless all have
     state."""
-    optimizers = {
-        rank_file.folder: _optimizers(rank_file.content) for rank_file in rank_files.files.values()
-    }
+    optimizers = {}
+    for rank_file in rank_files.files.values():
+        optimizers[rank_file.folder] = _optimizers(rank_file.content)
     for of_rank in optimizers.values():
         if not of_rank or not all(_inner(optimizer).get("state") for optimizer in of_rank):
             return {}
-    return {
-        rank_file.folder: _named_state(rank_file, optimizers[rank_file.folder])
-        for rank_file in rank_files.files.values()
-    }
+    states = {}
+    for rank_file in rank_files.files.values():
+        states[rank_file.folder] = _named_state(rank_file, optimizers[rank_file.folder])
+    return states
 
 
 def _named_state(rank_file: RankFile, optimizers: Sequence[Content]) -> RankState:
@@ -173,9 +173,8 @@ def _parameters_of_group(rank_file: RankFile, group: Content) -> Iterator[tuple[
     """Yield (chunk, name) of the parameters that Megatron puts in such a group, in its order."""
     group_decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     group_has_experts = bool(group.get("is_expert_parallel"))
-    separate_experts = (
-        len(_optimizers(rank_file.content)) > 1
-    )  # they have an optimizer of their own
+    # They have an optimizer of their own.
+    separate_experts = len(_optimizers(rank_file.content)) > 1
     for number, chunk in enumerate(rank_file.chunks):
         for tensor_name, stored in chunk.items():
             same_decay = decayed(tensor_name, stored.shape) == group_decays

@@ -10,16 +10,23 @@ file.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from megaprec.errors import UserError
-from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
+from tools.convert.core.shards import (
+    Part,
+    RankTensors,
+    TensorSource,
+    collect_shards,
+    count_ranks,
+    merge_shards,
+    number_over_stages,
+    unlike_shapes,
+)
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.megatron.keys import ALLOWED_VALUES, READ_ARGUMENTS
@@ -28,8 +35,6 @@ from tools.convert.megatron.layout import (
     EMBEDDING,
     FILE,
     is_expert,
-    join_parts,
-    part_shape,
     with_global_experts,
 )
 
@@ -45,19 +50,6 @@ class PerAxis(NamedTuple):
     tp: int
     pp: int
     ep: int
-
-
-@dataclass(frozen=True)
-class MergedTensor:
-    """A tensor put together from the ranks' ones. shape: with the padding of the vocabulary left
-    out."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-
-TensorSource = Stored | MergedTensor
 
 
 @dataclass(frozen=True)
@@ -128,11 +120,7 @@ def read_ranks(checkpoint: Path) -> RankFiles:
                 describe_rank=_describe_rank(rank_axes),
             )
         files[rank_axes] = RankFile(rank_file.parent, content, model_chunks(content))
-    sizes = PerAxis(
-        1 + max(rank_axes.tp for rank_axes in files),
-        1 + max(rank_axes.pp for rank_axes in files),
-        1 + max(rank_axes.ep for rank_axes in files),
-    )
+    sizes = PerAxis(*count_ranks(files))
     ranks = RankFiles(checkpoint, args, dict(sorted(files.items())), sizes)
     _check_complete(ranks)
     _check_same_model(ranks)
@@ -202,6 +190,7 @@ def _check_same_model(rank_files: RankFiles) -> None:
 
 def _check_same_args(rank_files: RankFiles, rank_file: RankFile, args: dict[str, Any]) -> None:
     """Raise UserError for the first of a rank's args that makes it another model."""
+    # Others differ by design, such as the number of the rank.
     for argument_name in sorted(MODEL_ARGUMENTS & args.keys()):
         if args[argument_name] != rank_files.args.get(argument_name):
             raise UserError.of(
@@ -226,10 +215,9 @@ def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
                 f"args say {argument_name} = {stated}, but there are files of {size}; the files "
                 "were read as they are"
             )
-    numbers = {
-        rank_axes: rank_file.content["args"].get("rank")
-        for rank_axes, rank_file in rank_files.files.items()
-    }
+    numbers = {}
+    for rank_axes, rank_file in rank_files.files.items():
+        numbers[rank_axes] = rank_file.content["args"].get("rank")
     if len({*numbers.values()}) == 1:  # as programs write it that convert files
         return
     for rank_axes, number in numbers.items():
@@ -241,32 +229,6 @@ def notes_on_contradictions(rank_files: RankFiles) -> Iterator[str]:
                 "have each other's names"
             )
             return
-
-
-def notes_on_copies(
-    checkpoint: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
-) -> Iterator[str]:
-    """Yield a note for each rank whose file holds what that of another does, by their checksums.
-
-    tensors: of each rank, those of each of its chunks, without ranks that hold what another does by
-        design. No two of these hold the same unless all began with the same random numbers.
-    """
-    first_files: dict[Any, Path] = {}
-    for chunks in tensors.values():
-        identities = []
-        for number, chunk in enumerate(chunks):
-            for tensor_name, stored in chunk.items():
-                identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
-        # Without a checksum of every tensor nothing can be said.
-        if not identities or any(crc is None for *_, crc in identities):
-            continue
-        file = next(stored.file for chunk in chunks for stored in chunk.values())
-        first_file = first_files.setdefault(frozenset(identities), file)
-        if first_file != file:
-            yield (
-                f"{checkpoint}: {file} and {first_file} hold the same numbers throughout: "
-                "one may be a copy of the other"
-            )
 
 
 def _describe_rank(rank_axes: PerAxis) -> str:
@@ -301,11 +263,11 @@ def model_chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a state dict but for extra states, which hold no parameters."""
-    return {
-        tensor_name: value
-        for tensor_name, value in state.items()
-        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state")
-    }
+    parameters = {}
+    for tensor_name, value in state.items():
+        if isinstance(value, Stored) and not str(tensor_name).endswith("_extra_state"):
+            parameters[tensor_name] = value
+    return parameters
 
 
 def parts_over_all(
@@ -319,7 +281,8 @@ def parts_over_all(
     stages = []
     for chunk in range(len(rank_files.first.chunks)):
         for stage in range(rank_files.sizes.pp):
-            stages.append(_parts_of_stage(rank_files, tensors_of, stage, chunk))
+            ranks_of_stage = _tensors_of_stage(rank_files, tensors_of, stage, chunk)
+            stages.append(collect_shards(rank_files.path, ranks_of_stage))
     has_modules = bool(rank_files.args.get("mtp_num_layers"))
     ends = _names_at_ends(stages, has_modules)
     repeated = (EMBEDDING,) if has_modules else ()
@@ -344,199 +307,41 @@ def _names_at_ends(
     return {"embedding.": 0, "decoder.final_layernorm.": norm_stage, "output_layer.": last}
 
 
-def _parts_of_stage(
+def _tensors_of_stage(
     rank_files: RankFiles, tensors_of: TensorsOfRank, stage: int, chunk: int
-) -> dict[str, list[TensorSource]]:
-    """Return name, with experts counted over all ranks -> its parts. What several ranks have must
-    be the same on all of them."""
+) -> Iterator[RankTensors]:
+    """Yield the tensors of each rank of a stage, with experts counted over all ranks. UserError if
+    an expert is on two ep ranks."""
     experts = (rank_files.args.get("num_experts") or 0) // rank_files.sizes.ep
     # By it a packed tensor of experts is taken apart.
     hidden = rank_files.args["hidden_size"]
-    # By name and by part: the copies, each with the ep rank that has it.
-    copies: dict[str, dict[int, list[tuple[int, TensorSource]]]] = {}
+    owners: dict[str, int] = {}
     for rank_axes, rank_file in rank_files.files.items():
         if rank_axes.pp != stage:
             continue
-        tensors = tensors_of(rank_file)[chunk]
-        for tensor_name, stored in with_global_experts(
-            tensors, hidden, experts, rank_axes.ep * experts
-        ).items():
-            # Experts that are cut over fewer ranks repeat their parts along tp.
-            part = rank_axes.tp % rank_files.tensor_ranks(tensor_name)
-            copies.setdefault(tensor_name, {}).setdefault(part, []).append((rank_axes.ep, stored))
-    for tensor_name, parts in copies.items():
-        if is_expert(tensor_name):
-            _check_one_owner(rank_files.path, tensor_name, parts)
-        if sorted(parts) != [*range(rank_files.tensor_ranks(tensor_name))]:
-            raise UserError.of(
-                "convert.megatron_names_differ", path=rank_files.path, name=tensor_name
-            )
-    checked: dict[str, list[TensorSource]] = {}
-    for tensor_name, parts in copies.items():
-        checked[tensor_name] = []
-        for part in sorted(parts):
-            same_part = [stored for _, stored in parts[part]]
-            checked[tensor_name].append(checked_copy(rank_files.path, tensor_name, same_part))
-    return checked
-
-
-def _check_one_owner(
-    checkpoint: Path, tensor_name: str, parts: Mapping[int, Sequence[tuple[int, TensorSource]]]
-) -> None:
-    """Raise UserError if an expert is on two ep ranks."""
-    for copies in parts.values():
-        # Copies along tp are of one ep rank; two of these would each have trained it.
-        if len({ep for ep, _ in copies}) > 1:
-            raise UserError.of("convert.megatron_name_on_ranks", path=checkpoint, name=tensor_name)
-
-
-def checked_copy(
-    checkpoint: Path, tensor_name: str, copies: Sequence[TensorSource]
-) -> TensorSource:
-    """Return the first of several copies; reading it raises UserError if another differs."""
-    first, *others = copies
-    if not others:
-        return first
-    require_one_dtype(checkpoint, tensor_name, copies)
-
-    def read() -> Tensor:
-        values = first.read()
-        if not all(same_values(values, copy.read()) for copy in others):
-            raise UserError.of("convert.megatron_ranks_disagree", path=checkpoint, name=tensor_name)
-        return values
-
-    return MergedTensor(first.shape, first.dtype, read)
-
-
-def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[TensorSource]) -> None:
-    """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
-    rounded."""
-    # Sorted, so that the same files always give the same message.
-    dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
-    if len(dtypes) > 1:
-        raise UserError.of(
-            "convert.megatron_dtypes",
-            path=checkpoint,
-            name=tensor_name,
-            dtypes=" and ".join(dtypes),
-        )
-
-
-def number_over_stages(
-    checkpoint: Path,
-    stages: Sequence[Mapping[str, list[TensorSource]]],
-    layer: re.Pattern[str],
-    ends: Mapping[str, int],
-    repeated: Sequence[str] = (),
-) -> dict[str, list[TensorSource]]:
-    """Return name, with layers counted over all stages -> its parts.
-
-    layer: matches what is before a layer's number, the number and the rest of a name.
-    ends: beginnings of names -> the stage that alone has them; UserError if another has them, for
-        then files have each other's names.
-    repeated: names that several stages may have, which must then be the same.
-    """
-    _check_ends(checkpoint, stages, ends, repeated)
-    merged: dict[str, list[TensorSource]] = {}
-    layers_before = 0
-    for stage in stages:
-        local_numbers = set()
-        for tensor_name, parts in stage.items():
-            global_name = tensor_name
-            if match := layer.match(tensor_name):
-                prefix, number, suffix = match.groups()
-                local_numbers.add(number)
-                global_name = f"{prefix}{int(number) + layers_before}{suffix}"
-            if global_name in merged and global_name not in repeated:
+        first_expert = rank_axes.ep * experts
+        tensors = with_global_experts(tensors_of(rank_file)[chunk], hidden, experts, first_expert)
+        for tensor_name in filter(is_expert, tensors):
+            # Copies along tp are of one ep rank; two of these would each have trained it.
+            if owners.setdefault(tensor_name, rank_axes.ep) != rank_axes.ep:
                 raise UserError.of(
-                    "convert.megatron_layer_twice", path=checkpoint, global_name=global_name
+                    "convert.megatron_name_on_ranks", path=rank_files.path, name=tensor_name
                 )
-            # The embedding beside modules of multi-token prediction is on the first stage and the
-            # last.
-            if global_name in merged:
-                pairs = zip(merged[global_name], parts, strict=True)
-                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
-            merged[global_name] = parts
-        layers_before += len(local_numbers)
-    return merged
+        yield partial(_part_of, rank_files, rank_axes.tp), tensors
 
 
-def _check_ends(
-    checkpoint: Path,
-    stages: Sequence[Mapping[str, list[TensorSource]]],
-    ends: Mapping[str, int],
-    repeated: Sequence[str],
-) -> None:
-    """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
-    for number, stage in enumerate(stages):
-        for tensor_name in stage:
-            owner = next(
-                (end for begin, end in ends.items() if tensor_name.startswith(begin)), number
-            )
-            if owner != number and tensor_name not in repeated:
-                raise UserError.of(
-                    "convert.megatron_layer_of_stage",
-                    path=checkpoint,
-                    name=tensor_name,
-                    owner=owner,
-                    num_stages=len(stages),
-                    number=number,
-                )
+def _part_of(rank_files: RankFiles, tp_rank: int, tensor_name: str) -> Part:
+    """Return which part of a tensor a rank has. Experts that are cut over fewer ranks repeat their
+    parts along tp."""
+    count = rank_files.tensor_ranks(tensor_name)
+    return Part(tp_rank % count, count)
 
 
 def merge_parts(
-    checkpoint: Path,
-    expected: list[Match],
-    parts_by_name: Mapping[str, list[TensorSource]],
-    vocab: int,
+    checkpoint: Path, expected: list[Match], parts_by_name: Mapping[str, Sequence[TensorSource]]
 ) -> dict[str, TensorSource]:
-    """Return the whole tensors. One that fits no match keeps its shape, for `check_tensors` to
-    speak of.
-
-    UserError for parts of other shapes than ranks have of it, and for parts in several dtypes.
-    """
-    matches = {match.foreign: match for match in expected}
-    merged: dict[str, TensorSource] = {}
+    """Return the whole tensors. UserError unless every rank has as much of each."""
     for tensor_name, parts in parts_by_name.items():
-        require_one_dtype(checkpoint, tensor_name, parts)
-        match = matches.get(tensor_name)
-        # `check_tensors` names it.
-        if match is None:
-            merged[tensor_name] = parts[0]
-        elif _fits(match, parts, vocab):
-            merged[tensor_name] = _merge(checkpoint, match, parts)
-        else:
-            _require_fit(checkpoint, match, parts)
-            merged[tensor_name] = parts[0]
-    return merged
-
-
-def _fits(match: Match, parts: Sequence[TensorSource], vocab: int) -> bool:
-    """Return True if the parts are those of a tensor. Each has as many rows of a vocabulary, some
-    of them padding."""
-    rows = sum(parts[0].shape[:1])  # 0 for a single number
-    padded = len(parts) * rows
-    shape = part_shape(match.shape, match.cut, len(parts), padded)
-    if any(part.shape != shape for part in parts):
-        return False
-    return match.cut != "vocabulary" or padded >= vocab
-
-
-def _require_fit(checkpoint: Path, match: Match, parts: Sequence[TensorSource]) -> None:
-    """Raise UserError for parts of several shapes, or with the whole tensor among them."""
-    if any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
-        shapes = ", ".join(str(list(part.shape)) for part in parts)
-        raise UserError.of(
-            "convert.megatron_shapes", path=checkpoint, foreign=match.foreign, shapes=shapes
-        )
-
-
-def _merge(checkpoint: Path, match: Match, parts: list[TensorSource]) -> TensorSource:
-    """Return the tensor of `match` put together from those of the tensor-parallel ranks."""
-    if match.cut == "whole":
-        return checked_copy(checkpoint, match.foreign, parts)
-
-    def read() -> Tensor:
-        return join_parts((part.read() for part in parts), match.cut, match.shape, len(parts))
-
-    return MergedTensor(match.shape, parts[0].dtype, read)
+        if any(part.shape != parts[0].shape for part in parts):
+            raise unlike_shapes(checkpoint, tensor_name, parts)
+    return merge_shards(checkpoint, expected, parts_by_name)

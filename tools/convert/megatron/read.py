@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, matches
+from tools.convert.core.shards import MergedTensor, TensorSource, notes_on_copies
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
@@ -45,13 +46,10 @@ from tools.convert.megatron.optimizer_state import MOMENTS, optimizer_state, sca
 from tools.convert.megatron.order import sizes_of, unknown_order_setting
 from tools.convert.megatron.ranks import (
     RANK,
-    MergedTensor,
     PerAxis,
     RankFiles,
-    TensorSource,
     merge_parts,
     notes_on_contradictions,
-    notes_on_copies,
     parts_over_all,
     read_ranks,
 )
@@ -139,7 +137,7 @@ def _open_legacy(checkpoint: Path, vocab: int | None, weights_only: bool) -> Sou
     expected = _expected(
         parts_by_name, rank_files.args, model, _latent_down_cut(parts_by_name, model)
     )
-    weights = merge_parts(checkpoint, expected, parts_by_name, model.vocab)
+    weights = merge_parts(checkpoint, expected, parts_by_name)
     check_tensors(checkpoint, expected, weights)
     state = {} if weights_only else optimizer_state(rank_files, expected, model)
     facts = _facts(rank_files.first.content, rank_files.args, rank_files.sizes)
@@ -172,6 +170,7 @@ def _open_distributed(checkpoint: Path, vocab: int | None, weights_only: bool) -
         of_kind = expected if kind == "weight" else trained
         merged[kind] = merge_chunks(checkpoint, of_kind, tensors, model)
     unread = _unread(common, saved)
+    # What was saved, whatever the args say: a note tells where they differ.
     padded = weights[EMBEDDING].shape[0]
     if saved.flat and not unread:
         dtypes = {tensor_name: weight.dtype for tensor_name, weight in merged["weight"].items()}
@@ -359,6 +358,7 @@ def _progress(
     scheduled = _scheduled(content)
     return {
         "step": iteration,
+        # without the optimizer's steps nothing tells that some were skipped
         "applied": steps or iteration,
         "tokens": samples * (arguments.get("seq_length") or 0),
         "samples": samples,

@@ -13,7 +13,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from models.rope_scaling import ORIGINAL, RopeScaling
-from tools.convert.megatron.keys import Args, argument_or
+from tools.convert.megatron.keys import Args, argument_or, query_groups
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}  # fixed there
 LEARNED = "learned_absolute"
@@ -88,18 +88,20 @@ def _plain_yarn(arguments: Args, fraction: float) -> dict[str, Any]:
             )
     if fraction != 1:
         raise UserError.of("convert.megatron_yarn_percent", fraction=fraction)
-    original = argument_or(arguments, f"yarn_{ORIGINAL}", LATENT_YARN[ORIGINAL])
-    fast = argument_or(arguments, "yarn_beta_fast", LATENT_YARN["beta_fast"])
-    slow = argument_or(arguments, "yarn_beta_slow", LATENT_YARN["beta_slow"])
     truncate = bool(argument_or(arguments, "yarn_correction_range_round_to_int", True))
-    return _yarn(arguments, original, fast, slow, truncate)
+    return _yarn(arguments, "yarn_", truncate)
 
 
-def _yarn(
-    arguments: Args, original: int, fast: float, slow: float, truncate: bool
-) -> dict[str, Any]:
+def _yarn(arguments: Args, prefix: str, truncate: bool) -> dict[str, Any]:
     """Return YaRN's scaling. With other mscales than ours has words for, the factor of features is
-    given itself."""
+    given itself.
+
+    prefix: of the arguments that only one kind of attention has.
+    """
+    original, fast, slow = (
+        argument_or(arguments, f"{prefix}{argument_name}", default)
+        for argument_name, default in LATENT_YARN.items()
+    )
     factor = _yarn_factor(arguments)
     mscale, mscale_all_dim = _mscales(arguments)
     scaling: dict[str, Any] = {
@@ -110,7 +112,7 @@ def _yarn(
         "beta_slow": float(slow),
         "truncate": truncate,
     }
-    # Ours multiplies scores by mscale_all_dim as DeepSeek does, so both are needed for that.
+    # Ours takes the quotient of their factors only if both are given, and else that of 1.
     if mscale and mscale_all_dim:
         return {**scaling, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
     if (mscale, mscale_all_dim) == (1.0, 0.0):
@@ -171,11 +173,7 @@ def latent_of(arguments: Args) -> dict[str, Any]:
         "rotary_fraction": 1.0,
     }
     if argument_or(arguments, "rope_type", YARN) == YARN:
-        original, fast, slow = (
-            argument_or(arguments, argument_name, default)
-            for argument_name, default in LATENT_YARN.items()
-        )
-        return {**fields, "rope_scaling": _yarn(arguments, original, fast, slow, truncate=True)}
+        return {**fields, "rope_scaling": _yarn(arguments, "", truncate=True)}
     # Scores are divided by the root of the scalar, and multiplied by the square of YaRN's factor.
     attention_scalar = float(rope_dim + nope_dim)
     _, mscale_all_dim = _mscales(arguments)
@@ -204,9 +202,7 @@ def _require_latent(arguments: Args) -> None:
                 get=arguments.get(argument_name),
                 values=values[0],
             )
-    groups = None
-    if arguments.get("group_query_attention", True):
-        groups = arguments.get("num_query_groups")
+    groups = query_groups(arguments)
     # A latent gives every head keys and values of its own.
     if groups not in (None, arguments["num_attention_heads"]):
         raise UserError.of("convert.megatron_latent_groups", groups=groups)
@@ -267,8 +263,7 @@ def latent_args(model: ModelConfig) -> dict[str, Any]:
             "kv_channels": model.head_dim,
             "qk_layernorm": model.qk_norm,
         }
-    yarn = scaling.kind == YARN
-    return {
+    arguments: dict[str, Any] = {
         "multi_latent_attention": True,
         # the width that attention without Transformer Engine returns
         "kv_channels": sizes.value_dim,
@@ -278,13 +273,13 @@ def latent_args(model: ModelConfig) -> dict[str, Any]:
         "qk_head_dim": sizes.nope_dim,
         "qk_pos_emb_head_dim": sizes.rope_dim,
         "v_head_dim": sizes.value_dim,
-        "rope_type": YARN if yarn else "rope",
-        **(
-            {argument_name: getattr(scaling, argument_name) for argument_name in LATENT_YARN}
-            if yarn
-            else {}
-        ),
+        "rope_type": "rope",
     }
+    if scaling.kind == YARN:
+        arguments["rope_type"] = YARN
+        for argument_name in LATENT_YARN:
+            arguments[argument_name] = getattr(scaling, argument_name)
+    return arguments
 
 
 def unsaid_by_arguments(model: ModelConfig) -> list[str]:
@@ -292,8 +287,8 @@ def unsaid_by_arguments(model: ModelConfig) -> list[str]:
     if not (model.latent and model.rope_scaling.kind == YARN):
         return []
     scaling = model.rope_scaling
-    return [
-        f"{argument_name} = {getattr(scaling, argument_name)}"
-        for argument_name, fixed in LATENT_YARN.items()
-        if getattr(scaling, argument_name) != fixed
-    ]
+    unsaid = []
+    for argument_name, fixed in LATENT_YARN.items():
+        if getattr(scaling, argument_name) != fixed:
+            unsaid.append(f"{argument_name} = {getattr(scaling, argument_name)}")
+    return unsaid

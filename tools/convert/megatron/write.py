@@ -184,6 +184,7 @@ class _Writer:
         self.has_state = _has_all_moments(source)
         # FP32 masters take the place of half weights: they are what is read back.
         self.masters = self.has_state and weights in HALF
+        # A source without progress counts the steps that were applied.
         self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
         self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
         self.dtypes = self._dtypes()
@@ -252,11 +253,10 @@ class _Writer:
         for stage, tensors in enumerate(self.stages):
             for tp, ep in product(range(layout.tp), range(layout.ep)):
                 folder = rank_folder(tp, stage, layout.pp, ep, layout.ep)
-                local = [
-                    tensor
-                    for tensor in tensors
-                    if tensor.expert is None or tensor.expert // experts == ep
-                ]
+                local = []
+                for tensor in tensors:
+                    if tensor.expert is None or tensor.expert // experts == ep:
+                        local.append(tensor)
                 yield tp, f"{self.folder}/{folder}/{FILE}", local
 
     def reserve(self, folder: Path, write: bool) -> list[Write]:
@@ -303,12 +303,14 @@ class _Writer:
         # Megatron counts samples, and reckons steps and tokens from them.
         samples = progress.get("samples", 0)
         args = {**self.args, "consumed_train_samples": samples, "rank": rank}
+        # Tokens are read back as samples of this length.
         if samples:
             args["seq_length"] = progress.get("tokens", 0) // samples
-        weights = {
-            tensor.name: slots.add("weight", tensor, self._dtype(tensor.match, self.weights))
-            for tensor in tensors
-        }
+        weights = {}
+        for tensor in tensors:
+            weights[tensor.name] = slots.add(
+                "weight", tensor, self._dtype(tensor.match, self.weights)
+            )
         content: dict[str, Any] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
@@ -369,11 +371,13 @@ class _Writer:
         scaler = self.source.facts.scaler
         if not scaler:
             return {}
-        trackers = {
-            tensor_name: int(scaler[tensor_name])
-            for tensor_name in ("growth_tracker", "hysteresis_tracker")
+        return {
+            "grad_scaler": {
+                "scale": slots.add_scale(),
+                "growth_tracker": int(scaler["growth_tracker"]),
+                "hysteresis_tracker": int(scaler["hysteresis_tracker"]),
+            }
         }
-        return {"grad_scaler": {"scale": slots.add_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
         """Write the file that names the iteration, and how texts are generated, which Megatron does

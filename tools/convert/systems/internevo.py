@@ -28,13 +28,21 @@ from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
+from tools.convert.core.settings import make_model, problems_of_keys
+from tools.convert.core.shards import (
+    Part,
+    TensorSource,
+    collect_shards,
+    count_ranks,
+    file_of_each_rank,
+    merge_shards,
+    notes_on_copies,
+    number_over_stages,
+)
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
-from tools.convert.hf.config import make_model
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origins_of
-from tools.convert.megatron.ranks import TensorSource, notes_on_copies, number_over_stages
-from tools.convert.systems.shards import Part, collect_shards, merge_shards
 
 CONFIG = "model_config.pt"
 FILE = re.compile(r"model_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)\.pt")
@@ -129,10 +137,12 @@ def _refuse_unread_kinds(checkpoint: Path) -> None:
 def _read_ranks(checkpoint: Path) -> RankFiles:
     """Return the tensors of all ranks. UserError if a file is missing, or one too many."""
     names = sorted(rank_file.name for rank_file in checkpoint.iterdir())
-    matches_by_name = {
-        file_name: match for file_name in names if (match := FILE.fullmatch(file_name))
-    }
-    # Which axes names have tells the version that wrote them.
+    matches_by_name = {}
+    for file_name in names:
+        if match := FILE.fullmatch(file_name):
+            matches_by_name[file_name] = match
+    # Weight parallelism (isp) names wp, the other modes name tp, older versions both: one save has
+    # one form.
     forms = {
         tuple(number is not None for number in match.groups()) for match in matches_by_name.values()
     }
@@ -143,7 +153,8 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
             matches_by_name=", ".join(matches_by_name),
         )
     ((names_tp, names_wp, _),) = forms
-    file_of_rank = _file_of_each_rank(checkpoint, matches_by_name)
+    ranks = {file_name: _rank_of(match) for file_name, match in matches_by_name.items()}
+    file_of_rank = file_of_each_rank(checkpoint, ranks)
     sizes = _count_ranks(names)
     # Where files name both, a rank has one number of each, and not every pair is a rank.
     if not (names_tp and names_wp):
@@ -156,29 +167,10 @@ def _read_ranks(checkpoint: Path) -> RankFiles:
     return RankFiles(checkpoint, chunks, sizes, names_wp)
 
 
-def _file_of_each_rank(
-    checkpoint: Path, matches_by_name: Mapping[str, re.Match[str]]
-) -> dict[RankAxes, Path]:
-    """Return the file of each rank. UserError if two are of one rank."""
-    names_by_rank: dict[RankAxes, list[str]] = {}
-    for file_name, match in matches_by_name.items():
-        names_by_rank.setdefault(_rank_of(match), []).append(file_name)
-    for names in names_by_rank.values():
-        if len(names) > 1:
-            raise UserError.of(
-                "convert.internevo_rank_twice", path=checkpoint / names[0], names=names[-1]
-            )
-    return {rank_axes: checkpoint / names[0] for rank_axes, names in names_by_rank.items()}
-
-
 def _count_ranks(names: Sequence[str]) -> RankAxes:
     """Return how many ranks there are, of which files of topology and optimizers tell too."""
     ranks = [_rank_of(match) for file_name in names if (match := RANK.fullmatch(file_name))]
-    return RankAxes(
-        1 + max(rank_axes.tp for rank_axes in ranks),
-        1 + max(rank_axes.wp for rank_axes in ranks),
-        1 + max(rank_axes.pp for rank_axes in ranks),
-    )
+    return RankAxes(*count_ranks(ranks))
 
 
 def _require_all_ranks(
@@ -213,6 +205,7 @@ def _chunks(rank_file: Path, state: Any) -> Chunks:
         if match := CHUNK.fullmatch(tensor_name):
             number = int(match[1])
             chunk_name = match[2]
+        # Without embed_split_hidden the table is inside of ParallelGPT2Embeddings.
         chunk_name = chunk_name.replace("embedding.word_embeddings.", "embedding.")
         chunks.setdefault(number, {})[chunk_name] = stored
     if sorted(chunks) != [*range(len(chunks))] or not chunks:
@@ -264,11 +257,10 @@ def _shards_of_stage(
     rank_files: RankFiles, stage: int, chunk: int
 ) -> dict[str, list[TensorSource]]:
     """Return name -> its parts, of one stage."""
-    of_stage = [
-        (partial(_part_of, rank_files, rank_axes), chunks[chunk])
-        for rank_axes, chunks in rank_files.chunks.items()
-        if rank_axes.pp == stage
-    ]
+    of_stage = []
+    for rank_axes, chunks in rank_files.chunks.items():
+        if rank_axes.pp == stage:
+            of_stage.append((partial(_part_of, rank_files, rank_axes), chunks[chunk]))
     return collect_shards(rank_files.path, of_stage, LONE)
 
 
@@ -294,6 +286,7 @@ def _feed_forward(
     for tensor_name in ("w1", "w2", "w3", "fc1", "fc2"):
         shards = shards_by_name.get(f"blocks.0.mlp.{tensor_name}.weight", ())
         shapes[tensor_name] = [shard.shape for shard in shards]
+    # Two products instead of a gate: without use_swiglu, with use_flash_attn.
     if shapes["fc1"] and shapes["fc2"]:
         return {"fc1": "up", "fc2": "down"}, sum(shape[0] for shape in shapes["fc1"])
     if not (shapes["w1"] and shapes["w2"] and shapes["w3"]):
@@ -417,6 +410,7 @@ def model_of(
         "hidden": config["hidden_size"],
         "heads": config["num_attention_heads"],
         "vocab": config["vocab_size"],
+        # its GELU is the tanh approximation
         "mlp": "swiglu" if gated else "gelu",
         "ffn": ffn,
         "max_positions": settings["max_position_embeddings"],
@@ -429,9 +423,10 @@ def model_of(
         "qkv_bias": biased,
         "output_bias": biased,
     }
-    missing = [
-        f"{setting} = {default!r}" for setting, default in DEFAULTS.items() if setting not in config
-    ]
+    missing = []
+    for setting, default in DEFAULTS.items():
+        if setting not in config:
+            missing.append(f"{setting} = {default!r}")
     note = f"{origin} leaves to InternEvo, which takes: {', '.join(missing)}" if missing else ""
     return make_model(fields, origin), note
 
@@ -445,26 +440,8 @@ def _as_real(value: Any) -> Any:
 
 def _refuse(config: Mapping[str, Any], origin: str) -> None:
     """Raise UserError for keys that are missing or not known, and for values that are not read."""
-    problems = [
-        Problem.of("convert.model_key_missing", origin=origin, key=setting)
-        for setting in REQUIRED
-        if setting not in config
-    ]
-    for setting, allowed in ONLY.items():
-        if config.get(setting, allowed[0]) not in allowed:
-            problems.append(
-                Problem.of(
-                    "convert.model_key_only",
-                    origin=origin,
-                    key=setting,
-                    value=config[setting],
-                    allowed=" or ".join(map(repr, allowed)),
-                )
-            )
-    known_keys = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
-    for setting in config:
-        if setting not in known_keys:
-            problems.append(Problem.of("convert.model_key_unknown", origin=origin, key=setting))
+    known = {*DEFAULTS, *CHECKED, *UNIMPORTANT}
+    problems = [*problems_of_keys(config, origin, REQUIRED, ONLY, known)]
     problems += _problems_of_numbers(config, origin)
     if problems:
         raise UserError(*problems)
@@ -490,6 +467,7 @@ def _check_against_tensors(
     config: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin: str
 ) -> None:
     """Raise UserError if the dict and the tensors contradict each other."""
+    # This type of InternEvo's models has no groups of queries.
     heads = config["num_attention_heads"]
     if config.get("num_kv_attention_heads", heads) != heads:
         raise UserError.of("convert.internevo_heads", origin=origin)
@@ -504,7 +482,7 @@ def _check_against_tensors(
             "convert.internevo_swiglu", origin=origin, use_swiglu=config["use_swiglu"], gate=gate
         )
     if "mlp_ratio" in config:
-        # As InternEvo rounds it.
+        # As InternEvo rounds it, which it does with a gate alone (modules/mlp.py).
         width = int(config["hidden_size"] * config["mlp_ratio"])
         multiple = config.get("multiple_of", MULTIPLE) if gated else 1
         expected = -(-width // multiple) * multiple

@@ -24,8 +24,8 @@ from megaprec.parsing import read_text
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
+from tools.convert.core.settings import make_model, problems_of_keys
 from tools.convert.core.source import Facts, Source
-from tools.convert.hf.config import make_model
 from tools.convert.hf.folder import hf_tokenizer, origins_of
 from tools.convert.hf.other_files import require_fetched
 from tools.convert.megatron.distributed import Chunked, Contents, merge_chunks, read_chunked
@@ -172,10 +172,10 @@ def _with_megatron_names(folder: Path, contents: Contents) -> dict[str, Chunked]
 
 
 def _check_rows(folder: Path, tensors: Mapping[str, Chunked], vocab: int | None) -> None:
-    """Raise UserError if the embedding has not as many rows as model.yaml says. Without its word
-    NeMo pads."""
+    """Raise UserError if the embedding has not as many rows as model.yaml says."""
     embedding = tensors.get(EMBEDDING)
-    # NeMo states the padded vocabulary, so it has as many rows.
+    # NeMo pads the tokenizer's vocabulary, but takes a vocab_size that is set as it is
+    # (GPTConfig.configure_model).
     if vocab and embedding and embedding.shape[0] != vocab:
         raise UserError.of(
             "convert.nemo_vocab", folder=folder, shape=embedding.shape[0], model=MODEL, vocab=vocab
@@ -205,6 +205,7 @@ def _notes_on_padding(
 
 def _expected(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:
     """Return the tensors that the model has, by the names that these have."""
+    # Transformer Engine makes a norm part of the linear layer after it, and names it so.
     fused = any(".linear_qkv.layer_norm_" in tensor_name for tensor_name in names)
     return matches(megatron(fused, interleaved, model), model)
 
@@ -411,34 +412,17 @@ def _refuse_others(config: Mapping[str, Any], origin: str) -> None:
         raise UserError.of(
             "convert.nemo_class", origin=origin, target=target, modules=", ".join(MODULES)
         )
-    problems = [*_problems_of_keys(config, origin), *_problems_of_kinds(config, origin)]
+    only = {key: (supported,) for key, supported in ONLY.items()}
+    starts = {key for key in config if str(key).startswith(UNIMPORTANT_STARTS)}
+    known = {*SCALING, SPEC, *UNIMPORTANT.split(), *starts}
+    problems = [*problems_of_keys(config, origin, REQUIRED, only, known)]
+    problems += _problems_of_kinds(config, origin)
     positions = config.get("position_embedding_type")
     if positions not in ("learned_absolute", "rope"):
         problems.append(Problem.of("convert.nemo_positions", origin=origin, positions=positions))
     problems += _problems_of_layers(config.get(SPEC), origin)
     if problems:
         raise UserError(*problems)
-
-
-def _problems_of_keys(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
-    """Yield a line for each key that is missing, not known, or has another value than the one that
-    is supported."""
-    for setting in REQUIRED:
-        if setting not in config:
-            yield Problem.of("convert.model_key_missing", origin=origin, key=setting)
-    for setting, supported in ONLY.items():
-        if config.get(setting, supported) != supported:
-            yield Problem.of(
-                "convert.model_key_only",
-                origin=origin,
-                key=setting,
-                value=config[setting],
-                allowed=repr(supported),
-            )
-    known_keys = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
-    for setting in config:
-        if setting not in known_keys and not str(setting).startswith(UNIMPORTANT_STARTS):
-            yield Problem.of("convert.model_key_unknown", origin=origin, key=setting)
 
 
 def _problems_of_kinds(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
@@ -494,14 +478,14 @@ def _norm(config: Mapping[str, Any], origin: str) -> str:
 def _mlp(config: Mapping[str, Any], gated: bool, origin: str) -> str:
     """Return the kind of feed-forward. Megatron-core's fused GELU is the tanh approximation, the
     other is not (fusions/)."""
-    tensor_name = _function_name(config["activation_func"])
-    kind = ACTIVATIONS.get(tensor_name) if isinstance(tensor_name, str) else None
+    function_name = _function_name(config["activation_func"])
+    kind = ACTIVATIONS.get(function_name) if isinstance(function_name, str) else None
     if (kind, gated) == ("silu", True):
         return "swiglu"
     if (kind, gated) == ("gelu", False):
         return "gelu" if config["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
-    raise UserError.of("convert.nemo_activation", origin=origin, name=tensor_name, gate=gate)
+    raise UserError.of("convert.nemo_activation", origin=origin, name=function_name, gate=gate)
 
 
 def _scaling(config: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
@@ -40,7 +39,18 @@ from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE
-from tools.convert.core.rules import matches
+from tools.convert.core.rules import Cut, matches
+from tools.convert.core.shards import (
+    MergedTensor,
+    Part,
+    TensorSource,
+    collect_shards,
+    count_ranks,
+    file_of_each_rank,
+    join_shards,
+    notes_on_copies,
+    unlike_shapes,
+)
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import Reference, contents, state_in
@@ -56,8 +66,6 @@ from tools.convert.hf.folder import (
     read_generation,
 )
 from tools.convert.hf.notes import notes
-from tools.convert.megatron.ranks import MergedTensor, TensorSource, checked_copy, notes_on_copies
-from tools.convert.systems.shards import Part, collect_shards
 
 FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 OLD = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
@@ -128,12 +136,10 @@ def open_nxd(checkpoint: Path) -> Source:
     model, kind = _model_of(config_file, config)
     rank_files = _find_files(checkpoint)
     tensors, unread_keys = _read_tensors(rank_files)
-    tensor_ranks = 1 + max(model_rank.tp for model_rank in tensors)
-    pipeline_ranks = 1 + max(model_rank.pp for model_rank in tensors)
-    ranks = [
-        (partial(_part_of, model_rank, tensor_ranks), of_rank)
-        for model_rank, of_rank in tensors.items()
-    ]
+    tensor_ranks, pipeline_ranks = count_ranks(tensors)
+    ranks = []
+    for model_rank, of_rank in tensors.items():
+        ranks.append((partial(_part_of, model_rank, tensor_ranks), of_rank))
     weights = hugging_face(checkpoint, collect_shards(checkpoint, ranks), model)
     expected = matches(HUGGING_FACE[kind], model)
     check_tied(checkpoint, model, weights, expected)
@@ -164,7 +170,7 @@ def _part_of(model_rank: ModelRank, tensor_ranks: int, tensor_name: str) -> Part
 
 def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return the config.json of the model, and what it says but for NxD's own keys."""
-    # Training scripts keep it once for all checkpoints of a run.
+    # NxD saves none; people keep one beside a checkpoint, or one for all of a run.
     for file in (checkpoint / CONFIG, checkpoint.parent / CONFIG):
         if file.is_file():
             config = read_json(file)
@@ -174,7 +180,8 @@ def _read_config(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 def _model_of(config_file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
     """Return the model of config.json, and its family there."""
-    # Tensors that NxD has quantized have other names and shapes.
+    # Quantized layers hold codes under the usual names, and scales beside them
+    # (quantization/quantization_layers.py).
     if config.get("quantization_config") is not None:
         raise UserError.of("convert.nxd_quantized", file=config_file)
     try:
@@ -190,6 +197,7 @@ def _find_files(checkpoint: Path) -> dict[ModelRank, Path]:
     folder = checkpoint / "model" if _has_ranks(checkpoint / "model") else checkpoint
     if folder == checkpoint and not _has_ranks(checkpoint):
         return {ModelRank(0, 0): checkpoint / MERGED}
+    # Nothing says which of the two is the newer.
     if (checkpoint / MERGED).is_file():
         raise UserError.of("convert.nxd_two_kinds", path=checkpoint, merged=MERGED)
     names = sorted(file.name for file in folder.iterdir())
@@ -212,8 +220,7 @@ def _require_all_ranks(
     old: files have the names of older versions.
     """
     ranks = [*rank_files, *others]
-    tp_size = 1 + max(model_rank.tp for model_rank in ranks)
-    pp_size = 1 + max(model_rank.pp for model_rank in ranks)
+    tp_size, pp_size = count_ranks(ranks)
     for tp, pp in product(range(tp_size), range(pp_size)):
         file_name = f"tp_rank_{tp:02d}_pp_rank_{pp:02d}"
         usual = folder / (file_name if old else f"dp_rank_00_{file_name}.pt")
@@ -231,40 +238,24 @@ def _refuse_experts(folder: Path, names: Sequence[str]) -> None:
 
 def _new_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of the first data-parallel rank, which have the others' values."""
-    numbers = {}
+    ranks = {}
     for file_name in names:
         match = FILE.fullmatch(file_name)
         # Data-parallel ranks hold the same weights.
         if match and int(match[1]) == 0:
-            numbers[file_name] = match[2], match[3]
-    return _by_rank(folder, numbers)
+            ranks[file_name] = ModelRank(int(match[2]), int(match[3]))
+    return file_of_each_rank(folder, ranks)
 
 
 def _old_files(folder: Path, names: Sequence[str]) -> dict[ModelRank, Path]:
     """Return the files of ranks as older versions save them, mostly each in a folder of its own."""
-    numbers = {}
+    ranks = {}
     for file_name in names:
         if match := OLD.fullmatch(file_name):
-            numbers[file_name] = match[1], match[2]
+            ranks[file_name] = ModelRank(int(match[1]), int(match[2]))
     files = {}
-    for model_rank, rank_file in _by_rank(folder, numbers).items():
+    for model_rank, rank_file in file_of_each_rank(folder, ranks).items():
         files[model_rank] = rank_file / MERGED if rank_file.is_dir() else rank_file
-    return files
-
-
-def _by_rank(folder: Path, numbers: Mapping[str, tuple[str, str]]) -> dict[ModelRank, Path]:
-    """Return the file of each rank. numbers: of a file's name, those of tp and pp. UserError if two
-    are of one rank."""
-    files: dict[ModelRank, Path] = {}
-    for file_name, (tensor, pipeline) in numbers.items():
-        model_rank = ModelRank(int(tensor), int(pipeline))
-        if model_rank in files:
-            raise UserError.of(
-                "convert.internevo_rank_twice",
-                path=folder / file_name,
-                names=files[model_rank].name,
-            )
-        files[model_rank] = folder / file_name
     return files
 
 
@@ -305,11 +296,10 @@ def _resolve(rank_file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """Return the tensors of a file, those included that lie in files of their own."""
     state = state_in(rank_file, state, with_references=True)
     folder = rank_file.with_name(f"{rank_file.name}.tensors")
-    files = {
-        tensor_name: folder / f"tensor_{value.number}.pt"
-        for tensor_name, value in state.items()
-        if isinstance(value, Reference)
-    }
+    files = {}
+    for tensor_name, value in state.items():
+        if isinstance(value, Reference):
+            files[tensor_name] = folder / f"tensor_{value.number}.pt"
     for tensor_file in files.values():
         if not tensor_file.is_file():
             raise UserError.of("convert.nxd_file_missing", tensor_file=tensor_file)
@@ -384,17 +374,16 @@ def hugging_face(
                     "convert.nxd_mixed", path=checkpoint, own_name=unfused_name, name=tensor_name
                 )
             unfused[unfused_name] = own_shards
-    merged = {
-        tensor_name: _merge(checkpoint, tensor_name, shards, model)
-        for tensor_name, shards in unfused.items()
-    }
+    merged = {}
+    for tensor_name, shards in unfused.items():
+        merged[tensor_name] = _merge(checkpoint, tensor_name, shards, model)
     copies = _find_copies(checkpoint, merged, model)
     if copies is None:
         return merged
-    return {
-        tensor_name: _without_copies(checkpoint, tensor_name, tensor, copies)
-        for tensor_name, tensor in merged.items()
-    }
+    deduplicated = {}
+    for tensor_name, tensor in merged.items():
+        deduplicated[tensor_name] = _without_copies(checkpoint, tensor_name, tensor, copies)
+    return deduplicated
 
 
 def _unfuse(
@@ -406,10 +395,7 @@ def _unfuse(
     gate_up = GATE_UP.fullmatch(tensor_name)
     qkv = QKV.fullmatch(tensor_name)
     if (gate_up or qkv) and len({shard.shape for shard in shards}) > 1:
-        shapes = ", ".join(str(list(shard.shape)) for shard in shards)
-        raise UserError.of(
-            "convert.megatron_shapes", path=checkpoint, foreign=tensor_name, shapes=shapes
-        )
+        raise unlike_shapes(checkpoint, tensor_name, shards)
     rows = shards[0].shape[0]
     if gate_up:
         prefix, kind = gate_up.groups()
@@ -473,26 +459,14 @@ def _merge(
     checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], model: ModelConfig
 ) -> TensorSource:
     """Return the ranks' parts put together."""
-    # Norms and biases of closing layers are whole on every rank.
-    if len(shards) == 1 or not (ROWS.fullmatch(tensor_name) or COLUMNS.fullmatch(tensor_name)):
-        return checked_copy(checkpoint, tensor_name, shards)
     # shard_across_embedding
     cuts_features = "embed_tokens" in tensor_name and shards[0].shape[-1] != model.hidden
-    dim = 1 if cuts_features or COLUMNS.fullmatch(tensor_name) else 0
-    # All sizes but the one that is cut must be alike.
-    other_sizes = {
-        (len(shard.shape), *shard.shape[:dim], *shard.shape[dim + 1 :], shard.dtype)
-        for shard in shards
-    }
-    if len(other_sizes) > 1 or len(shards[0].shape) <= dim:
-        raise UserError.of("convert.nxd_parts", path=checkpoint, name=tensor_name)
-    shape = list(shards[0].shape)
-    shape[dim] = sum(shard.shape[dim] for shard in shards)
-
-    def read() -> Tensor:
-        return torch.cat([shard.read() for shard in shards], dim)
-
-    return MergedTensor(tuple(shape), shards[0].dtype, read)
+    cut: Cut = "whole"  # as norms and biases of closing layers are on every rank
+    if COLUMNS.fullmatch(tensor_name) or cuts_features:
+        cut = "columns"
+    elif ROWS.fullmatch(tensor_name):
+        cut = "rows"
+    return join_shards(checkpoint, tensor_name, shards, cut)
 
 
 def _find_copies(
@@ -506,7 +480,7 @@ def _find_copies(
     # With as many heads as there must be nothing is repeated; `check_tensors` speaks of others.
     if key is None or key.shape[0] <= rows or key.shape[0] % rows:
         return None
-    # Copies make as many key/value heads as ranks, which must divide the queries.
+    # With their copies, too, key/value heads must share the queries evenly.
     if model.heads % (key.shape[0] // model.head_dim):
         return None
     count = key.shape[0] // rows

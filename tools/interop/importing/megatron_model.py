@@ -1,6 +1,6 @@
 """The model of Megatron-LM's arguments: [model] of a run file.
 
-What the arguments mean together is known in one place, `tools.convert.megatron.layout.model_of`,
+What the arguments mean together is known in one place, `tools.convert.megatron.args`,
 which reads the same arguments from a checkpoint. Here they are completed as Megatron-LM's
 `validate_args` does before it saves them.
 """

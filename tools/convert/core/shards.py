@@ -1,0 +1,325 @@
+"""Tensors that systems save by rank, put together into whole ones, with layers counted over stages.
+
+The ranks of a stage each have a part of a cut tensor and a copy of any other. The rows of the name
+tables say how a tensor is cut.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from tools.convert.core.finite import same_values
+from tools.convert.core.rules import Cut, Match
+from tools.convert.core.tensors import Stored
+
+# how many parts of a tensor are each cut over the ranks
+BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """A tensor put together from those of the ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+TensorSource = Stored | MergedTensor
+Shards = list[TensorSource]  # of a tensor, in order
+
+
+Rank = TypeVar("Rank")
+
+
+class Part(NamedTuple):
+    """The part of a tensor that a rank has: its number, and how many parts there are."""
+
+    number: int
+    count: int
+
+
+PartOf = Callable[[str], Part]  # of a rank, by the name of a tensor
+RankTensors = tuple[PartOf, Mapping[str, Stored]]
+
+
+def count_ranks(ranks: Iterable[Iterable[int]]) -> Iterator[int]:
+    """Yield how many ranks there are along each axis."""
+    for numbers in zip(*ranks, strict=True):
+        yield 1 + max(numbers)
+
+
+def file_of_each_rank(folder: Path, ranks: Mapping[str, Rank]) -> dict[Rank, Path]:
+    """Return the file of each rank. ranks: by the names of files. UserError if two are of one
+    rank."""
+    files: dict[Rank, Path] = {}
+    for file_name, rank in ranks.items():
+        if rank in files:
+            raise UserError.of(
+                "convert.internevo_rank_twice", path=folder / file_name, names=files[rank].name
+            )
+        files[rank] = folder / file_name
+    return files
+
+
+def collect_shards(
+    checkpoint: Path, ranks: Iterable[RankTensors], lone: Sequence[str] = ()
+) -> dict[str, Shards]:
+    """Return name -> its parts, over the ranks of one stage. Copies of a part must be the same.
+
+    ranks: of each, which parts it has, and its tensors.
+    lone: ends of names that only the first rank has.
+    """
+    copies: dict[str, dict[int, Shards]] = {}  # by the number of the part
+    counts: dict[str, int] = {}  # of parts that there must be
+    for part_of, tensors in ranks:
+        for tensor_name, stored in tensors.items():
+            if not stored.shape:
+                raise UserError.of("convert.megatron_scalar", path=checkpoint, name=tensor_name)
+            part = part_of(tensor_name)
+            counts[tensor_name] = part.count
+            shards_by_number = copies.setdefault(tensor_name, {})
+            shards_by_number.setdefault(part.number, []).append(stored)
+    # What some ranks have and others lack was lost with a file, or is of another model.
+    for tensor_name, shards_by_number in copies.items():
+        is_complete = sorted(shards_by_number) == [*range(counts[tensor_name])]
+        is_lone = list(shards_by_number) == [0] and tensor_name.endswith(tuple(lone))
+        if not is_complete and not is_lone:
+            raise UserError.of("convert.nxd_missing_on_ranks", path=checkpoint, name=tensor_name)
+    shards: dict[str, Shards] = {}
+    for tensor_name, shards_by_number in copies.items():
+        shards[tensor_name] = []
+        for number in sorted(shards_by_number):
+            shard = checked_copy(checkpoint, tensor_name, shards_by_number[number])
+            shards[tensor_name].append(shard)
+    return shards
+
+
+def merge_shards(
+    checkpoint: Path,
+    expected: Sequence[Match],
+    shards_by_name: Mapping[str, Sequence[TensorSource]],
+) -> dict[str, TensorSource]:
+    """Return the whole tensors by name. Of one that is not expected the first part is returned, for
+    `check_tensors` to speak of."""
+    matches = {match.foreign: match for match in expected}
+    merged: dict[str, TensorSource] = {}
+    for tensor_name, shards in shards_by_name.items():
+        if tensor_name in matches:
+            merged[tensor_name] = _merge(checkpoint, matches[tensor_name], shards)
+        else:
+            merged[tensor_name] = shards[0]
+    return merged
+
+
+def _merge(checkpoint: Path, match: Match, shards: Sequence[TensorSource]) -> TensorSource:
+    """Return the tensor of `match` put together from its parts."""
+    joined = join_shards(checkpoint, match.foreign, shards, match.cut)
+    rows = match.shape[0]
+    if match.cut == "vocabulary" and joined.shape[0] > rows:
+        # Rows beyond those of the tensor pad the vocabulary.
+        return MergedTensor((rows, *joined.shape[1:]), joined.dtype, lambda: joined.read()[:rows])
+    # A single part of another shape is one that `check_tensors` speaks of.
+    if len(shards) > 1 and joined.shape != match.shape:
+        raise UserError.of(
+            "convert.nxd_shape",
+            path=checkpoint,
+            foreign=match.foreign,
+            count=len(shards),
+            shape=list(joined.shape),
+            expected_shape=list(match.shape),
+        )
+    return joined
+
+
+def join_shards(
+    checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource], cut: Cut
+) -> TensorSource:
+    """Return the parts of a tensor put together, whatever the model asks for. UserError if they do
+    not fit each other."""
+    # All ranks have the whole of it, or one rank has.
+    if cut == "whole" or len(shards) == 1:
+        return checked_copy(checkpoint, tensor_name, shards)
+    require_one_dtype(checkpoint, tensor_name, shards)
+    shape = _joined_shape(cut, [shard.shape for shard in shards])
+    if shape is None:
+        raise unlike_shapes(checkpoint, tensor_name, shards)
+
+    def read() -> Tensor:
+        parts = (shard.read() for shard in shards)  # one after another, to save memory
+        return join_parts(parts, cut, shape)
+
+    return MergedTensor(shape, shards[0].dtype, read)
+
+
+def join_parts(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of this shape of the parts of all ranks, which are read one by one."""
+    first = next(parts)
+    # Allocated once; torch.cat would need all parts at the same time.
+    joined = first.new_empty(shape)
+    # [blocks, rows, ...], of which the second or, of columns, the third dimension is cut.
+    blocks = (BLOCKS.get(cut, 1), -1)
+    dim = 2 if cut == "columns" else 1
+    view = joined.unflatten(0, blocks)
+    start = 0
+    for part in chain((first,), parts):
+        values = part.unflatten(0, blocks)
+        length = values.shape[dim]
+        view.narrow(dim, start, length).copy_(values)
+        start += length
+    return joined
+
+
+def _joined_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape of the parts put together; None if they do not fit each other."""
+    dim = 1 if cut == "columns" else 0
+    joined = list(shapes[0])
+    if len(joined) <= dim:
+        return None
+    blocks = BLOCKS.get(cut, 1)
+    joined[dim] = 0
+    for shape in shapes:
+        # All sizes but that of the cut dimension are the same, and blocks are cut evenly.
+        same_sizes = shape[:dim] == shapes[0][:dim] and shape[dim + 1 :] == shapes[0][dim + 1 :]
+        if len(shape) != len(joined) or not same_sizes or shape[0] % blocks:
+            return None
+        joined[dim] += shape[dim]
+    return tuple(joined)
+
+
+def checked_copy(
+    checkpoint: Path, tensor_name: str, copies: Sequence[TensorSource]
+) -> TensorSource:
+    """Return the first of several copies; reading it raises UserError if another differs."""
+    first, *others = copies
+    if not others:
+        return first
+    require_one_dtype(checkpoint, tensor_name, copies)
+    if any(copy.shape != first.shape for copy in others):
+        raise unlike_shapes(checkpoint, tensor_name, copies)
+
+    def read() -> Tensor:
+        values = first.read()
+        if not all(same_values(values, copy.read()) for copy in others):
+            raise UserError.of("convert.megatron_ranks_disagree", path=checkpoint, name=tensor_name)
+        return values
+
+    return MergedTensor(first.shape, first.dtype, read)
+
+
+def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[TensorSource]) -> None:
+    """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be
+    rounded."""
+    # Sorted, so that the same files always give the same message.
+    dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
+    if len(dtypes) > 1:
+        raise UserError.of(
+            "convert.megatron_dtypes",
+            path=checkpoint,
+            name=tensor_name,
+            dtypes=" and ".join(dtypes),
+        )
+
+
+def number_over_stages(
+    checkpoint: Path,
+    stages: Sequence[Mapping[str, list[TensorSource]]],
+    layer: re.Pattern[str],
+    ends: Mapping[str, int],
+    repeated: Sequence[str] = (),
+) -> dict[str, list[TensorSource]]:
+    """Return name, with layers counted over all stages -> its parts.
+
+    layer: matches what is before a layer's number, the number and the rest of a name.
+    ends: beginnings of names -> the stage that alone has them; UserError if another has them, for
+        then files have each other's names.
+    repeated: names that several stages may have, which must then be the same.
+    """
+    _check_ends(checkpoint, stages, ends, repeated)
+    merged: dict[str, list[TensorSource]] = {}
+    # Every stage counts its layers from 0.
+    layers_before = 0
+    for stage in stages:
+        local_numbers = set()
+        for tensor_name, parts in stage.items():
+            global_name = tensor_name
+            if match := layer.match(tensor_name):
+                prefix, number, suffix = match.groups()
+                local_numbers.add(number)
+                global_name = f"{prefix}{int(number) + layers_before}{suffix}"
+            if global_name in merged and global_name not in repeated:
+                raise UserError.of(
+                    "convert.megatron_layer_twice", path=checkpoint, global_name=global_name
+                )
+            # The embedding beside modules of multi-token prediction is on the first stage and the
+            # last.
+            if global_name in merged:
+                pairs = zip(merged[global_name], parts, strict=True)
+                parts = [checked_copy(checkpoint, tensor_name, pair) for pair in pairs]
+            merged[global_name] = parts
+        layers_before += len(local_numbers)
+    return merged
+
+
+def _check_ends(
+    checkpoint: Path,
+    stages: Sequence[Mapping[str, list[TensorSource]]],
+    ends: Mapping[str, int],
+    repeated: Sequence[str],
+) -> None:
+    """Raise UserError for a tensor that only another stage has, as `number_over_stages` says."""
+    for number, stage in enumerate(stages):
+        for tensor_name in stage:
+            owner = next(
+                (end for begin, end in ends.items() if tensor_name.startswith(begin)), number
+            )
+            if owner != number and tensor_name not in repeated:
+                raise UserError.of(
+                    "convert.megatron_layer_of_stage",
+                    path=checkpoint,
+                    name=tensor_name,
+                    owner=owner,
+                    num_stages=len(stages),
+                    number=number,
+                )
+
+
+def unlike_shapes(checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource]) -> UserError:
+    """Return the error about parts or copies of a tensor whose shapes do not fit each other."""
+    shapes = ", ".join(str(list(shard.shape)) for shard in shards)
+    return UserError.of(
+        "convert.megatron_shapes", path=checkpoint, foreign=tensor_name, shapes=shapes
+    )
+
+
+def notes_on_copies(
+    checkpoint: Path, tensors: Mapping[Any, Sequence[Mapping[str, Stored]]]
+) -> Iterator[str]:
+    """Yield a note for each rank whose file holds what that of another does, by their checksums.
+
+    tensors: of each rank, those of each of its chunks, without ranks that hold what another does by
+        design. No two of these hold the same unless all began with the same random numbers.
+    """
+    first_files: dict[Any, Path] = {}
+    for chunks in tensors.values():
+        identities = []
+        for number, chunk in enumerate(chunks):
+            for tensor_name, stored in chunk.items():
+                identities.append((number, tensor_name, stored.shape, stored.dtype, stored.crc))
+        # Without a checksum of every tensor nothing can be said.
+        if not identities or any(crc is None for *_, crc in identities):
+            continue
+        file = next(stored.file for chunk in chunks for stored in chunk.values())
+        first_file = first_files.setdefault(frozenset(identities), file)
+        if first_file != file:
+            yield (
+                f"{checkpoint}: {file} and {first_file} hold the same numbers throughout: "
+                "one may be a copy of the other"
+            )

@@ -68,6 +68,7 @@ def _gpu_facts(local_rank: int) -> Answer:
         "memory": total,
         "used_by_others": max(0, total - free - reserved),
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
+        "uuid": str(getattr(properties, "uuid", "")),
     }
 
 
@@ -145,6 +146,7 @@ def _judge_untested(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
 def _judge_devices(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
         *_unused_gpus(rank_answers),
+        *_shared_gpus(rank_answers),
         *_busy_gpus(rank_answers),
         *_different_gpus(rank_answers),
     ]
@@ -188,6 +190,18 @@ def _unused_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
     message = f"nvidia-smi is there, but torch {reason}: {format_ranks(blind)}"
     remedy = "install a build of torch with CUDA, or look at CUDA_VISIBLE_DEVICES and the driver"
     yield wrong("devices", message, remedy)
+
+
+def _shared_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+    # NCCL refuses such ranks too, but names the GPU only below the first line of its error.
+    ranks_by_gpu: dict[str, list[Answer]] = {}
+    for rank_answer in rank_answers:
+        if uuid := rank_answer.get("uuid"):
+            ranks_by_gpu.setdefault(uuid, []).append(rank_answer)
+    for uuid, sharing in ranks_by_gpu.items():
+        if len(sharing) > 1:
+            message = f"{format_ranks(_hosts_by_rank(sharing))} share GPU {uuid}"
+            yield wrong("devices", message, "give each local rank a GPU of its own")
 
 
 def _busy_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:

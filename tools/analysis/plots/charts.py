@@ -21,8 +21,9 @@ LABEL_HEIGHT = 16.0  # of the label below the ticks
 # A longer series is thinned to one stretch for so many pixels; of each stretch the lowest and the
 # highest value are drawn.
 STRETCH_WIDTH = 2.0
-X_TICK_SPACING = 62.0
-Y_TICK_SPACING = 30.0
+# the least distance of two ticks: labels of six characters fit in, and two rows of digits
+X_TICK_SPACING = 45.0
+Y_TICK_SPACING = 24.0
 # numbers from here on are written with a unit: of the axes of y and x
 LARGE = 1e4
 LARGE_STEP = 1e5
@@ -150,31 +151,18 @@ class Frame:
         self.chart = chart
         self.box = plot_area
         self.x_range = chart.x_range or _finite_range(
-            x_value for one in chart.series for x_value in one.x
+            x_value for series in chart.series for x_value in series.x
         )
-        if chart.y_range:
-            self.y_range = chart.y_range
-            return
-        values = [y_value for one in chart.series for y_value in one.y]
-        lowest, highest = _finite_range(
-            chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
-        )
-        if chart.from_zero:
-            lowest = 0.0
-        margin = 0.06 * (highest - lowest) or 0.5
-        self.y_range = (lowest if chart.from_zero else lowest - margin, highest + margin)
+        self.y_range = chart.y_range or _y_range(chart)
 
     def x_pixel(self, x_value: float) -> float:
-        lowest, highest = self.x_range
-        share = (x_value - lowest) / (highest - lowest) if highest > lowest else 0.5
-        return self.box.left + self.box.width * share
+        return self.box.left + self.box.width * _share(x_value, self.x_range)
 
     def y_pixel(self, y_value: float) -> float:
-        lowest, highest = self.y_range
-        share = (
-            (self.chart.scaled(y_value) - lowest) / (highest - lowest) if highest > lowest else 0.5
-        )
-        return self.box.bottom - self.box.height * share
+        share = _share(self.chart.scaled(y_value), self.y_range)
+        # what is beyond the axes stays at their edge: it would lie over the charts beside them
+        visible_share = min(max(share, 0.0), 1.0)
+        return self.box.bottom - self.box.height * visible_share
 
     def level(self, y: float) -> list[Point]:
         """Return the ends of a horizontal line through the chart."""
@@ -187,9 +175,35 @@ class Frame:
         return [(pixel, self.box.top), (pixel, self.box.bottom)]
 
 
+def _share(value: float, shown_range: tuple[float, float]) -> float:
+    """Return how far along a range a value lies: 0 at its begin, 1 at its end."""
+    lowest, highest = shown_range
+    if highest <= lowest:
+        return 0.5
+    return (value - lowest) / (highest - lowest)
+
+
+def _y_range(chart: Chart) -> tuple[float, float]:
+    """Return the lowest and the highest value of y, with a margin, in units of the axis."""
+    lowest, highest = _finite_range(
+        chart.scaled(y_value)
+        for series in chart.series
+        for y_value in series.y
+        if not math.isnan(y_value)
+    )
+    if chart.from_zero:
+        lowest = 0.0
+    margin = 0.06 * (highest - lowest) or 0.5
+    if chart.from_zero:
+        return lowest, highest + margin
+    return lowest - margin, highest + margin
+
+
 def _finite_range(values: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in values if not math.isnan(value)]
-    return (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if not finite:
+        return 0.0, 1.0
+    return min(finite), max(finite)
 
 
 @dataclass(frozen=True)
@@ -204,20 +218,21 @@ class Row:
 def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
     drawing = Drawing(width, 0)
-    y_value = 8.0
+    row_top = 8.0
     if title:
         drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
-        y_value = 34.0
+        row_top = 34.0
     for row in rows:
-        cell = (width - right) / row.columns
-        box_width = cell - LEFT - RIGHT
-        headers = [_header_height(chart, box_width) for chart in row.charts]
-        axes_top = y_value + max(headers)
+        cell_width = (width - right) / row.columns
+        axes_width = cell_width - LEFT - RIGHT
+        axes_top = row_top + max(_header_height(chart, axes_width) for chart in row.charts)
         for column, chart in enumerate(row.charts):
-            plot_area = Box(column * cell + LEFT, axes_top, box_width, row.height)
+            axes_left = column * cell_width + LEFT
+            plot_area = Box(axes_left, axes_top, axes_width, row.height)
             drawing.shapes += draw_chart(chart, plot_area)
-        y_value = axes_top + row.height + max(_footer_height(chart) for chart in row.charts)
-    drawing.height = y_value
+        footer_height = max(_footer_height(chart) for chart in row.charts)
+        row_top = axes_top + row.height + footer_height
+    drawing.height = row_top
     return drawing
 
 
@@ -252,32 +267,52 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
-        # of very many, evenly chosen ones: more would not be seen
-        every = 1 + len(crosses.x) // int(plot_area.width / STRETCH_WIDTH)
-        height = plot_area.bottom - crosses.lift
-        centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::every]]
-        yield _draw_crosses(centers, crosses.color)
+        yield _crosses_on_axis(frame, crosses)
     for x_value, y_value, text in chart.notes:
         # below and to the right of the point, where the curve seldom is
-        yield Text(frame.x_pixel(x_value) + 8, frame.y_pixel(y_value) + 12, text, 11)
+        note_left = frame.x_pixel(x_value) + 8
+        baseline = frame.y_pixel(y_value) + 12
+        yield Text(note_left, baseline, text, 11)
+
+
+def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Trail:
+    max_crosses = int(frame.box.width / STRETCH_WIDTH)
+    # of very many, evenly chosen ones: more would not be seen
+    spacing = 1 + len(crosses.x) // max_crosses
+    height = frame.box.bottom - crosses.lift
+    centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::spacing]]
+    return _draw_crosses(centers, crosses.color)
 
 
 def _band(frame: Frame, band: tuple[float, float]) -> Rect:
     """Return the shaded part of the axes between two values of y, as far as it is shown."""
-    area = frame.box
-    bottom = min(frame.y_pixel(band[0]), area.bottom)
-    top = max(frame.y_pixel(band[1]), area.top)
-    return Rect(area.left, top, area.width, bottom - top, "other1", opacity=0.08)
+    lowest, highest = band
+    bottom = frame.y_pixel(lowest)
+    top = frame.y_pixel(highest)
+    return Rect(frame.box.left, top, frame.box.width, bottom - top, "other1", opacity=0.08)
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
     """Yield a grid line and a label for each tick, and the axes."""
     area = frame.box
     for y_value, label in _y_ticks(frame):
+        baseline = frame.y_pixel(y_value) + 4
         yield _grid_line(*frame.level(y_value))
-        yield Text(area.left - 7, frame.y_pixel(y_value) + 4, label, anchor="end")
-    baseline = area.bottom + 16
-    tick_count = max(2, int(area.width / X_TICK_SPACING))
+        yield Text(area.left - 7, baseline, label, anchor="end")
+    yield from _x_ticks(frame)
+
+    corners = [(area.left, area.top), (area.left, area.bottom), (area.right, area.bottom)]
+    yield Trail(corners, "ink", 0.9)
+    if frame.chart.x_label:
+        center = area.left + area.width / 2
+        label_baseline = area.bottom + _footer_height(frame.chart) - 8
+        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
+
+
+def _x_ticks(frame: Frame) -> Iterator[Shape]:
+    """Yield a grid line for each tick of the horizontal axis, its label, and a note below that."""
+    baseline = frame.box.bottom + 16
+    tick_count = max(2, int(frame.box.width / X_TICK_SPACING))
     for x_value in round_numbers(*frame.x_range, tick_count):
         pixel = frame.x_pixel(x_value)
         label = short(x_value) if x_value >= LARGE_STEP else f"{x_value:,g}"
@@ -286,12 +321,6 @@ def _axes(frame: Frame) -> Iterator[Shape]:
         note = frame.chart.tick_notes.get(x_value)
         if note:
             yield Text(pixel, baseline + LABEL_HEIGHT, note, color="faint", anchor="middle")
-    corner = (area.left, area.bottom)
-    yield Trail([(area.left, area.top), corner, (area.right, area.bottom)], "ink", 0.9)
-    if frame.chart.x_label:
-        center = area.left + area.width / 2
-        label_baseline = area.bottom + _footer_height(frame.chart) - 8
-        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
 
 
 def _grid_line(start: Point, end: Point) -> Line:
@@ -302,22 +331,26 @@ def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
     """Yield the values of ticks and their labels: powers of the base on a logarithmic axis."""
     chart = frame.chart
     lowest, highest = frame.y_range
-    count = max(2, int(frame.box.height / Y_TICK_SPACING))
+    tick_count = max(2, int(frame.box.height / Y_TICK_SPACING))
     if not chart.base:
-        for y_value in round_numbers(lowest, highest, count):
-            yield y_value, short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
+        for y_value in round_numbers(lowest, highest, tick_count):
+            label = short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
+            yield y_value, label
         return
+
     if chart.linear_below:
         yield 0.0, "0"
         for exponent in range(math.floor(highest)):
             y_value = chart.linear_below * chart.base**exponent
             yield y_value, f"{y_value:g}"
         return
-    spacing = max(1, math.ceil((highest - lowest) / count))
+
+    spacing = max(1, math.ceil((highest - lowest) / tick_count))
     for exponent in range(math.ceil(lowest), math.floor(highest) + 1):
-        if exponent % spacing == 0:
-            label = f"{chart.base}{str(exponent).translate(SUPERSCRIPTS)}"
-            yield float(chart.base) ** exponent, label
+        if exponent % spacing:
+            continue
+        superscript = str(exponent).translate(SUPERSCRIPTS)
+        yield float(chart.base) ** exponent, f"{chart.base}{superscript}"
 
 
 def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
@@ -327,33 +360,39 @@ def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
     tick_step = round_step((highest - lowest) / count)
     first = math.ceil(lowest / tick_step - 1e-9)
     last = math.floor(highest / tick_step + 1e-9)
-    return [row_number * tick_step for row_number in range(first, last + 1)]
+    return [multiple * tick_step for multiple in range(first, last + 1)]
 
 
 def round_step(length: float) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
     power = 10.0 ** math.floor(math.log10(length))
     least = length * (1 - 1e-9)  # a length that is round but for rounding
-    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= least)
+    round_steps = [power * factor for factor in (1, 2, 5, 10)]
+    return next(step for step in round_steps if step >= least)
 
 
-def short(row_number: float) -> str:
+def short(number: float) -> str:
     """Return a number with three digits and a unit: 1.23 M."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if row_number >= unit:
-            return f"{row_number / unit:.3g} {name}"
-    return f"{row_number:.3g}"
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.3g}"
 
 
 def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
     """Yield the line of a series, and its markers."""
     points: list[Point | None] = []
-    for x_value, y_value in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
-        is_gap = math.isnan(x_value) or math.isnan(y_value)
-        points.append(None if is_gap else (frame.x_pixel(x_value), frame.y_pixel(y_value)))
+    max_stretches = int(frame.box.width / STRETCH_WIDTH)
+    for x_value, y_value in _thinned_points(series, max_stretches):
+        if math.isnan(x_value) or math.isnan(y_value):
+            points.append(None)
+        else:
+            points.append((frame.x_pixel(x_value), frame.y_pixel(y_value)))
     if series.joined:
-        line = list(_as_steps(points, frame.box.right)) if frame.chart.stepped else points
-        yield Trail(line, series.color, series.width, series.opacity, series.dash)
+        corners = points
+        if frame.chart.stepped:
+            corners = list(_as_steps(points, frame.box.right))
+        yield Trail(corners, series.color, series.width, series.opacity, series.dash)
     marked = [point for point in points if point]
     if series.marker == "cross":
         yield _draw_crosses(marked, series.color)
@@ -376,15 +415,20 @@ def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | No
 
 
 def _draw_dot(center: Point, color: str) -> Rect:
-    x_value, y_value = center
-    return Rect(x_value - DOT, y_value - DOT, 2 * DOT, 2 * DOT, color, DOT)
+    x, y = center
+    diameter = 2 * DOT
+    return Rect(x - DOT, y - DOT, diameter, diameter, color, DOT)
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
     points: list[Point | None] = []
-    for x_value, y_value in centers:
-        points += [(x_value - CROSS, y_value - CROSS), (x_value + CROSS, y_value + CROSS), None]
-        points += [(x_value - CROSS, y_value + CROSS), (x_value + CROSS, y_value - CROSS), None]
+    for x, y in centers:
+        left = x - CROSS
+        right = x + CROSS
+        top = y - CROSS
+        bottom = y + CROSS
+        points += [(left, top), (right, bottom), None]
+        points += [(left, bottom), (right, top), None]
     return Trail(points, color, 1.5)
 
 
@@ -398,14 +442,14 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
     for stretch in range(max_stretches):
         start = stretch * count // max_stretches
         stop = (stretch + 1) * count // max_stretches
-        numbers = [i for i in range(start, stop) if not math.isnan(series.y[i])]
-        if not numbers:
+        finite = [index for index in range(start, stop) if not math.isnan(series.y[index])]
+        if not finite:
             yield series.x[start], math.nan
             continue
-        lowest = min(numbers, key=series.y.__getitem__)
-        highest = max(numbers, key=series.y.__getitem__)
-        for row_number in sorted({lowest, highest}):
-            yield series.x[row_number], series.y[row_number]
+        lowest = min(finite, key=series.y.__getitem__)
+        highest = max(finite, key=series.y.__getitem__)
+        for index in sorted({lowest, highest}):
+            yield series.x[index], series.y[index]
 
 
 def _legend_entries(chart: Chart) -> list[Series]:
@@ -454,16 +498,21 @@ def _legend(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for row_number, row in enumerate(rows):
         rows_below = len(rows) - 1 - row_number
         baseline = plot_area.top - TITLE_LIFT - LEGEND_ROW * rows_below
-        middle = baseline - 4  # of the height of letters
-        entry_end = plot_area.right
+        entry_left = plot_area.right
         for entry in reversed(row):
-            entry_end -= _entry_width(entry)
-            start = entry_end + LEGEND_GAP
-            text_start = start + LEGEND_SIGN
-            sign_end = text_start - 5
-            if entry.joined:
-                line = [(start, middle), (sign_end, middle)]
-                yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
-            elif entry.marker:
-                yield _draw_crosses([((start + sign_end) / 2, middle)], entry.color)
-            yield Text(text_start, baseline, entry.label, LEGEND_SIZE)
+            entry_left -= _entry_width(entry)
+            yield from _legend_entry(entry, entry_left + LEGEND_GAP, baseline)
+
+
+def _legend_entry(entry: Series, sign_left: float, baseline: float) -> Iterator[Shape]:
+    """Yield a piece of the line or a cross, and the name."""
+    text_left = sign_left + LEGEND_SIGN
+    sign_right = text_left - 5
+    middle = baseline - 4  # of the height of letters
+    if entry.joined:
+        line = [(sign_left, middle), (sign_right, middle)]
+        yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
+    elif entry.marker:
+        center = (sign_left + sign_right) / 2
+        yield _draw_crosses([(center, middle)], entry.color)
+    yield Text(text_left, baseline, entry.label, LEGEND_SIZE)

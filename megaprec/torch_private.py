@@ -61,6 +61,15 @@ def backward_pass_executes(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def is_backward_running() -> bool:
+    """Return True in a backward pass, where torch.utils.checkpoint computes activations again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Return a context in which subclasses of Tensor are plain tensors, without __torch_function__."""
+
+
 # Process groups.
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.precision.nested import map_tensors, tensors
+from megaprec.torch_private import without_torch_function
 
 JOIN_AND_SPLIT = (
     "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
@@ -100,7 +101,7 @@ class CutTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return _follow(Call(func, tuple(args), dict(kwargs or {})))
 
 
@@ -118,7 +119,7 @@ def unchecked(x: Tensor) -> Tensor:
     """
     if not isinstance(x, CutTensor):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return x.as_subclass(Tensor)
 
 

@@ -85,7 +85,7 @@ class Executor:
     observer: an attribute that may be set: called after each instruction, before `hooks.after`.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a
-    backward, so a program of forwards alone (`instructions.forward_only`) evaluates; `forward` then
+    backward, so a program of forwards alone (`schedules.forward_only`) evaluates; `forward` then
     collects the results.
     """
 

@@ -80,7 +80,10 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         return  # fully_shard reduces their gradients by itself
     of_parts: list[set[nn.Parameter]] = []
     for buffers in optimizer.buffers:
-        of_parts.append({parameter for buffer in buffers for parameter in buffer.parameters})
+        of_part: set[nn.Parameter] = set()
+        for buffer in buffers:
+            of_part.update(buffer.parameters)
+        of_parts.append(of_part)
     for number, stage in enumerate(stages):
         if strange := of_parts[number].difference(stage.parameters()):
             name = layout_of(next(iter(strange))).parts[0].name
@@ -171,14 +174,14 @@ def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets:
     except (UserError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        said = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
         if isinstance(output, Tensor):
-            given = f"{list(output.shape)}, {output.dtype}"
+            kind = f"{list(output.shape)}, {output.dtype}"
         else:
-            given = f"a {type(output).__name__}"
+            kind = f"a {type(output).__name__}"
         raise RuntimeError(
-            f"loss_fn failed: {said}; it was given the last stage's output, {given}, and targets "
-            f"{list(targets.shape)}, {targets.dtype}, and must return the loss of each "
+            f"loss_fn failed: {first_line}; it was given the last stage's output, {kind}, and "
+            f"targets {list(targets.shape)}, {targets.dtype}, and must return the loss of each "
             "target, as of logits "
             "[sequence, samples, classes] "
             "nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), "

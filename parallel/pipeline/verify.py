@@ -28,8 +28,8 @@ HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule) -> None:
-    """Raise Refused, with a picture of all ranks, unless the schedule runs everything once and
-    finishes.
+    """Raise RefusedSchedule, with a picture of all ranks, unless the schedule runs everything once
+    and finishes.
 
     Each stage must run on its own rank. Each forward and each backward, whole or in two halves,
     must occur once, after the instructions that it needs, with its transfers and REDUCE; a schedule

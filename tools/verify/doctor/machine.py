@@ -109,9 +109,9 @@ def _different_versions(fact_name: str, rank_answers: Sequence[Answer]) -> Itera
         affected = [
             rank_answer for rank_answer in rank_answers if rank_answer.get(fact_name, "") == unusual
         ]
-        rank_names = format_ranks(_hosts_by_rank(affected))
+        ranks = format_ranks(_hosts_by_rank(affected))
         others = f"{usual_value or 'is not there'} on the others"
-        message = f"{fact_name} {unusual or 'is not there'} on {rank_names}, {others}"
+        message = f"{fact_name} {unusual or 'is not there'} on {ranks}, {others}"
         yield wrong(
             "versions", message, f"install the same {fact_name} on all hosts", differs=fact_name
         )
@@ -225,8 +225,8 @@ def _different_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
             for rank_answer in rank_answers
             if rank_answer.get("gpu", "a CPU") == device_kind
         ]
-        rank_names = format_ranks(_hosts_by_rank(affected))
-        message = f"{rank_names} has {device_kind}, the others {usual_value}"
+        ranks = format_ranks(_hosts_by_rank(affected))
+        message = f"{ranks} has {device_kind}, the others {usual_value}"
         yield wrong("devices", message, "use hosts of one kind")
 
 
@@ -258,6 +258,6 @@ def _all_threads(rank_answer: Answer) -> int:
 
 def _format_threads(rank_answer: Answer) -> str:
     """Return the threads of a host's ranks and the cores that they share."""
-    rank_names = counted(rank_answer["local_ranks"], "local rank")
+    local_ranks = counted(rank_answer["local_ranks"], "local rank")
     threads = counted(rank_answer["threads"], "thread")
-    return f"{rank_names} x {threads} on {counted(rank_answer['cores'], 'core')}"
+    return f"{local_ranks} x {threads} on {counted(rank_answer['cores'], 'core')}"

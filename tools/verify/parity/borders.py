@@ -103,7 +103,7 @@ class _StageCall:
 
 
 class BorderRecorder:
-    """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
+    """Recorder of stages while they train. Engines call a stage as stage(x, microbatch, packing).
 
     passed: borders in the order of their first pass, each with the border where the same tensor was
         seen before, or "".

@@ -200,10 +200,10 @@ class Case:
         if len(ratios) < 0.9 * self.num_gradients or not ratios:
             return None
         median_ratio = sorted(ratios)[len(ratios) // 2]
-        same_quantity = [
+        near_median = [
             ratio for ratio in ratios if abs(ratio - median_ratio) <= NEAR * abs(median_ratio)
         ]
-        return median_ratio if len(same_quantity) >= 0.9 * len(ratios) else None
+        return median_ratio if len(near_median) >= 0.9 * len(ratios) else None
 
     def factors(self) -> dict[str, float]:
         """Return the numbers that a gradient may be multiplied or divided by, by name."""
@@ -224,7 +224,7 @@ class Case:
 
 def make_case(
     differences: Sequence[Difference],
-    ours: Record,
+    candidate: Record,
     reference: Record,
     tied: str,
     parallel: Parallel,
@@ -233,20 +233,20 @@ def make_case(
 ) -> Case:
     """Return the case of a layout that differs. differences: all, in order. microbatches: of a
     replica."""
-    first_difference = origin(differences, reference)
+    first = origin(differences, reference)
     failed: list[Difference] = []
     gradient_ratios: dict[str, float] = {}
     for difference in differences:
-        if difference.fails and difference.step == first_difference.step:
+        if difference.fails and difference.step == first.step:
             failed.append(difference)
             if difference.quantity == "gradient":
                 gradient_ratios[difference.name] = difference.ratio
     return Case(
-        origin=first_difference,
+        origin=first,
         failed=failed,
         gradient_ratios=gradient_ratios,
-        num_gradients=len(reference.tensors.get(f"gradient/{first_difference.step - 1}", {})),
-        replicated=frozenset(reference.names) - ours.tp_sliced,
+        num_gradients=len(reference.tensors.get(f"gradient/{first.step - 1}", {})),
+        replicated=frozenset(reference.names) - candidate.tp_sliced,
         tied=tied,
         parallel=parallel,
         microbatches=microbatches,

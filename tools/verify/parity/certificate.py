@@ -185,7 +185,7 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         )
     else:
         likely_reason = "the layout cannot be trained: its ranks fail"
-    first_origin = {
+    first = {
         "phase": "hang" if is_hang else "failure",
         "place": "; ".join(failure.where),
         "note": failure.why,
@@ -194,7 +194,7 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         **_layout_fields(layout, precision),
         "verdict": WRONG,
         "quantities": {},
-        "first": first_origin,
+        "first": first,
         "likely_cause": likely_reason,
         "ranks_at": list(failure.where),
     }
@@ -334,9 +334,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def _version(quantity_name: str) -> str:
+def _version(package: str) -> str:
     try:
-        return version(quantity_name)
+        return version(package)
     except PackageNotFoundError:
         return "not installed"
 

@@ -40,7 +40,7 @@ FLAG = "--as-rank"
 
 @dataclass(frozen=True)
 class Run:
-    """A run in one layout. run_folder: its own."""
+    """A run in one layout. folder: where its ranks write their files."""
 
     config: RunConfig
     plan: Plan

@@ -7,6 +7,7 @@ the curves of a report.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from tools.analysis.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
@@ -151,7 +152,7 @@ class Frame:
         self.chart = chart
         self.box = plot_area
         self.x_range = chart.x_range or _finite_range(
-            x_value for series in chart.series for x_value in series.x
+            chain.from_iterable(series.x for series in chart.series)
         )
         self.y_range = chart.y_range or _y_range(chart)
 
@@ -185,11 +186,9 @@ def _share(value: float, shown_range: tuple[float, float]) -> float:
 
 def _y_range(chart: Chart) -> tuple[float, float]:
     """Return the lowest and the highest value of y, with a margin, in units of the axis."""
+    values = chain.from_iterable(series.y for series in chart.series)
     lowest, highest = _finite_range(
-        chart.scaled(y_value)
-        for series in chart.series
-        for y_value in series.y
-        if not math.isnan(y_value)
+        chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
     )
     if chart.from_zero:
         lowest = 0.0
@@ -263,7 +262,8 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for x_value in chart.resumed:
         yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
     for level in chart.levels:
-        yield Trail(frame.level(level.y), level.color, 1.0, dash=level.dash)
+        line = frame.level(level.y)
+        yield Trail(line, level.color, 1.0, dash=level.dash)
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
@@ -280,7 +280,8 @@ def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Trail:
     # of very many, evenly chosen ones: more would not be seen
     spacing = 1 + len(crosses.x) // max_crosses
     height = frame.box.bottom - crosses.lift
-    centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::spacing]]
+    shown = crosses.x[::spacing]
+    centers = [(frame.x_pixel(x_value), height) for x_value in shown]
     return _draw_crosses(centers, crosses.color)
 
 
@@ -289,7 +290,8 @@ def _band(frame: Frame, band: tuple[float, float]) -> Rect:
     lowest, highest = band
     bottom = frame.y_pixel(lowest)
     top = frame.y_pixel(highest)
-    return Rect(frame.box.left, top, frame.box.width, bottom - top, "other1", opacity=0.08)
+    height = bottom - top
+    return Rect(frame.box.left, top, frame.box.width, height, "other1", opacity=0.08)
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
@@ -301,8 +303,10 @@ def _axes(frame: Frame) -> Iterator[Shape]:
         yield Text(area.left - 7, baseline, label, anchor="end")
     yield from _x_ticks(frame)
 
-    corners = [(area.left, area.top), (area.left, area.bottom), (area.right, area.bottom)]
-    yield Trail(corners, "ink", 0.9)
+    top_left = (area.left, area.top)
+    corner = (area.left, area.bottom)
+    bottom_right = (area.right, area.bottom)
+    yield Trail([top_left, corner, bottom_right], "ink", 0.9)
     if frame.chart.x_label:
         center = area.left + area.width / 2
         label_baseline = area.bottom + _footer_height(frame.chart) - 8
@@ -350,7 +354,8 @@ def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
         if exponent % spacing:
             continue
         superscript = str(exponent).translate(SUPERSCRIPTS)
-        yield float(chart.base) ** exponent, f"{chart.base}{superscript}"
+        label = f"{chart.base}{superscript}"
+        yield float(chart.base) ** exponent, label
 
 
 def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
@@ -480,9 +485,12 @@ def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
     # the title stands on the left of the lowest row
     available = width - text_width(chart.title, TITLE_SIZE) - LEGEND_GAP
     rows: list[list[Series]] = [[]]
+    row_width = 0.0
     for entry in entries:
-        if rows[-1] and sum(map(_entry_width, [*rows[-1], entry])) > available:
+        row_width += _entry_width(entry)
+        if rows[-1] and row_width > available:
             rows.append([])
+            row_width = _entry_width(entry)
         rows[-1].append(entry)
     return rows
 

@@ -78,8 +78,9 @@ def _with_limits(
 
     limits: of the band; infinite where there is none. text: the limits in words.
     """
-    values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
-    values += [level.y for level in levels]
+    values = [level.y for level in levels]
+    for one_series in series:
+        values += [y_value for y_value in one_series.y if not math.isnan(y_value)]
     # a cosine has a lower limit only
     finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
     lowest_value = min(values, default=0.0)

@@ -48,6 +48,31 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def has_any_hook(target: nn.Module | Tensor) -> bool:
+    """Return True if a module or a parameter has a hook of any kind."""
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+    return any(getattr(target, kind, None) for kind in kinds)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that only tensors have that share memory, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a contiguous tensor in another shape, as the result of an operator and not as a view.
+
+    `tensor` must not be used afterwards.
+    """
+    return torch.ops.aten._unsafe_view(tensor, shape)
+
+
 def unsaved_buffer_names(module: nn.Module) -> Collection[str]:
     """Return the names of the buffers of a module that are in no state_dict."""
     return module._non_persistent_buffers_set

@@ -94,6 +94,7 @@ class Lockstep:
 
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
+        # one virtual rank needs no thread: it communicates by itself
         self._lanes = [_Lane() for _ in virtual.ranks] if virtual.num_local > 1 else []
         lanes = self._lanes or [None]
         self.axes = [
@@ -131,16 +132,20 @@ class Lockstep:
                     messages[number] = lane.outbox.get()
                     running = None
                     _raise_error(messages[number])
-                requests = [one for one in messages.values() if isinstance(one, _Request)]
+                requests = [
+                    message for message in messages.values() if isinstance(message, _Request)
+                ]
                 if not requests:
                     break
                 answers = self._carry_out(requests)
         except BaseException:
             if running is not None:  # this thread was interrupted while the lane ran
                 messages[running] = self._lanes[running].outbox.get()
-            self._end(number for number, one in messages.items() if isinstance(one, _Request))
+            self._end(
+                number for number, message in messages.items() if isinstance(message, _Request)
+            )
             raise
-        return [one.result for one in messages.values() if isinstance(one, _Finished)]
+        return [message.result for message in messages.values() if isinstance(message, _Finished)]
 
     def _carry_out(self, requests: Sequence[_Request]) -> Sequence[Tensor]:
         """Return the result of a collective for each lane."""

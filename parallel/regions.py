@@ -56,6 +56,7 @@ class _Run(torch.autograd.Function):
         passes: Passes,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
+        # detached: the compiled graph has a backward pass of its own
         outputs = passes.forward(*(x.detach() for x in inputs))
         pool = (*inputs, *outputs)
         ctx.passes = passes
@@ -265,6 +266,7 @@ def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
     computed = _run_with_gradients(passes, inputs, tangents)
     expected = _run_with_gradients(lambda *tensors: call.run(tensors), inputs, tangents)
     rounded = [x.dtype for x in (*inputs, *tangents) if x.dtype.is_floating_point]
+    # the coarsest dtype: a result may have passed through it
     eps = max(torch.finfo(dtype).eps for dtype in rounded)
     for result, reference in zip(computed, expected, strict=True):
         same_form = result.shape == reference.shape and result.dtype == reference.dtype

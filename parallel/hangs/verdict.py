@@ -143,6 +143,7 @@ def judge_store(
         )
     reason = f"{host} ({address}, where the ranks meet) {problem}"
     reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
+    # the beats of other ranks are in the store, which cannot be read
     return Verdict(
         reason,
         (0,),

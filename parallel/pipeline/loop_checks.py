@@ -84,6 +84,7 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         for buffer in buffers:
             of_part.update(buffer.parameters)
         of_parts.append(of_part)
+    # what the optimizer has of a part must be of that stage: it may be wrapped, or share weights
     for number, stage in enumerate(stages):
         if strange := of_parts[number].difference(stage.parameters()):
             name = layout_of(next(iter(strange))).parts[0].name
@@ -108,6 +109,7 @@ def require_alike(
         {name: repr(value) for name, value in everywhere.items()},
         {name: repr(value) for name, value in in_replica.items()},
     ]
+    # as texts: all ranks then see all, and each can name what differs
     texts = gather_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
     # by name and replica; -1: all replicas
     seen: dict[tuple[str, int], str] = {}
@@ -172,7 +174,7 @@ def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets:
     try:
         return loss_fn(output, targets)
     except (UserError, torch.OutOfMemoryError):
-        raise
+        raise  # they say what to do already
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         first_line = str(error).strip().partition("\n")[0]
         if isinstance(output, Tensor):

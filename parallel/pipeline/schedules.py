@@ -80,6 +80,7 @@ class Schedule:
         if problems:
             raise UserError(*problems)
         placement = tuple(rank_of_stage[stage] for stage in stages)
+        # a text with any transfer is taken as it stands, to be checked
         if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
@@ -124,6 +125,7 @@ def complete(
         completed: list[Instruction] = []
         for instruction in program:
             completed += _with_transfers(instruction, rank_of_stage)
+            # after the send, which the neighbour waits for
             if instruction == last_of_stage.get(instruction.stage):
                 completed.append(Instruction(Op.REDUCE, instruction.stage))
         programs.append(tuple(completed))

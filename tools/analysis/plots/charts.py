@@ -28,6 +28,12 @@ Y_TICK_SPACING = 24.0
 # numbers from here on are written with a unit: of the axes of y and x
 LARGE = 1e4
 LARGE_STEP = 1e5
+UNITS = (
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 LEGEND_SIZE = 10.5  # of its text
 LEGEND_ROW = 15.0  # height
 LEGEND_SIGN = 21.0  # width of the piece of a line before a name
@@ -151,9 +157,8 @@ class Frame:
     def __init__(self, chart: Chart, plot_area: Box) -> None:
         self.chart = chart
         self.box = plot_area
-        self.x_range = chart.x_range or _finite_range(
-            chain.from_iterable(series.x for series in chart.series)
-        )
+        x_values = chain.from_iterable(series.x for series in chart.series)
+        self.x_range = chart.x_range or finite_range(x_values) or (0.0, 1.0)
         self.y_range = chart.y_range or _y_range(chart)
 
     def x_pixel(self, x_value: float) -> float:
@@ -187,9 +192,8 @@ def _share(value: float, shown_range: tuple[float, float]) -> float:
 def _y_range(chart: Chart) -> tuple[float, float]:
     """Return the lowest and the highest value of y, with a margin, in units of the axis."""
     values = chain.from_iterable(series.y for series in chart.series)
-    lowest, highest = _finite_range(
-        chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
-    )
+    scaled_values = [chart.scaled(y_value) for y_value in values if not math.isnan(y_value)]
+    lowest, highest = finite_range(scaled_values) or (0.0, 1.0)
     if chart.from_zero:
         lowest = 0.0
     margin = 0.06 * (highest - lowest) or 0.5
@@ -198,11 +202,10 @@ def _y_range(chart: Chart) -> tuple[float, float]:
     return lowest - margin, highest + margin
 
 
-def _finite_range(values: Iterable[float]) -> tuple[float, float]:
-    finite = [value for value in values if not math.isnan(value)]
-    if not finite:
-        return 0.0, 1.0
-    return min(finite), max(finite)
+def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
+    """Return the lowest and the highest number; None if there is none but NaN."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return (min(numbers), max(numbers)) if numbers else None
 
 
 @dataclass(frozen=True)
@@ -378,9 +381,10 @@ def round_step(length: float) -> float:
 
 def short(number: float) -> str:
     """Return a number with three digits and a unit: 1.23 M."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for unit, name in UNITS:
         if number >= unit:
-            return f"{number / unit:.3g} {name}"
+            multiple = number / unit
+            return f"{multiple:.3g} {name}"
     return f"{number:.3g}"
 
 
@@ -447,14 +451,17 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
     for stretch in range(max_stretches):
         start = stretch * count // max_stretches
         stop = (stretch + 1) * count // max_stretches
-        finite = [index for index in range(start, stop) if not math.isnan(series.y[index])]
-        if not finite:
+        y_of_index: dict[int, float] = {}
+        for index in range(start, stop):
+            if not math.isnan(series.y[index]):
+                y_of_index[index] = series.y[index]
+        if not y_of_index:
             yield series.x[start], math.nan
             continue
-        lowest = min(finite, key=series.y.__getitem__)
-        highest = max(finite, key=series.y.__getitem__)
+        lowest = min(y_of_index, key=y_of_index.__getitem__)
+        highest = max(y_of_index, key=y_of_index.__getitem__)
         for index in sorted({lowest, highest}):
-            yield series.x[index], series.y[index]
+            yield series.x[index], y_of_index[index]
 
 
 def _legend_entries(chart: Chart) -> list[Series]:

@@ -167,7 +167,8 @@ def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Itera
     heading_baseline = panel_top + 12
     title = f"{panel.title}, time in {panel.unit}"
     yield Text(MARGIN, heading_baseline, title, 14, INK, bold=True)
-    for column_end, heading in zip(_column_ends(panel), panel.facts, strict=True):
+    column_ends = _column_ends(panel)
+    for column_end, heading in zip(column_ends, panel.facts, strict=True):
         yield Text(column_end, heading_baseline, heading, 12, FAINT, "end")
     rows_top = panel_top + 24
     rows_bottom = rows_top + panel.ranks * PITCH
@@ -200,7 +201,8 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
     spans = panel.of_rank(rank)
     stages = _stages_of(spans)
     baseline = row_top + ROW / 2 + 4
-    yield Text(MARGIN, baseline, f"rank {rank}", 13, INK)
+    name = f"rank {rank}"
+    yield Text(MARGIN, baseline, name, 13, INK)
     # what no block covers is waiting
     full_width = panel.length * pixels_per_unit
     yield Rect(LEFT, row_top, full_width, ROW, WAITING, 2)
@@ -210,8 +212,10 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
         yield from _block(span, chunk, block_left, row_top, pixels_per_unit)
     strip_bottom = row_top + ROW + STRIP + 1.5
     yield from _held_columns(panel, spans, strip_bottom, pixels_per_unit)
-    for column_end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
-        yield Text(column_end, baseline, texts[rank], 13, INK, "end")
+    column_ends = _column_ends(panel)
+    for column_end, texts in zip(column_ends, panel.facts.values(), strict=True):
+        text = texts[rank]
+        yield Text(column_end, baseline, text, 13, INK, "end")
     if rank in panel.marks:
         # the rank goes wrong after its last computation
         end_time = _last_end(spans, default=panel.start)

@@ -295,20 +295,6 @@ def _missing_tensors(case: Case) -> str | None:
     return f"{tensor_names[0]} is not held as in one process: look at its Layout"
 
 
-def _other_samples(case: Case) -> str | None:
-    return (
-        "the replicas do not take the samples that one process takes: look at the order and the "
-        "shares of data"
-    )
-
-
-def _initial_weights(case: Case) -> str | None:
-    return (
-        "initial weights depend on the layout: draw them by logical name and place "
-        "(parallel.layers.parameter)"
-    )
-
-
 def _without_gradient(case: Case) -> str | None:
     """Return a cause if a layer has weights but no gradient."""
     without_gradient = [
@@ -351,14 +337,6 @@ def _between_modules(case: Case) -> str | None:
     return f"{module_path}: the sum of the residual stream, dropout, or a scale between them"
 
 
-def _wrong_forward(case: Case) -> str | None:
-    return (
-        f"what {case.origin.place} is given agrees, and what it makes does not: a sum over tp in "
-        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
-        "or its share of a weight is wrong"
-    )
-
-
 def _divided_by_local_tokens(case: Case) -> str | None:
     """Return a cause if the loss is larger by about the number of ranks with tokens of their
     own."""
@@ -377,13 +355,6 @@ def _name_copies(parallel: Parallel) -> str:
     if parallel.context == 1:
         return f"dp = {parallel.data}"
     return f"dp x cp = {parallel.copies}"
-
-
-def _wrong_loss(case: Case) -> str | None:
-    return (
-        "all activations agree and the loss does not: the head, the cross entropy over the cut "
-        "vocabulary, which targets count, or the number that the loss is divided by"
-    )
 
 
 def _scaled_gradients(case: Case) -> str | None:
@@ -498,13 +469,6 @@ def _lost_microbatches(case: Case) -> str | None:
     return None
 
 
-def _wrong_gradients(case: Case) -> str | None:
-    return (
-        f"every activation's gradient agrees, and the gradient of {case.origin.place} does not: "
-        "how it is made of them, added up over micro-batches, or summed over ranks"
-    )
-
-
 def _wrong_norm(case: Case) -> str | None:
     """Return a cause if gradients agree, but their norm or their count of zeros does not."""
     if case.origin.difference.ratio < 1:
@@ -523,31 +487,45 @@ def _wrong_norm(case: Case) -> str | None:
     )
 
 
-def _wrong_decision(case: Case) -> str | None:
-    return (
+# What is said if no rule applies. {place}: where the difference arises.
+OTHERWISE: dict[Phase, str] = {
+    "initial weights": (
+        "initial weights depend on the layout: draw them by logical name and place "
+        "(parallel.layers.parameter)"
+    ),
+    "data": (
+        "the replicas do not take the samples that one process takes: look at the order and the "
+        "shares of data"
+    ),
+    "forward": (
+        "what {place} is given agrees, and what it makes does not: a sum over tp in "
+        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
+        "or its share of a weight is wrong"
+    ),
+    "loss": (
+        "all activations agree and the loss does not: the head, the cross entropy over the cut "
+        "vocabulary, which targets count, or the number that the loss is divided by"
+    ),
+    "gradients": (
+        "every activation's gradient agrees, and the gradient of {place} does not: how it is made "
+        "of them, added up over micro-batches, or summed over ranks"
+    ),
+    "decision": (
         "gradients agree, and what is decided from them does not: found_inf or the loss scaler is "
         "not the same on all ranks, or is told at another time"
-    )
-
-
-def _wrong_update(case: Case) -> str | None:
-    return (
+    ),
+    "update": (
         "gradients and their norm agree, and what the update makes of them does not: clipping, "
         "learning rate, weight decay, rounding of masters, or the slices of ZeRO differ by rank"
-    )
-
-
-def _diverged_copies(case: Case) -> str | None:
-    return "ranks that hold the same element hold different numbers: a sum over them is missing"
-
+    ),
+    "copies": "ranks that hold the same element hold different numbers: a sum over them is missing",
+}
 
 Rule = Callable[[Case], str | None]
 RULES: dict[Phase, tuple[Rule, ...]] = {
     "model": (_missing_tensors,),
-    "initial weights": (_initial_weights,),
-    "data": (_other_samples,),
-    "forward": (_without_gradient, _stale_weights, _between_modules, _wrong_forward),
-    "loss": (_divided_by_local_tokens, _wrong_loss),
+    "forward": (_without_gradient, _stale_weights, _between_modules),
+    "loss": (_divided_by_local_tokens,),
     "backward": (_scaled_gradients, _wrong_head_gradient, _between_modules, _wrong_backward),
     "gradients": (
         _without_gradient,
@@ -557,17 +535,16 @@ RULES: dict[Phase, tuple[Rule, ...]] = {
         _single_layer,
         _unsummed_over_replicas,
         _lost_microbatches,
-        _wrong_gradients,
     ),
     "norm": (_wrong_norm,),
-    "decision": (_wrong_decision,),
-    "update": (_wrong_update,),
-    "copies": (_diverged_copies,),
 }
 
 
 def likely_cause(case: Case) -> str:
-    """Return the cause of the first rule of the phase that applies. The last rule of each phase
-    always does."""
-    causes = (rule(case) for rule in RULES[case.origin.phase])
-    return next(cause for cause in causes if cause)
+    """Return the cause of the first rule of the phase that applies."""
+    phase = case.origin.phase
+    for rule in RULES.get(phase, ()):
+        cause = rule(case)
+        if cause:
+            return cause
+    return OTHERWISE[phase].format(place=case.origin.place)

@@ -104,22 +104,18 @@ def require_alike(
     everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica
         share.
     """
-    local = [
-        optimizer.dp.rank,
-        {name: repr(value) for name, value in everywhere.items()},
-        {name: repr(value) for name, value in in_replica.items()},
-    ]
+    # (name, replica, text) of each; replica -1: all of them
+    local = [(name, -1, repr(value)) for name, value in everywhere.items()]
+    local += [(name, optimizer.dp.rank, repr(value)) for name, value in in_replica.items()]
     # as texts: all ranks then see all, and each can name what differs
     texts = gather_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
-    # by name and replica; -1: all replicas
-    seen: dict[tuple[str, int], str] = {}
-    for replica, shared, inner in map(json.loads, texts):
-        values = {(name, -1): value for name, value in shared.items()}
-        values |= {(name, replica): value for name, value in inner.items()}
-        for key, value in values.items():
-            if seen.setdefault(key, value) != value:
+    first_values: dict[tuple[str, int], str] = {}
+    for text in texts:
+        for name, replica, value in json.loads(text):
+            first_value = first_values.setdefault((name, replica), value)
+            if value != first_value:
                 raise UserError.of(
-                    "pipeline.arguments_differ", key=key[0], seen=seen[key], value=value
+                    "pipeline.arguments_differ", key=name, seen=first_value, value=value
                 )
 
 

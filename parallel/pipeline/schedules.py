@@ -74,9 +74,10 @@ class Schedule:
                 problems += (problem.within(f"line {number}: ") for problem in error.problems)
         rank_of_stage = _first_ranks(programs)
         stages = range(1 + max(rank_of_stage, default=0))
-        missing = [stage for stage in stages if stage not in rank_of_stage]
         if not problems:
-            problems = [Problem.of("pipeline.stage_without_line", stage=stage) for stage in missing]
+            for stage in stages:
+                if stage not in rank_of_stage:
+                    problems.append(Problem.of("pipeline.stage_without_line", stage=stage))
         if problems:
             raise UserError(*problems)
         placement = tuple(rank_of_stage[stage] for stage in stages)
@@ -117,11 +118,7 @@ def complete(
     """
     programs = []
     for program in computations:
-        last_of_stage = {
-            instruction.stage: instruction
-            for instruction in program
-            if instruction.op in WEIGHT_GRADIENTS
-        }
+        last_of_stage = last_weight_gradients(program)
         completed: list[Instruction] = []
         for instruction in program:
             completed += _with_transfers(instruction, rank_of_stage)
@@ -130,6 +127,15 @@ def complete(
                 completed.append(Instruction(Op.REDUCE, instruction.stage))
         programs.append(tuple(completed))
     return Schedule(tuple(programs), tuple(rank_of_stage))
+
+
+def last_weight_gradients(program: Sequence[Instruction]) -> dict[int, Instruction]:
+    """Return, by stage, the instruction after which the stage's gradients are final."""
+    last_of_stage: dict[int, Instruction] = {}
+    for instruction in program:
+        if instruction.op in WEIGHT_GRADIENTS:
+            last_of_stage[instruction.stage] = instruction
+    return last_of_stage
 
 
 def _with_transfers(

@@ -466,21 +466,18 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
 
 def _legend_entries(chart: Chart) -> list[Series]:
     """Return what the legend names, each as a series without values that looks like it."""
-    entries = [series for series in chart.series if series.label]
-    entries += [
-        Series(level.label, (), (), level.color, 1.2, dash=level.dash)
-        for level in chart.levels
-        if level.label
-    ]
+    entries = list(chart.series)
+    for level in chart.levels:
+        entries.append(Series(level.label, (), (), level.color, 1.2, dash=level.dash))
     if chart.resumed:
         entries.append(Series("resumed", (), (), "faint", 1.2, dash=DOTTED))
-    entries += [
-        Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
-        for crosses in chart.crosses
-        if crosses.x and crosses.label
-    ]
-    entries += [Series(hint, (), (), joined=False) for hint in chart.hints]
-    return entries
+    for crosses in chart.crosses:
+        if crosses.x:
+            sign = Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
+            entries.append(sign)
+    for hint in chart.hints:
+        entries.append(Series(hint, (), (), joined=False))
+    return [entry for entry in entries if entry.label]
 
 
 def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:

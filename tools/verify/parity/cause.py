@@ -74,28 +74,27 @@ class Origin:
 
 def origin(differences: Sequence[Difference], reference: Record) -> Origin:
     """Return the origin of the first failing difference that `compare` found."""
-    first_difference = next(difference for difference in differences if difference.fails)
+    first = next(difference for difference in differences if difference.fails)
     same_quantity = [
         difference
         for difference in differences
-        if difference.step == first_difference.step
-        and difference.quantity == first_difference.quantity
+        if difference.step == first.step and difference.quantity == first.quantity
     ]
-    step_phase = OF[first_difference.quantity]
+    step_phase = OF[first.quantity]
     if step_phase == "forward":
-        module_path = _locate_forward(first_difference, same_quantity, reference)
+        place = _locate_forward(first, same_quantity, reference)
     elif step_phase == "backward":
-        module_path = _locate_backward(first_difference, same_quantity, reference)
+        place = _locate_backward(first, same_quantity, reference)
     elif step_phase == "loss":
-        module_path = HEAD
+        place = HEAD
     elif step_phase in ("norm", "decision", "data"):
-        module_path = first_difference.name
+        place = first.name
     else:
-        module_path = pattern(
+        place = pattern(
             [difference.name for difference in same_quantity if difference.fails],
             len(same_quantity),
         )
-    return Origin(step_phase, module_path, first_difference.step, first_difference)
+    return Origin(step_phase, place, first.step, first)
 
 
 def module_of(border_name: str) -> str:
@@ -103,53 +102,39 @@ def module_of(border_name: str) -> str:
     return border_name.rpartition(">")[0]
 
 
-def _locate_forward(
-    first_difference: Difference, borders: Sequence[Difference], reference: Record
-) -> str:
+def _locate_forward(first: Difference, borders: Sequence[Difference], reference: Record) -> str:
     """Return the module whose output is wrong; if its input is wrong too, the place between it and
     the module before.
     """
-    if ">in" not in first_difference.name:
-        return module_of(first_difference.name)
-    borders_before = [difference.name for difference in borders[: borders.index(first_difference)]]
-    alias_border = reference.aliases.get(first_difference.name)
-    if alias_border in borders_before:
-        previous_border = alias_border
-    elif borders_before:
-        previous_border = borders_before[-1]
-    else:
-        previous_border = ""
-    if previous_border:
-        return f"between {module_of(previous_border)} and {module_of(first_difference.name)}"
-    return module_of(first_difference.name)
+    if ">in" not in first.name:
+        return module_of(first.name)
+    before = [difference.name for difference in borders[: borders.index(first)]]
+    if not before:
+        return module_of(first.name)
+    # the border at which the same tensor was seen; otherwise the one just before
+    alias = reference.aliases.get(first.name)
+    previous = alias if alias in before else before[-1]
+    return f"between {module_of(previous)} and {module_of(first.name)}"
 
 
-def _locate_backward(
-    first_difference: Difference, borders: Sequence[Difference], reference: Record
-) -> str:
+def _locate_backward(first: Difference, borders: Sequence[Difference], reference: Record) -> str:
     """Return the module whose output's gradient is right and whose input's is not."""
     agreeing = {difference.name for difference in borders if not difference.fails}
-    # all borders at which one process saw the same tensor
-    tensor = reference.aliases.get(first_difference.name, first_difference.name)
-    tensor_names = [difference.name for difference in borders]
-    shared_borders = [
-        tensor_name
-        for tensor_name in tensor_names
-        if reference.aliases.get(tensor_name, tensor_name) == tensor
-    ]
-    agreeing_borders = [border_name for border_name in shared_borders if border_name in agreeing]
-    if agreeing_borders:
-        return f"between {module_of(first_difference.name)} and {module_of(agreeing_borders[0])}"
-    consumers = [
-        module_of(border_name)
-        for border_name in shared_borders
-        if ">in" in border_name and border_name.replace(">in", ">out") in agreeing
-    ]
+    tensor = reference.aliases.get(first.name, first.name)
+    consumers: list[str] = []
+    for difference in borders:
+        border = difference.name
+        if reference.aliases.get(border, border) != tensor:
+            continue  # one process saw another tensor there
+        if border in agreeing:
+            return f"between {module_of(first.name)} and {module_of(border)}"
+        if ">in" in border and border.replace(">in", ">out") in agreeing:
+            consumers.append(module_of(border))
     if consumers:
         return max(consumers, key=len)  # the innermost of nested modules
-    if first_difference is borders[0]:
+    if first is borders[0]:
         return HEAD
-    return f"after {module_of(first_difference.name)}"
+    return f"after {module_of(first.name)}"
 
 
 def pattern(names: Sequence[str], total: int) -> str:
@@ -200,10 +185,9 @@ class Case:
         if len(ratios) < 0.9 * self.num_gradients or not ratios:
             return None
         median_ratio = sorted(ratios)[len(ratios) // 2]
-        near_median = [
-            ratio for ratio in ratios if abs(ratio - median_ratio) <= NEAR * abs(median_ratio)
-        ]
-        return median_ratio if len(near_median) >= 0.9 * len(ratios) else None
+        tolerance = NEAR * abs(median_ratio)
+        num_near = sum(abs(ratio - median_ratio) <= tolerance for ratio in ratios)
+        return median_ratio if num_near >= 0.9 * len(ratios) else None
 
     def factors(self) -> dict[str, float]:
         """Return the numbers that a gradient may be multiplied or divided by, by name."""
@@ -215,11 +199,7 @@ class Case:
             "pp": parallel.pipeline,
             "micro-batches": self.microbatches,
         }
-        return {
-            tensor_name: float(axis_size)
-            for tensor_name, axis_size in sizes.items()
-            if axis_size > 1
-        }
+        return {name: float(size) for name, size in sizes.items() if size > 1}
 
 
 def make_case(

@@ -52,15 +52,12 @@ class Compared:
 def entry(compared: Compared) -> dict[str, Any]:
     """Return the entry of a layout."""
     failed = [difference for difference in compared.differences if difference.fails]
-    # what a layout must show, whether compared or not, and whatever else failed
-    names = [
-        quantity_name for quantity_name in OF if quantity_name not in ("copies", "ranks agree")
-    ]
-    names += [difference.quantity for difference in failed]
-    quantities = {
-        quantity_name: _quantity_fields(compared, quantity_name)
-        for quantity_name in dict.fromkeys(names)
-    }
+    failed_quantities = {difference.quantity for difference in failed}
+    quantities: dict[str, dict[str, Any]] = {}
+    for quantity in OF:
+        # what a layout must show, whether compared or not, and whatever else failed
+        if quantity not in ("copies", "ranks agree") or quantity in failed_quantities:
+            quantities[quantity] = _quantity_fields(compared, quantity)
     verdict = _verdict(failed, quantities)
     fields = {
         **_layout_fields(compared.layout, compared.precision),
@@ -72,14 +69,11 @@ def entry(compared: Compared) -> dict[str, Any]:
             difference.error for difference in compared.differences if difference.quantity != WITHIN
         )
     if verdict == NOT_TRIED:
-        untried = [
-            quantity_name
-            for quantity_name in NEEDED
-            if quantities[quantity_name]["verdict"] == NOT_TRIED
-        ]
-        fields["why"] = "; ".join(
-            f"{quantity_name}: {quantities[quantity_name]['why']}" for quantity_name in untried
-        )
+        reasons: list[str] = []
+        for quantity in NEEDED:
+            if quantities[quantity]["verdict"] == NOT_TRIED:
+                reasons.append(f"{quantity}: {quantities[quantity]['why']}")
+        fields["why"] = "; ".join(reasons)
     if failed:
         fields |= _failure_fields(compared, failed)
     return fields
@@ -125,7 +119,7 @@ def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
 def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
     if failed:
         return WRONG
-    if any(quantities[quantity_name]["verdict"] == NOT_TRIED for quantity_name in NEEDED):
+    if any(quantities[quantity]["verdict"] == NOT_TRIED for quantity in NEEDED):
         return NOT_TRIED
     return PROVEN
 

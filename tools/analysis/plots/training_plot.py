@@ -218,6 +218,7 @@ def smoothed(y_values: Sequence[float], width: int) -> list[float]:
 def mean_width(count: int) -> int:
     """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
     is a short one."""
+    # a twentieth of the run, and odd, so that a mean has a middle
     width = min(MAX_MEAN_WIDTH, count // 20 // 2 * 2 + 1)
     return width if width >= 3 else 1
 

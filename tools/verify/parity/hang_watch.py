@@ -255,5 +255,6 @@ def odd_ranks(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
         rank: (position.get("collective"), position.get("instruction"), position["waits"])
         for rank, position in stuck.items()
     }
+    # of two ranks that differ the first counts as the common one
     ((common, _),) = Counter(kinds.values()).most_common(1)
     return [rank for rank, kind in kinds.items() if kind != common]

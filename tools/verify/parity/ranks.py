@@ -149,6 +149,7 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     ranks = runs[0].config.world_size
     with Watch(run_folder, ranks, patience) as watch:
         exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
+    # before the exit code, which is that of the signal that ended them
     if watch.stuck:
         return _hang(watch.stuck, patience)
     if exit_code - 128 in STOPS:
@@ -212,6 +213,7 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
             message = f"rank {rank_number}: {type(error).__name__}: {error}".splitlines()[0]
             (recorded_run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
             raise
+        # the next run may have another mesh, which all ranks must make together
         dist.barrier()
 
 

@@ -100,6 +100,7 @@ def made_ready(
         "threads": 1,
         "device": "cpu",
     }
+    # the infinity that is planted is to be skipped: neither traced, nor the end of the run
     precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
     if run_config.precision.on_nonfinite == "raise":
         precision["on_nonfinite"] = "skip"
@@ -213,6 +214,7 @@ def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
         "train": run_config.train.model_copy(update=train),
         "lr": run_config.lr.model_copy(update=rates),
     }
+    # a scale that grows within the few steps, so that growth is compared too
     if run_config.precision.scaling == "dynamic":
         initial = max(
             run_config.precision.min_scale, min(run_config.precision.initial_scale, MAX_SCALE)
@@ -261,9 +263,8 @@ def _divide_alike(number: int, original: int, largest_divisor: int) -> bool:
 
 def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     model_config = run_config.model
-    group = (
-        model_config.heads // model_config.kv_heads
-    )  # heads that share a key: kept, for it is structure
+    # heads that share a key: kept, for it is structure
+    group = model_config.heads // model_config.kv_heads
     kv_heads = alike_size(
         model_config.kv_heads, min(2, model_config.kv_heads), layout_limits.tensor
     )

@@ -175,6 +175,7 @@ def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | Non
     config = proof_runs.config
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
+    # another number of replicas has no place for them
     if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
         return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
     proof_runs.copy(AGAIN, LOADED)
@@ -216,6 +217,7 @@ def _try_damage(proof_runs: ProofRuns, step_span: Span) -> Row:
     loaded = _compare_loaded(proof_runs, CONTROL, step_span.stop)
     later = _compare_steps(proof_runs, CONTROL, (step_span.stop + 1,))
     seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
+    # seen when loaded, and again in the weights of the step after
     if len(seen) < 2:
         why = (
             f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons "

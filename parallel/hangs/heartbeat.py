@@ -275,10 +275,10 @@ class Heartbeat:
 
         def leave() -> None:
             deadline = time.monotonic() + seconds
-            left = self._store.add(LEFT, 1)
-            while host and left < ranks and time.monotonic() < deadline:
+            num_left = self._store.add(LEFT, 1)
+            while host and num_left < ranks and time.monotonic() < deadline:
                 time.sleep(0.05)
-                left = self._store.add(LEFT, 0)  # adding nothing reads it
+                num_left = self._store.add(LEFT, 0)  # adding nothing reads it
 
         _within(seconds, leave)
 

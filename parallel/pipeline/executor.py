@@ -187,8 +187,8 @@ class Executor:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self._position.note_action("end of the passes")
         self.links.finish()
-        left = [*self._mail, *self._inputs_and_edges, *self._weight_work]
-        assert not left, f"left over: messages, graphs or weight gradients of {left}"
+        left_over = [*self._mail, *self._inputs_and_edges, *self._weight_work]
+        assert not left_over, f"left over: messages, graphs or weight gradients of {left_over}"
 
     def _forward(self, instruction: Instruction) -> None:
         # in evaluation there is no backward pass for which anything would be kept

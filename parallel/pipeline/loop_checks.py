@@ -86,8 +86,8 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         of_parts.append(of_part)
     # what the optimizer has of a part must be of that stage: it may be wrapped, or share weights
     for number, stage in enumerate(stages):
-        if strange := of_parts[number].difference(stage.parameters()):
-            name = layout_of(next(iter(strange))).parts[0].name
+        if foreign := of_parts[number].difference(stage.parameters()):
+            name = layout_of(next(iter(foreign))).parts[0].name
             raise UserError.of("pipeline.part_elsewhere", name=name, number=number, same=same)
     trained = set(chain(*of_parts))
     for number, stage in enumerate(stages):

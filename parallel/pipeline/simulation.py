@@ -109,12 +109,12 @@ def sends_under_way(schedule: Schedule) -> int:
         if span.instruction.op in SENDS and message is not None:
             channel = Channel.of(message, schedule.rank_of_stage)
             changes[channel] += [(span.start, +1), (span.end, -1)]
-    most = SENDS_UNDER_WAY
+    most_unfinished = SENDS_UNDER_WAY
     for of_channel in changes.values():
         # at equal times the ends come before the starts
         under_way = accumulate(step for _, step in sorted(of_channel))
-        most = max(most, *under_way)
-    return most
+        most_unfinished = max(most_unfinished, *under_way)
+    return most_unfinished
 
 
 def bubble(spans: Sequence[Span]) -> float:

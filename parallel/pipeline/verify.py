@@ -82,16 +82,16 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     program = schedule.programs[rank]
     present = {*program}
     required = _required(schedule, rank)
-    seen: Counter[Instruction] = Counter()
+    counts: Counter[Instruction] = Counter()
     for index, instruction in enumerate(program):
-        seen[instruction] += 1
+        counts[instruction] += 1
         needed = [needs for needs in _prerequisites(instruction, required) if needs in present]
-        late = [needs for needs in needed if needs not in seen]
+        late = [needs for needs in needed if needs not in counts]
         if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
             yield _Fault(rank, index, note)
         elif instruction not in required:
             yield _Fault(rank, index, f"{instruction} has no purpose here")
-        elif seen[instruction] > 1:
+        elif counts[instruction] > 1:
             yield _Fault(rank, index, f"{instruction} occurs here for the second time")
         elif late:
             yield _Fault(rank, index, f"{instruction} comes before {late[0]}")

@@ -239,7 +239,7 @@ def _enumerate_words(words: list[str]) -> str:
     if len(words) > MOST_LISTED:
         listed = ", ".join(words[:MOST_LISTED])
         return f"{listed} and {len(words) - MOST_LISTED} more"
-    *first_ones, last = words
-    if not first_ones:
+    *all_but_last, last = words
+    if not all_but_last:
         return last
-    return f"{', '.join(first_ones)} and {last}"
+    return f"{', '.join(all_but_last)} and {last}"

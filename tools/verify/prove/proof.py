@@ -216,20 +216,20 @@ def _try_damage(proof_runs: ProofRuns, step_span: Span) -> Row:
     proof_runs.take(CONTROL, step_span.stop + 1)
     loaded = _compare_loaded(proof_runs, CONTROL, step_span.stop)
     later = _compare_steps(proof_runs, CONTROL, (step_span.stop + 1,))
-    seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
+    differences_seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
     # seen when loaded, and again in the weights of the step after
-    if len(seen) < 2:
+    if len(differences_seen) < 2:
         why = (
-            f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons "
-            "saw it"
+            f"one sign of {damaged} was turned in the checkpoint, and {len(differences_seen)} of 2 "
+            "comparisons saw it"
         )
         return {
             "verdict": WRONG,
             "why": f"{why}: this proof is worth nothing",
             "damaged": damaged,
-            "seen": seen,
+            "seen": differences_seen,
         }
-    return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
+    return {"verdict": PROVEN, "damaged": damaged, "seen": differences_seen}
 
 
 def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int]) -> Row:

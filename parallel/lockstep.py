@@ -13,7 +13,7 @@ which all lanes would share, could not wait in one lane for another.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -132,18 +132,14 @@ class Lockstep:
                     messages[number] = lane.outbox.get()
                     running = None
                     _raise_error(messages[number])
-                requests = [
-                    message for message in messages.values() if isinstance(message, _Request)
-                ]
+                requests = _requests(messages)
                 if not requests:
                     break
-                answers = self._carry_out(requests)
+                answers = self._carry_out([*requests.values()])
         except BaseException:
             if running is not None:  # this thread was interrupted while the lane ran
                 messages[running] = self._lanes[running].outbox.get()
-            self._end(
-                number for number, message in messages.items() if isinstance(message, _Request)
-            )
+            self._end(_requests(messages))
             raise
         return [message.result for message in messages.values() if isinstance(message, _Finished)]
 
@@ -224,6 +220,15 @@ def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
             return function()
 
     return run
+
+
+def _requests(messages: Mapping[int, _Request | _Finished]) -> dict[int, _Request]:
+    """Return the messages of the lanes that wait for a collective, by lane."""
+    requests: dict[int, _Request] = {}
+    for number, message in messages.items():
+        if isinstance(message, _Request):
+            requests[number] = message
+    return requests
 
 
 def _raise_error(message: _Request | _Finished) -> None:

@@ -174,12 +174,10 @@ def _trace(
         leaves = _leaves_of(arguments)
         with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
             results = region(*leaves)
-        positions = [i for i, x in enumerate(leaves) if x.requires_grad]
-        grads = torch.autograd.grad(
-            results, [leaves[i] for i in positions], tangents, allow_unused=True
-        )
+        trained = {position: x for position, x in enumerate(leaves) if x.requires_grad}
+        grads = torch.autograd.grad(results, [*trained.values()], tangents, allow_unused=True)
         grad_by_position: dict[int, Tensor] = {}
-        for position, grad in zip(positions, grads, strict=True):
+        for position, grad in zip(trained, grads, strict=True):
             if grad is not None:
                 grad_by_position[position] = grad
         result_count = len(results)

@@ -79,12 +79,15 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 
     On CUDA with groups of NCCL. Collective over the world.
     """
-    # an axis of one rank has no link
-    axes = [Axis.of(mesh, name) for name in AXES]
-    shared_axes = [axis for axis in axes if axis.size > 1]
-    if device == "cuda":
-        return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in shared_axes]
-    return shared_axes
+    axes: list[Axis] = []
+    for name in AXES:
+        axis = Axis.of(mesh, name)
+        if axis.size == 1:
+            continue  # it has no link
+        if device == "cuda":
+            axis = replace(axis, group=_nccl_group(mesh, name))
+        axes.append(axis)
+    return axes
 
 
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:

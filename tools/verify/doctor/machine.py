@@ -128,12 +128,13 @@ def _different_versions(fact_name: str, answers: Sequence[Answer]) -> Iterator[F
 
 def _summarize_versions(answers: Sequence[Answer]) -> Finding:
     first_answer = answers[0]
-    hosts = len({answer["host"] for answer in answers})
-    extent = f", the same on {len(answers)} ranks of {hosts} hosts" if hosts > 1 else ""
-    installed = [fact_name for fact_name in SUMMARIZED if first_answer.get(fact_name)]
-    versions = ", ".join(f"{fact_name} {first_answer[fact_name]}" for fact_name in installed)
-    numbers = {fact_name: first_answer.get(fact_name, "") for fact_name in (*SAME_ON_ALL, "system")}
-    return ok("versions", f"{versions} on {first_answer['system']}{extent}", **numbers)
+    installed = [f"{name} {first_answer[name]}" for name in SUMMARIZED if first_answer.get(name)]
+    message = f"{', '.join(installed)} on {first_answer['system']}"
+    num_hosts = len(_by_value(answers, "host"))
+    if num_hosts > 1:
+        message += f", the same on {len(answers)} ranks of {num_hosts} hosts"
+    facts = {name: first_answer.get(name, "") for name in (*SAME_ON_ALL, "system")}
+    return ok("versions", message, **facts)
 
 
 def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:

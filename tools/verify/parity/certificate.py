@@ -287,11 +287,9 @@ def certificate(
         "applied": len(float64_record.applied),
         "clipped": _count_clipped(compared, float64_record),
         "tensors": len(float64_record.names),
-        "elements": sum(
-            weight.numel() for weight in float64_record.tensors["before/weight"].values()
-        ),
+        "elements": sum(map(torch.numel, float64_record.tensors["before/weight"].values())),
         "rounding": count_rounding_elements(float64_record, shaken),
-        "not_tried": [list(pair) for pair in _uncovered(config, compared, plan)],
+        "not_tried": [*map(list, _uncovered(config, compared, plan))],
         "layouts": [],
     }
 
@@ -313,8 +311,10 @@ def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[t
 
 def _count_clipped(config: RunConfig, float64_record: Record) -> int:
     """Return the number of applied steps that were clipped."""
-    norms = [float64_record.steps[step]["grad_norm"] for step in float64_record.applied]
-    return sum(0 < config.optimizer.clip < norm for norm in norms)
+    clip = config.optimizer.clip
+    return sum(
+        0 < clip < float64_record.steps[step]["grad_norm"] for step in float64_record.applied
+    )
 
 
 def versions() -> dict[str, str]:

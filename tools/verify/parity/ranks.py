@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,9 @@ class Launcher:
 
 def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
-    (run_folder / PENDING).write_text(
-        "\n".join(recorded_run.folder.name for recorded_run in runs), encoding="utf-8"
-    )
+    folders = [recorded_run.folder for recorded_run in runs]
+    names = "\n".join(folder.name for folder in folders)
+    (run_folder / PENDING).write_text(names, encoding="utf-8")
     ranks = runs[0].config.world_size
     with Watch(run_folder, ranks, patience) as watch:
         exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
@@ -158,13 +159,12 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
         how_it_ended = f"a rank was ended by signal {exit_code - 128}"
     else:
         how_it_ended = f"its ranks ended with code {exit_code}"
+    notes = chain.from_iterable(folder.glob("*.failed") for folder in folders)
     # the rank that failed first is the cause; the others fail for want of it
-    failure_notes = sorted(run_folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
-    folders = {recorded_run.folder for recorded_run in runs}
-    failure_notes = [path for path in failure_notes if path.parent in folders]
-    if failure_notes:
-        return Failure(f"{how_it_ended}: {failure_notes[0].read_text(encoding='utf-8')}")
-    return Failure(how_it_ended)
+    first_note = min(notes, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if first_note is None:
+        return Failure(how_it_ended)
+    return Failure(f"{how_it_ended}: {first_note.read_text(encoding='utf-8')}")
 
 
 def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:

@@ -216,7 +216,7 @@ def _run(call: Call) -> Any:
     try:
         return call.func(*call.args, **call.kwargs)
     except UserError:
-        raise
+        raise  # of a rule within
     except (RuntimeError, ValueError, IndexError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise call.refuse(
@@ -290,6 +290,7 @@ def _is_elementwise(name: str) -> bool:
 def _elementwise_rule(call: Call) -> CutOf:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size
     there."""
+    # the number of this rank's features is not that of one process
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, CutSize):
             number.refuse()
@@ -506,7 +507,7 @@ def _open_dims(call: Call) -> list[int]:
     elif isinstance(sizes, int):
         sizes = call.args[1:]
     if not isinstance(sizes, Sequence):
-        return []  # a dtype
+        return []  # a dtype, which `view` takes too
     return [
         first_dim + dim for dim, size in enumerate(sizes) if isinstance(size, CutSize) or size == -1
     ]
@@ -575,6 +576,7 @@ def _matmul_rule(call: Call) -> CutOf:
     """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
     over may not."""
     left, right = call.args[:2]
+    # Python calls it with the right operand first
     if call.name == "__rmatmul__":
         left, right = right, left
     if left.dim() < 2 or right.dim() < 2:
@@ -624,6 +626,7 @@ def _einsum_rule(call: Call) -> CutOf:
         )
     *terms, result_term = re.split(",|->", str(equation).replace(" ", ""))
     first = call.first_cut()
+    # the letter of the cut dimension, by the first operand that is cut
     letter = ""
     for term, x in zip(terms, operands, strict=False):
         if x is first:
@@ -656,6 +659,7 @@ def _attention_rule(call: Call) -> CutOf:
         )
     first = call.first_cut()
     from_last = first.dim() - first.cut.dim
+    # scores are sums over the features of a head, and probabilities over the keys
     if from_last < 3:
         raise call.refuse(SUMS)
     size = first.shape[first.cut.dim]

@@ -210,6 +210,7 @@ class LaneAxis(Axis):
 
 def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return `function` with this thread's settings that torch keeps for each thread."""
+    # a lane is a thread of its own, which begins with torch's defaults
     grad_enabled = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

@@ -259,12 +259,14 @@ class _Norm(Watched):
             raise _sequence_error(self.path)
         tp = self.watch.tp
         dim = x.dim() - 1
+        # the norm is over the features of all ranks
         full = collectives.join(unchecked(x), tp, dim)
         return collectives.split(norm(full), tp, dim)
 
     def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         cut = x.cut if isinstance(x, CutTensor) else None
+        # a share of the tokens: the layers sum its gradients over tp
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
         has_cut_heads = cut is not None and not is_sequence_shard
         if cut is not None and has_cut_heads and not self.of_heads:

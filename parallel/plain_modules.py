@@ -125,6 +125,7 @@ def parallelize(
     watch = Watch(context)
     shared = _shared_parameters(module)  # before their layers are replaced, which unties them
     replacements: dict[int, nn.Module] = {}
+    # only now: a problem must leave the module as it was
     for path, layer in cut.items():
         if id(layer) not in replacements:  # a layer may have several paths
             new_layer = _parallel_layer(
@@ -524,6 +525,7 @@ def _parallel_norm(
         assert isinstance(layer, nn.LayerNorm)
         kind = WatchedLayerNorm if watched else LayerNorm
         eps = layer.eps
+    # of heads, each rank sees its own ones, so that it has a partial gradient
     norm = kind(
         context,
         layer.normalized_shape[0],

@@ -296,6 +296,7 @@ class _Simulation:
             # a send does not block its rank
             self.next_index[transfer.rank] += 1
         queue.append(transfer)
+        # the other end may wait for this one
         self._transfer(communicator)
         return True
 

@@ -50,6 +50,7 @@ def check(schedule: Schedule) -> None:
             marks=dict(sorted(marks.items())),
         )
     sends = sends_under_way(schedule)
+    # as it stands, and as if each receive blocked its rank from where it is posted
     for blocking in (schedule, moved(schedule)):
         simulate(
             blocking,
@@ -85,6 +86,7 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     counts: Counter[Instruction] = Counter()
     for index, instruction in enumerate(program):
         counts[instruction] += 1
+        # what is absent altogether is named once, as missing
         needed = [needs for needs in _prerequisites(instruction, required) if needs in present]
         late = [needs for needs in needed if needs not in counts]
         if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
@@ -129,6 +131,7 @@ def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
             if trains:
                 ops += HALVES if (stage, microbatch) in split else (Op.BACKWARD,)
             computations += [Instruction(op, stage, microbatch) for op in ops]
+    # with the transfers and reductions that these computations imply
     return dict.fromkeys(complete([computations], schedule.rank_of_stage).programs[0])
 
 

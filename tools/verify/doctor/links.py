@@ -85,6 +85,7 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
         if axis.size == 1:
             continue  # it has no link
         if device == "cuda":
+            # the world itself is over gloo, whatever the links are
             axis = replace(axis, group=_nccl_group(mesh, name))
         axes.append(axis)
     return axes

@@ -202,6 +202,13 @@ def _y_range(chart: Chart) -> tuple[float, float]:
     return lowest - margin, highest + margin
 
 
+def finite_or_nan(value: object) -> float:
+    """Return a number of a record; NaN for one that is not finite, which a record has as a text."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return math.nan
+
+
 def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
     """Return the lowest and the highest number; None if there is none but NaN."""
     numbers = [value for value in values if not math.isnan(value)]

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.analysis.plots.charts import Chart, Crosses, Row, Series, draw_rows, finite_range, short
+from tools.analysis.plots.charts import (
+    Chart,
+    Crosses,
+    Row,
+    Series,
+    draw_rows,
+    finite_or_nan,
+    finite_range,
+    short,
+)
 from tools.analysis.plots.drawing import has_matplotlib
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX, read_events, read_metrics
@@ -177,13 +186,7 @@ def axis_label(x_axis: Over) -> str:
 
 def values(records: Sequence[Record], field_name: str) -> list[float]:
     """Return a field of each record; NaN where it is missing or not finite."""
-    return [_finite_or_nan(record.get(field_name)) for record in records]
-
-
-def _finite_or_nan(field_value: object) -> float:
-    if isinstance(field_value, int | float) and math.isfinite(field_value):
-        return float(field_value)
-    return math.nan
+    return [finite_or_nan(record.get(field_name)) for record in records]
 
 
 def smoothed(y_values: Sequence[float], width: int) -> list[float]:

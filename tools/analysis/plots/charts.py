@@ -13,6 +13,8 @@ from typing import Literal
 from tools.analysis.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
 
 WIDTH = 1100.0  # of a drawing
+FIRST_ROW = 8.0  # top of the first row of charts
+BELOW_TITLE = 34.0  # top of the first row below a title
 # around the axes of a chart, for labels
 LEFT = 66.0
 RIGHT = 26.0
@@ -223,24 +225,27 @@ class Row:
     columns: int
     height: float
 
+    def areas(self, top: float, width: float) -> list[Box]:
+        """Return where the axes of each chart are, in a row of this width that begins at `top`."""
+        cell_width = width / self.columns
+        axes_width = cell_width - LEFT - RIGHT
+        axes_top = top + max(_header_height(chart, axes_width) for chart in self.charts)
+        lefts = [column * cell_width + LEFT for column in range(len(self.charts))]
+        return [Box(left, axes_top, axes_width, self.height) for left in lefts]
+
 
 def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
     drawing = Drawing(width, 0)
-    row_top = 8.0
+    row_top = FIRST_ROW
     if title:
         drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
-        row_top = 34.0
+        row_top = BELOW_TITLE
     for row in rows:
-        cell_width = (width - right) / row.columns
-        axes_width = cell_width - LEFT - RIGHT
-        axes_top = row_top + max(_header_height(chart, axes_width) for chart in row.charts)
-        for column, chart in enumerate(row.charts):
-            axes_left = column * cell_width + LEFT
-            plot_area = Box(axes_left, axes_top, axes_width, row.height)
-            drawing.shapes += draw_chart(chart, plot_area)
-        footer_height = max(_footer_height(chart) for chart in row.charts)
-        row_top = axes_top + row.height + footer_height
+        areas = row.areas(row_top, width - right)
+        for chart, area in zip(row.charts, areas, strict=True):
+            drawing.shapes += draw_chart(chart, area)
+        row_top = areas[0].bottom + max(map(_footer_height, row.charts))
     drawing.height = row_top
     return drawing
 

@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.analysis.plots.charts import (
-    LEFT,
-    LEGEND_ROW,
-    RIGHT,
-    TOP,
+    FIRST_ROW,
     WIDTH,
-    Box,
     Chart,
     Crosses,
     Frame,
@@ -120,9 +116,11 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     # room for the names, however long
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
     width = WIDTH + names_width
-    drawing = draw_rows("", [Row([chart], 1, 440)], width, right=names_width + FINALS_WIDTH)
-    box = Box(LEFT, TOP + LEGEND_ROW + 8, width - names_width - FINALS_WIDTH - LEFT - RIGHT, 440)
-    drawing.shapes += _label_ends(Frame(chart, box), curves, colors, drawing.width - MARGIN)
+    right = names_width + FINALS_WIDTH
+    row = Row([chart], 1, 440)
+    drawing = draw_rows("", [row], width, right)
+    (area,) = row.areas(FIRST_ROW, width - right)
+    drawing.shapes += _label_ends(Frame(chart, area), curves, colors, width - MARGIN)
     return drawing
 
 

@@ -159,9 +159,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
             forwards.append(Instruction(Op.FORWARD, chunk * ranks + rank, microbatch))
             stage = (chunks - 1 - chunk) * ranks + rank
             backwards.append(Instruction(Op.BACKWARD, stage, microbatch))
-        warmup = (ranks - rank - 1) * warmup_a_rank + (chunks - 1) * max(groups)
+        ranks_behind = ranks - rank - 1
+        warmup = ranks_behind * warmup_a_rank + (chunks - 1) * max(groups)
         orders.append(_interlace(forwards, backwards, warmup))
-    return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
+    return complete(orders, rank_of_stage=[*range(ranks)] * chunks)
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -171,7 +172,8 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
         _alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
-    return complete(fill(orders, rank_of_stage, limit=ranks, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=ranks, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -182,7 +184,8 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
         for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
-    return complete(fill(orders, rank_of_stage, limit=2 * ranks - 1, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=2 * ranks - 1, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
@@ -192,7 +195,8 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> 
     """
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]
-    return complete(fill(orders, rank_of_stage, limit=2 * ranks, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=2 * ranks, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {

@@ -201,12 +201,12 @@ def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) ->
     return _Judgement([*check.judge(values)], "")
 
 
-def _hosts_of_answers_with(store_name: str, answers: Mapping[int, Answer]) -> dict[int, str]:
+def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int, str]:
     """Return the host of each rank whose answer has the key."""
     return {
         rank_number: rank_answer["host"]
         for rank_number, rank_answer in answers.items()
-        if store_name in rank_answer
+        if key in rank_answer
     }
 
 

@@ -74,12 +74,12 @@ def requested_layouts(texts: Sequence[str], run_parallel: Parallel) -> list[dict
     return layouts
 
 
-def _parse_value(layout_text: str) -> Any:
+def _parse_value(value_text: str) -> Any:
     """Return a value as TOML has it; text without quotes is a string."""
     try:
-        return parse_toml(f"value = {layout_text}")["value"]
+        return parse_toml(f"value = {value_text}")["value"]
     except ValueError:
-        return layout_text
+        return value_text
 
 
 def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]:
@@ -143,6 +143,6 @@ def _layout_name(parallel_keys: Mapping[str, Any]) -> str:
             name_parts.append(f"{short}={parallel_keys[axis_key]}")
     for axis_key, key_value in parallel_keys.items():
         if axis_key not in SHORT.values():
-            layout_text = str(key_value).lower() if isinstance(key_value, bool) else str(key_value)
-            name_parts.append(f"{axis_key}={layout_text}")
+            value_text = str(key_value).lower() if isinstance(key_value, bool) else str(key_value)
+            name_parts.append(f"{axis_key}={value_text}")
     return ",".join(name_parts) or "one process"

@@ -48,6 +48,31 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def has_any_hook(target: nn.Module | Tensor) -> bool:
+    """Return True if a module or a parameter has a hook of any kind."""
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+    return any(getattr(target, kind, None) for kind in kinds)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that only tensors have that share memory, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a contiguous tensor in another shape, as the result of an operator and not as a view.
+
+    `tensor` must not be used afterwards.
+    """
+    return torch.ops.aten._unsafe_view(tensor, shape)
+
+
 def unsaved_buffer_names(module: nn.Module) -> Collection[str]:
     """Return the names of the buffers of a module that are in no state_dict."""
     return module._non_persistent_buffers_set
@@ -59,6 +84,15 @@ def backward_pass_executes(node: Any) -> bool:
     Raises RuntimeError if the node is a leaf's whose gradient torch.autograd.grad is to return.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def is_backward_running() -> bool:
+    """Return True in a backward pass, where torch.utils.checkpoint computes activations again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Return a context in which subclasses of Tensor are plain tensors, without __torch_function__."""
 
 
 # Process groups.

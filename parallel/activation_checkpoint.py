@@ -36,6 +36,7 @@ class Recompute:
     def count_whole_layers(self, layers: int) -> int:
         """Return how many of a stage's `layers` layers, from the first on, are recomputed as a
         whole."""
+        # stages may have fewer layers than were asked for
         if self.layers:
             return min(self.layers, layers)
         return int(layers * self.fraction)

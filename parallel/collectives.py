@@ -110,6 +110,7 @@ class _Reduce(torch.autograd.Function):
         x: Tensor,
         axis: Axis,
     ) -> Tensor:
+        # a copy: the sum is written in place
         return axis.sum_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -129,6 +130,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # each rank computed something else with the gathered tensor: their gradients are addends
         return ctx.axis.scatter_sum(grad), None
 
 
@@ -178,4 +180,5 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # every rank has the whole gradient, as all computed the same with the joined tensor
         return ctx.axis.chunk(grad, ctx.dim).contiguous(), None, None

@@ -72,8 +72,10 @@ class Context:
             )
         recipe = self.plan.fp8
         local_scales = recipe and recipe.kind == "delayed" and not recipe.reduce_amax
+        # replicas hold different experts, so their amaxes are of different tensors
         if self.experts is not None and local_scales:
             raise UserError.of("parallel.fp8_reduce_amax_experts")
+        # a recomputed layer would quantize with scales that have advanced since its first pass
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError.of("parallel.fp8_history_recompute")
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.precision.nested import map_tensors, tensors
+from megaprec.torch_private import without_torch_function
 
 JOIN_AND_SPLIT = (
     "make whole what needs all features, y = parallel.join(y, tp, dim), and cut it again by "
@@ -100,7 +101,7 @@ class CutTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return _follow(Call(func, tuple(args), dict(kwargs or {})))
 
 
@@ -118,7 +119,7 @@ def unchecked(x: Tensor) -> Tensor:
     """
     if not isinstance(x, CutTensor):
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return x.as_subclass(Tensor)
 
 
@@ -215,7 +216,7 @@ def _run(call: Call) -> Any:
     try:
         return call.func(*call.args, **call.kwargs)
     except UserError:
-        raise
+        raise  # of a rule within
     except (RuntimeError, ValueError, IndexError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise call.refuse(
@@ -289,6 +290,7 @@ def _is_elementwise(name: str) -> bool:
 def _elementwise_rule(call: Call) -> CutOf:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size
     there."""
+    # the number of this rank's features is not that of one process
     for number in (*call.args, *call.kwargs.values()):
         if isinstance(number, CutSize):
             number.refuse()
@@ -505,7 +507,7 @@ def _open_dims(call: Call) -> list[int]:
     elif isinstance(sizes, int):
         sizes = call.args[1:]
     if not isinstance(sizes, Sequence):
-        return []  # a dtype
+        return []  # a dtype, which `view` takes too
     return [
         first_dim + dim for dim, size in enumerate(sizes) if isinstance(size, CutSize) or size == -1
     ]
@@ -574,6 +576,7 @@ def _matmul_rule(call: Call) -> CutOf:
     """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
     over may not."""
     left, right = call.args[:2]
+    # Python calls it with the right operand first
     if call.name == "__rmatmul__":
         left, right = right, left
     if left.dim() < 2 or right.dim() < 2:
@@ -623,6 +626,7 @@ def _einsum_rule(call: Call) -> CutOf:
         )
     *terms, result_term = re.split(",|->", str(equation).replace(" ", ""))
     first = call.first_cut()
+    # the letter of the cut dimension, by the first operand that is cut
     letter = ""
     for term, x in zip(terms, operands, strict=False):
         if x is first:
@@ -655,6 +659,7 @@ def _attention_rule(call: Call) -> CutOf:
         )
     first = call.first_cut()
     from_last = first.dim() - first.cut.dim
+    # scores are sums over the features of a head, and probabilities over the keys
     if from_last < 3:
         raise call.refuse(SUMS)
     size = first.shape[first.cut.dim]

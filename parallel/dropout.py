@@ -61,8 +61,9 @@ def attention_dropout(
     microbatch: MicrobatchInfo | None,
     positions: tuple[range, range] | None = None,
 ) -> Tensor:
-    """Apply dropout to attention weights [b, own heads, query, key]. place: as in `dropout`.
+    """Apply dropout to attention weights [b, local heads, query, key].
 
+    microbatch: as in `dropout`.
     positions: those of the queries and of the keys in their sequence; None: all of them.
     """
     if microbatch is None or probability == 0:
@@ -104,10 +105,10 @@ def _drop(
     probability: float,
     context: Context,
     name: str,
-    place: MicrobatchInfo,
+    microbatch: MicrobatchInfo,
     coordinates: tuple[Tensor, ...],
 ) -> Tensor:
-    secret = key(context.seed, place.step, name)
+    secret = key(context.seed, microbatch.step, name)
     return _Dropout.apply(x, probability, secret, context.leaves, *coordinates)
 
 

@@ -49,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
     features], or with `gather_output` [s, b, output features].
     output: the number of output features of the logical tensor `name`.weight, or several such
         tensors.
-    input_layout: the layout of x; None: as above. With Input.OWN, x is whole and there is no
+    input_layout: the layout of x; None: as above. With InputLayout.OWN, x is whole and there is no
         collective: the gradient of x is the addend of this rank, which the caller sums over tp.
     gather_output: all-gather the output features over tp.
     Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence
@@ -80,6 +80,7 @@ class ColumnParallelLinear(nn.Module):
         weight_parts = []
         bias_parts = []
         for matrix in matrices:
+            # key/value heads may be fewer than ranks, which then share a slice
             if matrix.rows % (matrix.shards or tp.size):
                 raise ValueError(
                     f"{matrix.name}: {matrix.rows} output features do not divide by tensor = "
@@ -158,6 +159,7 @@ class RowParallelLinear(nn.Module):
         self.bias = None
         if bias:
             replicated = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
+            # under sequence parallelism a rank adds it to its own tokens only
             self.bias = parameter(context, [replicated], 0.0, partial=context.cut_sequence)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,6 +275,7 @@ class Lookup(torch.autograd.Function):
             total = cleared_main_grad(ctx.weight)
         else:
             total = torch.zeros_like(ctx.weight)
+        # the rank that holds the row adds to it
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
@@ -303,6 +306,7 @@ def parameter(
     for part in parts:
         padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
         values = padded[: part.local[0]] if part.local else padded
+        # a weight that is not loaded either must not train unseen
         if context.blank:
             values.fill_(math.nan)
         elif std:

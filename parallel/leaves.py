@@ -35,6 +35,7 @@ class Form:
         # such as a mask
         if self.dtype == torch.bool:
             return empty.fill_(True)
+        # zero is an index of every table
         return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
 
 

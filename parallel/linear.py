@@ -29,6 +29,7 @@ from megaprec.comm.waiting import Pending
 from megaprec.errors import UserError
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
+from megaprec.torch_private import reshaped_result
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -83,7 +84,7 @@ class Linear(torch.autograd.Function):
             ctx.save_for_backward(*saved)
         # A view that is made here could not be modified in place by code after the layer, as by
         # nn.ReLU(inplace=True).
-        y = torch.ops.aten._unsafe_view(y, [*full_input.shape[:-1], weight.shape[0]])
+        y = reshaped_result(y, [*full_input.shape[:-1], weight.shape[0]])
         return y if bias is None else y.add_(bias)
 
     @staticmethod

@@ -13,7 +13,7 @@ which all lanes would share, could not wait in one lane for another.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -94,6 +94,7 @@ class Lockstep:
 
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
+        # one virtual rank needs no thread: it communicates by itself
         self._lanes = [_Lane() for _ in virtual.ranks] if virtual.num_local > 1 else []
         lanes = self._lanes or [None]
         self.axes = [
@@ -131,16 +132,16 @@ class Lockstep:
                     messages[number] = lane.outbox.get()
                     running = None
                     _raise_error(messages[number])
-                requests = [one for one in messages.values() if isinstance(one, _Request)]
+                requests = _requests(messages)
                 if not requests:
                     break
-                answers = self._carry_out(requests)
+                answers = self._carry_out([*requests.values()])
         except BaseException:
             if running is not None:  # this thread was interrupted while the lane ran
                 messages[running] = self._lanes[running].outbox.get()
-            self._end(number for number, one in messages.items() if isinstance(one, _Request))
+            self._end(_requests(messages))
             raise
-        return [one.result for one in messages.values() if isinstance(one, _Finished)]
+        return [message.result for message in messages.values() if isinstance(message, _Finished)]
 
     def _carry_out(self, requests: Sequence[_Request]) -> Sequence[Tensor]:
         """Return the result of a collective for each lane."""
@@ -209,6 +210,7 @@ class LaneAxis(Axis):
 
 def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return `function` with this thread's settings that torch keeps for each thread."""
+    # a lane is a thread of its own, which begins with torch's defaults
     grad_enabled = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -219,6 +221,15 @@ def _with_thread_settings(function: Callable[[], Any]) -> Callable[[], Any]:
             return function()
 
     return run
+
+
+def _requests(messages: Mapping[int, _Request | _Finished]) -> dict[int, _Request]:
+    """Return the messages of the lanes that wait for a collective, by lane."""
+    requests: dict[int, _Request] = {}
+    for number, message in messages.items():
+        if isinstance(message, _Request):
+            requests[number] = message
+    return requests
 
 
 def _raise_error(message: _Request | _Finished) -> None:

@@ -97,13 +97,18 @@ class CrossEntropy(torch.autograd.Function):
         # a matrix: one row for each token
         rows = logits.reshape(-1, logits.shape[-1])
         flat_targets = targets.reshape(-1)
-        local, here = _local_columns(flat_targets, vocabulary)
+        target_columns, is_local = _local_columns(flat_targets, vocabulary)
         unpadded = rows[:, : vocabulary.local[0]]
         if unpadded.shape[1]:
             # The largest logit is subtracted before the exponentials, which could overflow.
             largest = tp.max_(unpadded.amax(-1).to(sensitive))
             sums = leaves(
-                _loss_sums, unpadded, local, here, largest, otherwise=_loss_sums_by_blocks
+                _loss_sums,
+                unpadded,
+                target_columns,
+                is_local,
+                largest,
+                otherwise=_loss_sums_by_blocks,
             )
         else:  # this rank has padding only, and still takes part in the collectives
             largest = tp.max_(_lowest(rows, sensitive))
@@ -114,7 +119,7 @@ class CrossEntropy(torch.autograd.Function):
         exponentials, target = tp.sum_(sums)
         log_sum = exponentials.log()
         # the logarithm of the sum of exp(logits), from which softmax follows
-        ctx.save_for_backward(rows, local, here, log_sum + largest)
+        ctx.save_for_backward(rows, target_columns, is_local, log_sum + largest)
         ctx.columns = unpadded.shape[1]
         ctx.shape = logits.shape
         ctx.consume = consume
@@ -124,9 +129,9 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return (softmax - [1 at the target]) * grad, rounded to the dtype of the logits."""
-        rows, local, here, log_sum = ctx.saved_tensors
+        rows, target_columns, is_local, log_sum = ctx.saved_tensors
         grad_column = grad.flatten().contiguous()[:, None]
-        arguments = (local, here, log_sum, grad_column, ctx.columns)
+        arguments = (target_columns, is_local, log_sum, grad_column, ctx.columns)
         if ctx.consume:
             result = rows.detach()
             write_blocks = partial(_write_gradient, result)
@@ -140,25 +145,26 @@ class CrossEntropy(torch.autograd.Function):
 
 def _loss_sums(
     logits: Tensor,
-    local: Tensor,
-    here: Tensor,
+    target_columns: Tensor,
+    is_local: Tensor,
     largest: Tensor,
 ) -> Tensor:
     """Return the sum of the exponentials of each row, and its target's logit: [2, rows].
 
     logits: [rows, columns] without padding.
-    local: int64 [rows], the column of the target; here: bool [rows], True if this rank has it.
+    target_columns: int64 [rows], the column of the target.
+    is_local: bool [rows], True if this rank has that column.
     largest: [rows], the largest logit of each row on any rank, which is subtracted from all.
     """
     wide = logits.to(largest.dtype) - largest[:, None]
-    target = torch.where(here, wide.gather(1, local[:, None]).squeeze(1), 0)
+    target = torch.where(is_local, wide.gather(1, target_columns[:, None]).squeeze(1), 0)
     return torch.stack((wide.exp().sum(-1), target))
 
 
 def _loss_sums_by_blocks(
     logits: Tensor,
-    local: Tensor,
-    here: Tensor,
+    target_columns: Tensor,
+    is_local: Tensor,
     largest: Tensor,
 ) -> Tensor:
     """Return what `_loss_sums` does, computed a block of rows at a time."""
@@ -166,8 +172,8 @@ def _loss_sums_by_blocks(
     for block in _blocks(logits):
         # a copy: the logits are not modified
         wide = logits[block].to(largest.dtype, copy=True).sub_(largest[block, None])
-        at_target = wide.gather(1, local[block, None]).squeeze(1)
-        sums[1, block] = torch.where(here[block], at_target, 0)
+        at_target = wide.gather(1, target_columns[block, None]).squeeze(1)
+        sums[1, block] = torch.where(is_local[block], at_target, 0)
         sums[0, block] = wide.exp_().sum(-1)
         del wide  # before the next block is made
     return sums
@@ -175,8 +181,8 @@ def _loss_sums_by_blocks(
 
 def _loss_gradient(
     rows: Tensor,
-    local: Tensor,
-    here: Tensor,
+    target_columns: Tensor,
+    is_local: Tensor,
     log_sum: Tensor,
     grad: Tensor,
     columns: int,
@@ -184,7 +190,7 @@ def _loss_gradient(
     """Overwrite logits, which are `columns` and padding, with their gradient."""
     column = torch.arange(rows.shape[1], device=rows.device)
     softmax = (rows.to(log_sum.dtype) - log_sum[:, None]).exp()
-    at_target = (column == local[:, None]) & here[:, None]
+    at_target = (column == target_columns[:, None]) & is_local[:, None]
     gradient = (softmax - at_target.to(softmax.dtype)) * grad
     return rows.copy_(torch.where(column < columns, gradient, 0))
 
@@ -192,8 +198,8 @@ def _loss_gradient(
 def _write_gradient(
     result: Tensor,
     rows: Tensor,
-    local: Tensor,
-    here: Tensor,
+    target_columns: Tensor,
+    is_local: Tensor,
     log_sum: Tensor,
     grad: Tensor,
     columns: int,
@@ -205,7 +211,9 @@ def _write_gradient(
     for block in _blocks(rows):
         wide = rows[block, :columns].to(log_sum.dtype, copy=True)
         softmax = wide.sub_(log_sum[block, None]).exp_()
-        softmax.scatter_add_(1, local[block, None], -here[block, None].to(softmax.dtype))
+        softmax.scatter_add_(
+            1, target_columns[block, None], -is_local[block, None].to(softmax.dtype)
+        )
         result[block, :columns] = softmax.mul_(grad[block])
         del wide, softmax  # before the next block is made
 
@@ -215,9 +223,9 @@ def _local_columns(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
 
     The column is 0 if another rank holds it.
     """
-    local = targets - vocabulary.start
-    here = (local >= 0) & (local < vocabulary.local[0])
-    return local.masked_fill(~here, 0), here
+    columns = targets - vocabulary.start
+    is_local = (columns >= 0) & (columns < vocabulary.local[0])
+    return columns.masked_fill(~is_local, 0), is_local
 
 
 def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -82,10 +82,10 @@ def _require_type_of_device(device: object) -> None:
     """Raise UserError for what names no type of device. One with a number would be a CPU in
     silence."""
     try:
-        known = isinstance(device, str) and torch.device(device).type == device
+        is_type = isinstance(device, str) and torch.device(device).type == device
     except RuntimeError:
-        known = False
-    if not known:
+        is_type = False
+    if not is_type:
         raise UserError.of("parallel.device_type", device=device)
 
 

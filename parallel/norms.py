@@ -199,17 +199,17 @@ def vector(
     name: str,
     hidden: int,
     value: float,
-    own: bool = False,
+    differs_over_tp: bool = False,
 ) -> nn.Parameter:
     """Return a parameter [hidden], replicated over tp, filled with `value`.
 
-    own: each rank has a partial gradient, also without sequence parallelism.
+    differs_over_tp: each rank has a partial gradient, also without sequence parallelism.
     """
     replicated = Part.cut(name, (hidden,), None, context.tp)
     return parameter(
         context,
         [replicated],
         0.0,
-        context.cut_sequence or own,
+        context.cut_sequence or differs_over_tp,
         mean=value,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.random import key
 from megaprec.errors import UserError
+from megaprec.torch_private import is_backward_running, without_torch_function
 from parallel import collectives
 from parallel.context import Context
 from parallel.cut_features import Cut, CutTensor, mark_cut, unchecked
@@ -51,7 +52,7 @@ class Watch:
     def begin(self, module: nn.Module, *_: object) -> None:
         """Begin a call of the module: to be called before its forward."""
         if self._depth == 0:
-            if _in_backward():
+            if is_backward_running():
                 self.checks = self._last_was_checked[module.training]
             else:
                 self._count_pass(module.training)
@@ -74,7 +75,7 @@ class Watch:
         if torch.compiler.is_compiling():
             return False
         # a recomputation
-        if self._depth == 0 and _in_backward():
+        if self._depth == 0 and is_backward_running():
             return self._last_was_checked[layer.training]
         if self._depth == 0:
             self._first_layer = self._first_layer or layer
@@ -258,12 +259,14 @@ class _Norm(Watched):
             raise _sequence_error(self.path)
         tp = self.watch.tp
         dim = x.dim() - 1
+        # the norm is over the features of all ranks
         full = collectives.join(unchecked(x), tp, dim)
         return collectives.split(norm(full), tp, dim)
 
     def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         cut = x.cut if isinstance(x, CutTensor) else None
+        # a share of the tokens: the layers sum its gradients over tp
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
         has_cut_heads = cut is not None and not is_sequence_shard
         if cut is not None and has_cut_heads and not self.of_heads:
@@ -327,7 +330,7 @@ class Dropout(nn.Dropout):
         y = drop(unchecked(x), self.p, key(int(seed), self.path), coordinates)
         if self.inplace:
             # After a frozen layer y has no gradient, and would be taken for numbers made elsewhere.
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return x.copy_(y)
         return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
@@ -342,11 +345,6 @@ class Dropout(nn.Dropout):
         if self._from_last not in (None, from_last):
             raise UserError.of("parallel.dropout_two_inputs", path=self.path)
         self._from_last = from_last
-
-
-def _in_backward() -> bool:
-    """Return True in a backward pass, where torch.utils.checkpoint computes activations again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _is_slice(

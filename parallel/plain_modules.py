@@ -33,6 +33,7 @@ from megaprec.comm.layout import attach_whole, layout_of
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.precision.marks import module_has_fp32_attr
 from megaprec.precision.nested import tensors
+from megaprec.torch_private import has_any_hook
 from parallel.context import Context
 from parallel.cut_features import CutTensor
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -72,15 +73,6 @@ SLICED_DIM = {
     ("row", "weight"): 1,
 }
 """The dim along which a parameter of a layer of a style is sharded; others are replicated."""
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
-)
-
-
 # options of nn.Embedding that a parallel layer does not have, and their defaults
 EMBEDDING_OPTIONS = {
     "padding_idx": None,
@@ -133,6 +125,7 @@ def parallelize(
     watch = Watch(context)
     shared = _shared_parameters(module)  # before their layers are replaced, which unties them
     replacements: dict[int, nn.Module] = {}
+    # only now: a problem must leave the module as it was
     for path, layer in cut.items():
         if id(layer) not in replacements:  # a layer may have several paths
             new_layer = _parallel_layer(
@@ -346,6 +339,7 @@ def _style_of_norm(layer: nn.Module, style: str) -> str:
     """
     assert isinstance(layer, NORMS)
     has_weight = layer.weight is not None
+    # without weights, or over several dimensions, there is no parallel norm
     has_bias = isinstance(layer, nn.RMSNorm) or layer.bias is not None  # an RMSNorm has none
     has_form = type(layer) in NORMS and len(layer.normalized_shape) == 1
     replaceable = has_form and has_weight and has_bias
@@ -376,9 +370,9 @@ def _loss_in_replacing(layer: nn.Module) -> str:
     extra_names = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
     if extra_names:
         return f"the parameter {min(extra_names)} has no parallel form: remove it, {keep}"
-    if _has_hooks(layer):
+    if has_any_hook(layer):
         return f"hooks of a layer would be lost: register them after parallelize, {keep}"
-    if any(_has_hooks(parameter) for parameter in layer.parameters()):
+    if any(map(has_any_hook, layer.parameters())):
         return (
             "hooks of its parameters would be lost, and a parallel layer calls none with "
             f"gradients: remove them, {keep}"
@@ -389,10 +383,6 @@ def _loss_in_replacing(layer: nn.Module) -> str:
         if getattr(layer, name, default) != default:
             return f"{name} of an embedding has no parallel form: leave it out, {keep}"
     return ""
-
-
-def _has_hooks(target: nn.Module | nn.Parameter) -> bool:
-    return any(getattr(target, hooks, None) for hooks in HOOKS)
 
 
 def _shared_parameters(module: nn.Module) -> list[list[str]]:
@@ -456,7 +446,9 @@ def _problems_of_uncut_parameters(
 ) -> list[str]:
     """Return the problems of the parameters that no parallel layer replaces."""
     plan = context.plan
-    cut_ids = {id(parameter) for layer in cut.values() for parameter in layer.parameters()}
+    cut_ids: set[int] = set()
+    for layer in cut.values():
+        cut_ids.update(map(id, layer.parameters()))
     uncut = [name for name, parameter in module.named_parameters() if id(parameter) not in cut_ids]
     # each rank would have the gradient of its own part of the sequence only
     if uncut and context.cut_sequence:
@@ -533,6 +525,7 @@ def _parallel_norm(
         assert isinstance(layer, nn.LayerNorm)
         kind = WatchedLayerNorm if watched else LayerNorm
         eps = layer.eps
+    # of heads, each rank sees its own ones, so that it has a partial gradient
     norm = kind(
         context,
         layer.normalized_shape[0],

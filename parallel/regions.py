@@ -56,6 +56,7 @@ class _Run(torch.autograd.Function):
         passes: Passes,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
+        # detached: the compiled graph has a backward pass of its own
         outputs = passes.forward(*(x.detach() for x in inputs))
         pool = (*inputs, *outputs)
         ctx.passes = passes
@@ -173,12 +174,10 @@ def _trace(
         leaves = _leaves_of(arguments)
         with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
             results = region(*leaves)
-        positions = [i for i, x in enumerate(leaves) if x.requires_grad]
-        grads = torch.autograd.grad(
-            results, [leaves[i] for i in positions], tangents, allow_unused=True
-        )
+        trained = {position: x for position, x in enumerate(leaves) if x.requires_grad}
+        grads = torch.autograd.grad(results, [*trained.values()], tangents, allow_unused=True)
         grad_by_position: dict[int, Tensor] = {}
-        for position, grad in zip(positions, grads, strict=True):
+        for position, grad in zip(trained, grads, strict=True):
             if grad is not None:
                 grad_by_position[position] = grad
         result_count = len(results)
@@ -265,6 +264,7 @@ def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
     computed = _run_with_gradients(passes, inputs, tangents)
     expected = _run_with_gradients(lambda *tensors: call.run(tensors), inputs, tangents)
     rounded = [x.dtype for x in (*inputs, *tangents) if x.dtype.is_floating_point]
+    # the coarsest dtype: a result may have passed through it
     eps = max(torch.finfo(dtype).eps for dtype in rounded)
     for result, reference in zip(computed, expected, strict=True):
         same_form = result.shape == reference.shape and result.dtype == reference.dtype

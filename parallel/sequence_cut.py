@@ -33,10 +33,10 @@ def unit(context: int, tensor: int = 1) -> int:
 def chunks(
     rank: int,
     size: int,
-    own: int,
+    num_tokens: int,
 ) -> tuple[range, range]:
-    """Return the positions of both chunks of a rank that has `own` tokens of each sequence."""
-    length = own // 2
+    """Return the positions of both chunks of a rank that has so many tokens of each sequence."""
+    length = num_tokens // 2
     # one chunk from the beginning of the sequence, and its mirror image from the end
     first = rank * length
     second = (2 * size - 1 - rank) * length
@@ -45,13 +45,13 @@ def chunks(
 
 def positions(
     cp: Axis,
-    own: int,
+    num_tokens: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the positions of this rank's tokens in their sequence: int64 [own]."""
+    """Return the positions of this rank's tokens in their sequence: int64 [num_tokens]."""
     if cp.size == 1:
-        return torch.arange(own, device=device)
-    of_chunks = chunks(cp.rank, cp.size, own)
+        return torch.arange(num_tokens, device=device)
+    of_chunks = chunks(cp.rank, cp.size, num_tokens)
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in of_chunks])
 
 
@@ -80,6 +80,7 @@ def take(
     """
     if cp.size == 1:
         return x
+    # chunks of other lengths would be other work for each rank
     if x.shape[dim] % (2 * cp.size):
         raise ValueError(
             f"sequences of {x.shape[dim]} tokens are not cut into {2 * cp.size} equal chunks"

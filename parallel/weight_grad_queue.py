@@ -41,4 +41,5 @@ class WeightGradQueue:
         try:
             yield work
         finally:
+            # also after a failed backward pass: later ones must not add to this work
             self._collected = None

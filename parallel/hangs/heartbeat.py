@@ -46,7 +46,7 @@ PATIENCE = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's own account of itself.
+    """A rank's own account of itself; the files of `last_end/` have the same fields.
 
     place: identifies machine and process namespace, in which `pid` is meaningful.
     born: start time of the process.
@@ -275,10 +275,10 @@ class Heartbeat:
 
         def leave() -> None:
             deadline = time.monotonic() + seconds
-            left = self._store.add(LEFT, 1)
-            while host and left < ranks and time.monotonic() < deadline:
+            num_left = self._store.add(LEFT, 1)
+            while host and num_left < ranks and time.monotonic() < deadline:
                 time.sleep(0.05)
-                left = self._store.add(LEFT, 0)  # adding nothing reads it
+                num_left = self._store.add(LEFT, 0)  # adding nothing reads it
 
         _within(seconds, leave)
 
@@ -298,6 +298,7 @@ class Heartbeat:
         beat = Beat.of(self.rank, self._number, self._position, look=has_stopped)
         self._last_progress = progress
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
+        # compare_set: the first rank to propose decides for all
         if self._proposal:
             self.verdict = self._store.compare_set(VERDICT, "", self._proposal).decode()
         elif self._store.check([VERDICT]):

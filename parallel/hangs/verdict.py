@@ -57,33 +57,33 @@ def judge_silent(
 
     silent: their seconds of silence, by rank.
     """
-    known = _known_beats(judge, beats)
+    known_beats = _known_beats(judge, beats)
     ranks = sorted(silent)
     seconds = max(silent.values())
-    lost_hosts = _lost_hosts(judge, known, silent)
+    lost_hosts = _lost_hosts(judge, known_beats, silent)
     # whole hosts that are silent: not the ranks are the cause
     if lost_hosts:
         lost = " and ".join(
             f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()
         )
-        ranks_here = [beat.rank for beat in known.values() if beat.host == judge.host]
+        ranks_here = [beat.rank for beat in known_beats.values() if beat.host == judge.host]
         reason = (
             f"{lost} has not been heard of for {seconds:.0f} s by {judge.host} "
             f"({ranks_in_words(ranks_here)}): the machine is down, or the link to it is cut; "
-            f"{_last_seen(ranks[0], known.get(ranks[0]))}"
+            f"{_last_seen(ranks[0], known_beats.get(ranks[0]))}"
         )
     else:
-        stopped = "; ".join(_last_seen(rank, known.get(rank)) for rank in ranks)
+        stopped = "; ".join(_last_seen(rank, known_beats.get(rank)) for rank in ranks)
         reason = (
             f"{stopped}: stopped or dead, without a heartbeat for {seconds:.0f} "
-            f"s{_describe_waiting(known, silent)}"
+            f"s{_describe_waiting(known_beats, silent)}"
         )
     return Verdict(
         reason,
         tuple(ranks),
         judge.rank,
         tuple(ranks),
-        tuple(known.values()),
+        tuple(known_beats.values()),
     )
 
 
@@ -96,16 +96,16 @@ def judge_hung(
 
     seconds: how long the phase has lasted.
     """
-    known = _known_beats(judge, beats)
+    known_beats = _known_beats(judge, beats)
     # the culprit is the one that is least far among those that do not wait
-    by_progress = sorted(known.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
+    by_progress = sorted(known_beats.values(), key=lambda beat: (beat.step, beat.count, beat.rank))
     busy = [beat for beat in by_progress if not beat.waits]
     culprit = (busy or by_progress)[0]
     name = named(culprit.rank, culprit)
     stack = f", at {' < '.join(culprit.at)}" if culprit.at else ""
     if busy:
         reason = f"{name} hangs in {where_in_words(culprit)} after {seconds:.0f} s{stack}"
-        reason += _describe_waiting(known, [culprit.rank])
+        reason += _describe_waiting(known_beats, [culprit.rank])
     else:
         others = "; ".join(
             f"rank {beat.rank} on {beat.host} in {where_in_words(beat)}" for beat in by_progress[1:]
@@ -117,7 +117,7 @@ def judge_hung(
         (culprit.rank,),
         judge.rank,
         (),
-        tuple(known.values()),
+        tuple(known_beats.values()),
     )
 
 
@@ -143,6 +143,7 @@ def judge_store(
         )
     reason = f"{host} ({address}, where the ranks meet) {problem}"
     reason += f"; rank {judge.rank} was in {where_in_words(judge)}"
+    # the beats of other ranks are in the store, which cannot be read
     return Verdict(
         reason,
         (0,),
@@ -203,19 +204,21 @@ def _known_beats(
     beats: Mapping[int, Beat | None],
 ) -> dict[int, Beat]:
     """Return the beats of the ranks that have been heard of, and of this one, by rank."""
-    known = {rank: beat for rank, beat in beats.items() if beat is not None} | {judge.rank: judge}
-    return dict(sorted(known.items()))
+    known_beats = {rank: beat for rank, beat in beats.items() if beat is not None} | {
+        judge.rank: judge
+    }
+    return dict(sorted(known_beats.items()))
 
 
 def _lost_hosts(
     judge: Beat,
-    known: Mapping[int, Beat],
+    known_beats: Mapping[int, Beat],
     silent: Mapping[int, float],
 ) -> dict[str, list[int]]:
     """Return the ranks of each other host that is silent as a whole; empty if a single rank of a
     host is silent."""
     hosts: dict[str, list[int]] = {}
-    for beat in known.values():
+    for beat in known_beats.values():
         hosts.setdefault(beat.host, []).append(beat.rank)
     lost: dict[str, list[int]] = {}
     for host, ranks in hosts.items():
@@ -232,14 +235,14 @@ def _last_seen(rank: int, beat: Beat | None) -> str:
 
 
 def _describe_waiting(
-    known: Mapping[int, Beat],
+    known_beats: Mapping[int, Beat],
     culprits: Iterable[int],
 ) -> str:
     """Return the end of a sentence about the ranks that wait."""
     waiting_for = {*culprits}
-    waiting = [rank for rank, beat in known.items() if beat.waits and rank not in waiting_for]
+    waiting = [rank for rank, beat in known_beats.items() if beat.waits and rank not in waiting_for]
     if not waiting:
         return ""
-    where = where_in_words(known[waiting[0]])
+    where = where_in_words(known_beats[waiting[0]])
     wait = f"waits in {where}" if len(waiting) == 1 else f"wait, rank {waiting[0]} in {where}"
     return f"; {ranks_in_words(waiting)} {wait}"

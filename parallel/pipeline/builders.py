@@ -62,7 +62,11 @@ def schedule(
     if kind not in SPLIT or cost is equal:
         return build(ranks, microbatches, chunks, equal)
     plans = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
-    return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
+
+    def step_time(plan: Schedule) -> float:
+        return max(span.end for span in simulate(plan, cost))
+
+    return min(plans, key=step_time)
 
 
 def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[Problem]:
@@ -155,9 +159,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
             forwards.append(Instruction(Op.FORWARD, chunk * ranks + rank, microbatch))
             stage = (chunks - 1 - chunk) * ranks + rank
             backwards.append(Instruction(Op.BACKWARD, stage, microbatch))
-        warmup = (ranks - rank - 1) * warmup_a_rank + (chunks - 1) * max(groups)
+        ranks_behind = ranks - rank - 1
+        warmup = ranks_behind * warmup_a_rank + (chunks - 1) * max(groups)
         orders.append(_interlace(forwards, backwards, warmup))
-    return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
+    return complete(orders, rank_of_stage=[*range(ranks)] * chunks)
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -167,7 +172,8 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
         _alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
-    return complete(fill(orders, rank_of_stage, limit=ranks, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=ranks, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
@@ -178,7 +184,8 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
         for rank in range(ranks)
     ]
     rank_of_stage = range(ranks)  # one stage on each rank
-    return complete(fill(orders, rank_of_stage, limit=2 * ranks - 1, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=2 * ranks - 1, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
@@ -188,7 +195,8 @@ def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> 
     """
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]
-    return complete(fill(orders, rank_of_stage, limit=2 * ranks, cost=cost), rank_of_stage)
+    filled = fill(orders, rank_of_stage, limit=2 * ranks, cost=cost)
+    return complete(filled, rank_of_stage)
 
 
 KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
@@ -206,16 +214,17 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
     """Return `warmup` forwards of a stage, then a forward and a `backward` in turn."""
     forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
-    return _interlace(
-        forwards, [instruction._replace(op=backward) for instruction in forwards], warmup
-    )
+    backwards = [forward._replace(op=backward) for forward in forwards]
+    return _interlace(forwards, backwards, warmup)
 
 
 def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
     """Return `warmup` forwards, then forwards and backwards in turn, then the remaining
     backwards."""
+    num_steady = max(0, len(forwards) - warmup)
+    # the last backwards have no forward beside them
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
+    return [*forwards[:warmup], *steady, *backwards[num_steady:]]
 
 
 def _group_sizes(ranks: int, microbatches: int) -> list[int]:
@@ -289,7 +298,9 @@ def fill(
                 continue
             instruction = rank.take(is_done)
             if instruction is not None:
-                free_at[number] = done_at[instruction] = now + cost(instruction)
+                end = now + cost(instruction)
+                free_at[number] = end
+                done_at[instruction] = end
         assert max(free_at) > now, "every rank waits for another, or for memory"
         now = min(end for end in free_at if end > now)
     return [rank.filled for rank in ranks]
@@ -326,14 +337,11 @@ class _Filling:
         return instruction
 
     def _can_run(self, instruction: Instruction, is_done: IsDone) -> bool:
+        stage = instruction.stage
         if instruction.op is Op.FORWARD:
             if self.num_held_activations >= self.limit:
                 return False
-            return instruction.stage == 0 or is_done(
-                instruction._replace(stage=instruction.stage - 1)
-            )
+            return stage == 0 or is_done(instruction._replace(stage=stage - 1))
         if not is_done(instruction._replace(op=Op.FORWARD)):
             return False
-        return instruction.stage == self.last_stage or is_done(
-            instruction._replace(stage=instruction.stage + 1)
-        )
+        return stage == self.last_stage or is_done(instruction._replace(stage=stage + 1))

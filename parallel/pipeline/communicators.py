@@ -13,10 +13,12 @@ from parallel.pipeline.instructions import Channel, Message, MessageType
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
     """Return the channels between different ranks of a pipeline whose stages lie so."""
-    messages = [
-        Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)
-    ]
-    channels = {Channel.of(message, rank_of_stage) for message in messages}
+    channels: set[Channel] = set()
+    for stage in range(len(rank_of_stage) - 1):
+        for kind in MessageType:
+            message = Message(kind, stage, microbatch=0)  # a channel takes those of all
+            channels.add(Channel.of(message, rank_of_stage))
+    # sorted: all ranks must make the communicators in the same order
     return sorted(channel for channel in channels if channel.source != channel.destination)
 
 

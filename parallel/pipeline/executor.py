@@ -25,14 +25,13 @@ from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from parallel.pipeline.instructions import (
     RECEIVES,
-    WEIGHT_GRADIENTS,
     Instruction,
     Message,
     MessageType,
     Op,
 )
 from parallel.pipeline.p2p import P2P
-from parallel.pipeline.schedules import picture
+from parallel.pipeline.schedules import last_weight_gradients, picture
 from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue, Work
 
@@ -85,7 +84,7 @@ class Executor:
     observer: an attribute that may be set: called after each instruction, before `hooks.after`.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a
-    backward, so a program of forwards alone (`instructions.forward_only`) evaluates; `forward` then
+    backward, so a program of forwards alone (`schedules.forward_only`) evaluates; `forward` then
     collects the results.
     """
 
@@ -188,8 +187,8 @@ class Executor:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self._position.note_action("end of the passes")
         self.links.finish()
-        left = [*self._mail, *self._inputs_and_edges, *self._weight_work]
-        assert not left, f"left over: messages, graphs or weight gradients of {left}"
+        left_over = [*self._mail, *self._inputs_and_edges, *self._weight_work]
+        assert not left_over, f"left over: messages, graphs or weight gradients of {left_over}"
 
     def _forward(self, instruction: Instruction) -> None:
         # in evaluation there is no backward pass for which anything would be kept
@@ -273,15 +272,13 @@ class Executor:
 def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
     """Return the last backward pass of each reduced stage, if that pass also computes the weight
     gradients."""
-    last_of_stage = {
-        instruction.stage: instruction
-        for instruction in program
-        if instruction.op in WEIGHT_GRADIENTS
-    }
-    reduced = [
-        last_of_stage[instruction.stage] for instruction in program if instruction.op is Op.REDUCE
-    ]
-    return {last for last in reduced if last.op is Op.BACKWARD}
+    last_of_stage = last_weight_gradients(program)
+    completing: set[Instruction] = set()
+    for instruction in program:
+        # a split backward has computed the input gradient before
+        if instruction.op is Op.REDUCE and last_of_stage[instruction.stage].op is Op.BACKWARD:
+            completing.add(last_of_stage[instruction.stage])
+    return completing
 
 
 def _synchronize(device: torch.device) -> None:

@@ -44,6 +44,7 @@ class Textbook(NamedTuple):
     held: Formula
 
 
+# of schedules that fill the pipeline once and drain it once
 _FULL = Formula("(p - 1) / m", lambda s: (s.p - 1) / s.m)
 _DEPTH = Formula("p", lambda s: min(s.p, s.m))
 

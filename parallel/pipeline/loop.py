@@ -103,6 +103,7 @@ class Pipeline:
         self._context = _first_context(stages)
 
         evaluation = forward_only(plan)
+        # both programs use one set of links
         sends = max(sends_under_way(plan), sends_under_way(evaluation))
         dtype = optimizer.plan.pipeline
         links = P2P.open(pp, plan.rank_of_stage, activation, dtype, optimizer.device, sends=sends)
@@ -131,7 +132,7 @@ class Pipeline:
                 self._train.run()
             return self.optimizer.step(lr, self._loss)
         except NonFiniteStep:
-            raise
+            raise  # on all ranks alike, and the next step can be taken
         except Exception:
             self._give_up()
             raise
@@ -144,6 +145,7 @@ class Pipeline:
         Modules compute in the mode that they are in: call `eval` of each stage first, and `train`
         afterwards, if they have dropout or batch norms.
         """
+        # losses are not scaled where there is no backward pass
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
         try:
             self._evaluate.run()
@@ -193,6 +195,7 @@ class Pipeline:
             raise UserError.of(
                 "pipeline.stage_output_type", stage=stage, kind=type(output).__name__
             )
+        # the next stage would take this rank's features for all of them
         if isinstance(output, CutTensor) and output.cut.dim == output.dim() - 1:
             raise UserError.of("pipeline.stage_output_slice", stage=stage, source=output.cut.source)
         return unchecked(output).to(plan.pipeline)
@@ -200,6 +203,7 @@ class Pipeline:
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale."""
         counted = targets != self.ignore_index
+        # 0 in place of the ignored index, which may be no class that a loss function accepts
         losses = called(self.loss_fn, output, targets.masked_fill(~counted, 0))
         require_losses(losses, targets)
         # a sum in 16 bits has three digits

@@ -80,10 +80,14 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         return  # fully_shard reduces their gradients by itself
     of_parts: list[set[nn.Parameter]] = []
     for buffers in optimizer.buffers:
-        of_parts.append({parameter for buffer in buffers for parameter in buffer.parameters})
+        of_part: set[nn.Parameter] = set()
+        for buffer in buffers:
+            of_part.update(buffer.parameters)
+        of_parts.append(of_part)
+    # what the optimizer has of a part must be of that stage: it may be wrapped, or share weights
     for number, stage in enumerate(stages):
-        if strange := of_parts[number].difference(stage.parameters()):
-            name = layout_of(next(iter(strange))).parts[0].name
+        if foreign := of_parts[number].difference(stage.parameters()):
+            name = layout_of(next(iter(foreign))).parts[0].name
             raise UserError.of("pipeline.part_elsewhere", name=name, number=number, same=same)
     trained = set(chain(*of_parts))
     for number, stage in enumerate(stages):
@@ -100,21 +104,18 @@ def require_alike(
     everywhere: arguments that all ranks share. in_replica: those that the ranks of one replica
         share.
     """
-    local = [
-        optimizer.dp.rank,
-        {name: repr(value) for name, value in everywhere.items()},
-        {name: repr(value) for name, value in in_replica.items()},
-    ]
+    # (name, replica, text) of each; replica -1: all of them
+    local = [(name, -1, repr(value)) for name, value in everywhere.items()]
+    local += [(name, optimizer.dp.rank, repr(value)) for name, value in in_replica.items()]
+    # as texts: all ranks then see all, and each can name what differs
     texts = gather_texts(json.dumps(local).encode(), optimizer.world, optimizer.device)
-    # by name and replica; -1: all replicas
-    seen: dict[tuple[str, int], str] = {}
-    for replica, shared, inner in map(json.loads, texts):
-        values = {(name, -1): value for name, value in shared.items()}
-        values |= {(name, replica): value for name, value in inner.items()}
-        for key, value in values.items():
-            if seen.setdefault(key, value) != value:
+    first_values: dict[tuple[str, int], str] = {}
+    for text in texts:
+        for name, replica, value in json.loads(text):
+            first_value = first_values.setdefault((name, replica), value)
+            if value != first_value:
                 raise UserError.of(
-                    "pipeline.arguments_differ", key=key[0], seen=seen[key], value=value
+                    "pipeline.arguments_differ", key=name, seen=first_value, value=value
                 )
 
 
@@ -169,16 +170,16 @@ def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets:
     try:
         return loss_fn(output, targets)
     except (UserError, torch.OutOfMemoryError):
-        raise
+        raise  # they say what to do already
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        said = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
         if isinstance(output, Tensor):
-            given = f"{list(output.shape)}, {output.dtype}"
+            kind = f"{list(output.shape)}, {output.dtype}"
         else:
-            given = f"a {type(output).__name__}"
+            kind = f"a {type(output).__name__}"
         raise RuntimeError(
-            f"loss_fn failed: {said}; it was given the last stage's output, {given}, and targets "
-            f"{list(targets.shape)}, {targets.dtype}, and must return the loss of each "
+            f"loss_fn failed: {first_line}; it was given the last stage's output, {kind}, and "
+            f"targets {list(targets.shape)}, {targets.dtype}, and must return the loss of each "
             "target, as of logits "
             "[sequence, samples, classes] "
             "nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), "

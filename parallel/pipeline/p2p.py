@@ -151,6 +151,7 @@ class P2P:
             wait_for(pending[0][0])
             pending.popleft()
         tensor = tensor.detach().contiguous()
+        # the ranks of `shared` hold the same message: each sends its share of it
         if self.cut:
             tensor = self.shared.chunk(tensor.view(-1))
         work = dist.isend(

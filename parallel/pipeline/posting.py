@@ -27,15 +27,17 @@ def posts(schedule: Schedule) -> list[dict[Instruction, int]]:
     The schedule must run to its end.
     """
     order = _global_order(schedule)
-    sends: dict[Message | None, int] = {}
+    send_times: dict[Message | None, int] = {}
     for (_, instruction), time in order.items():
         if instruction.op in SENDS:
-            sends[Message.of(instruction)] = time
-    posted = []
+            message = Message.of(instruction)
+            send_times[message] = time
+    posts_by_rank = []
     for rank, program in enumerate(schedule.programs):
         times = [order[rank, instruction] for instruction in program]
-        posted.append(_posts_of_rank(program, times, sends))
-    return posted
+        rank_posts = _posts_of_rank(program, times, send_times)
+        posts_by_rank.append(rank_posts)
+    return posts_by_rank
 
 
 def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
@@ -47,36 +49,42 @@ def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
     while rank < len(next_index):
         start = next_index[rank]
         for instruction in schedule.programs[rank][start:]:
-            if instruction.op in RECEIVES and Message.of(instruction) not in sent:
+            message = Message.of(instruction)
+            if instruction.op in RECEIVES and message not in sent:
                 break
             if instruction.op in SENDS:
-                sent.add(Message.of(instruction))
+                sent.add(message)
             order[rank, instruction] = len(order)
             next_index[rank] += 1
+        has_moved = next_index[rank] > start
         # what a rank sends may let the ranks before it go on
-        moved = next_index[rank] > start
-        rank = 0 if moved and rank > 0 else rank + 1
+        if has_moved and rank > 0:
+            rank = 0
+        else:
+            rank += 1
     return order
 
 
 def _posts_of_rank(
-    program: Program, times: Sequence[int], sends: Mapping[Message | None, int]
+    program: Program, times: Sequence[int], send_times: Mapping[Message | None, int]
 ) -> dict[Instruction, int]:
     """Return the index in `program` before which each receive is posted.
 
-    times: the position of each instruction in the global order. sends: that of each message's send.
+    times: the position of each instruction in the global order.
+    send_times: that of each message's send.
     """
     indices = dict[Instruction, int]()
     earliest = 0
     for index, instruction in enumerate(program):
-        if instruction.op in RECEIVES:
-            sent_at = sends[Message.of(instruction)]
-            post = index
-            while post > earliest and times[post - 1] > sent_at:
-                post -= 1
-            indices[instruction] = post
-            # one message is under way at a time: the next receive stays behind this one
-            earliest = index + 1
+        if instruction.op not in RECEIVES:
+            continue
+        send_time = send_times[Message.of(instruction)]
+        post = index
+        while post > earliest and times[post - 1] > send_time:
+            post -= 1
+        indices[instruction] = post
+        # one message is under way at a time: the next receive stays behind this one
+        earliest = index + 1
     return indices
 
 
@@ -84,19 +92,21 @@ def moved(schedule: Schedule) -> Schedule:
     """Return the schedule with each receive where it is posted: as if it blocked its rank from
     there on."""
     programs = []
-    for program, posted in zip(schedule.programs, posts(schedule), strict=True):
-        programs.append(_move_receives(program, posted))
+    for program, rank_posts in zip(schedule.programs, posts(schedule), strict=True):
+        moved_program = _move_receives(program, rank_posts)
+        programs.append(moved_program)
     return replace(schedule, programs=tuple(programs))
 
 
-def _move_receives(program: Program, posted: Mapping[Instruction, int]) -> Program:
-    """Return `program` with each receive before the instruction whose index `posted` has."""
+def _move_receives(program: Program, rank_posts: Mapping[Instruction, int]) -> Program:
+    """Return `program` with each receive before the instruction whose index `rank_posts` has."""
     moved_program: list[Instruction] = []
-    # receives by the instruction before which they are posted; at most one is posted at a place
-    receives = {index: instruction for instruction, index in posted.items()}
+    # one receive is posted before an instruction at most
+    receives_by_index = {index: receive for receive, index in rank_posts.items()}
     for index, instruction in enumerate(program):
-        if index in receives:
-            moved_program.append(receives[index])
-        if instruction not in posted:
+        receive = receives_by_index.get(index)
+        if receive is not None:
+            moved_program.append(receive)
+        if instruction not in rank_posts:
             moved_program.append(instruction)
     return tuple(moved_program)

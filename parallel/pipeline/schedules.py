@@ -74,12 +74,14 @@ class Schedule:
                 problems += (problem.within(f"line {number}: ") for problem in error.problems)
         rank_of_stage = _first_ranks(programs)
         stages = range(1 + max(rank_of_stage, default=0))
-        missing = [stage for stage in stages if stage not in rank_of_stage]
         if not problems:
-            problems = [Problem.of("pipeline.stage_without_line", stage=stage) for stage in missing]
+            for stage in stages:
+                if stage not in rank_of_stage:
+                    problems.append(Problem.of("pipeline.stage_without_line", stage=stage))
         if problems:
             raise UserError(*problems)
         placement = tuple(rank_of_stage[stage] for stage in stages)
+        # a text with any transfer is taken as it stands, to be checked
         if all(instruction.op in COMPUTATIONS for instruction in chain(*programs)):
             return complete(programs, placement)
         return cls(tuple(programs), placement)
@@ -97,10 +99,10 @@ def _first_ranks(programs: Sequence[Program]) -> dict[int, int]:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of `schedule` and their transfers, for evaluation."""
     forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
-    programs = [
-        tuple(instruction for instruction in program if instruction.op in forward)
-        for program in schedule.programs
-    ]
+    programs: list[Program] = []
+    for program in schedule.programs:
+        forwards = tuple(instruction for instruction in program if instruction.op in forward)
+        programs.append(forwards)
     return Schedule(tuple(programs), schedule.rank_of_stage)
 
 
@@ -116,38 +118,45 @@ def complete(
     """
     programs = []
     for program in computations:
-        last_of_stage = {
-            instruction.stage: instruction
-            for instruction in program
-            if instruction.op in WEIGHT_GRADIENTS
-        }
+        last_of_stage = last_weight_gradients(program)
         completed: list[Instruction] = []
         for instruction in program:
             completed += _with_transfers(instruction, rank_of_stage)
+            # after the send, which the neighbour waits for
             if instruction == last_of_stage.get(instruction.stage):
                 completed.append(Instruction(Op.REDUCE, instruction.stage))
         programs.append(tuple(completed))
     return Schedule(tuple(programs), tuple(rank_of_stage))
 
 
+def last_weight_gradients(program: Sequence[Instruction]) -> dict[int, Instruction]:
+    """Return, by stage, the instruction after which the stage's gradients are final."""
+    last_of_stage: dict[int, Instruction] = {}
+    for instruction in program:
+        if instruction.op in WEIGHT_GRADIENTS:
+            last_of_stage[instruction.stage] = instruction
+    return last_of_stage
+
+
 def _with_transfers(
     instruction: Instruction, rank_of_stage: Sequence[int]
 ) -> Iterator[Instruction]:
     """Yield the receive that `instruction` needs, `instruction`, and the send of its result."""
-    here = rank_of_stage[instruction.stage]
-    # the stage before, or after, is on another rank
-    below = instruction.stage > 0 and rank_of_stage[instruction.stage - 1] != here
-    above = (
-        instruction.stage < len(rank_of_stage) - 1 and rank_of_stage[instruction.stage + 1] != here
-    )
-    if below and instruction.op is Op.FORWARD:
+    stage = instruction.stage
+    rank = rank_of_stage[stage]
+    # stages on one rank hand their tensors over without a transfer
+    from_other_rank = stage > 0 and rank_of_stage[stage - 1] != rank
+    to_other_rank = stage < len(rank_of_stage) - 1 and rank_of_stage[stage + 1] != rank
+    is_forward = instruction.op is Op.FORWARD
+    is_backward = instruction.op in INPUT_GRADIENTS
+    if from_other_rank and is_forward:
         yield instruction._replace(op=Op.RECV_ACTIVATION)
-    if above and instruction.op in INPUT_GRADIENTS:
+    if to_other_rank and is_backward:
         yield instruction._replace(op=Op.RECV_GRADIENT)
     yield instruction
-    if above and instruction.op is Op.FORWARD:
+    if to_other_rank and is_forward:
         yield instruction._replace(op=Op.SEND_ACTIVATION)
-    if below and instruction.op in INPUT_GRADIENTS:
+    if from_other_rank and is_backward:
         yield instruction._replace(op=Op.SEND_GRADIENT)
 
 
@@ -156,22 +165,33 @@ def picture(
 ) -> str:
     """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and
     the rank's note."""
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for rank, program in programs.items():
-        here = at[rank]
-        words = [*map(str, program)]
-        current = words[here] if here < len(words) else "end"
-        before = words[max(0, here - SHOWN_AROUND) : here]
-        if here > SHOWN_AROUND:
-            before = ["...", *before]
-        after = words[here + 1 : here + 1 + SHOWN_AROUND]
-        if here + 1 + SHOWN_AROUND < len(words):
-            after = [*after, "..."]
-        right = " ".join([f"[{current}]", *after])
-        rows.append((f"rank {rank}:", " ".join(before), right, notes.get(rank, "")))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = (
-        f"{rank:<{widths[0]}}  {left:>{widths[1]}} {right:<{widths[2]}}  {note and '<-- ' + note}"
-        for rank, left, right, note in rows
+        before, after = _words_around(program, at[rank])
+        rows.append((f"rank {rank}:", before, after))
+    # the current instructions stand below each other
+    name_width, before_width, after_width = (
+        max(map(len, column)) for column in zip(*rows, strict=True)
     )
-    return "\n".join(line.rstrip() for line in lines)
+    lines: list[str] = []
+    for rank, (name, before, after) in zip(programs, rows, strict=True):
+        line = f"{name:<{name_width}}  {before:>{before_width}} {after:<{after_width}}"
+        if notes.get(rank):
+            line += f"  <-- {notes[rank]}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _words_around(program: Sequence[Instruction], index: int) -> tuple[str, str]:
+    """Return the instructions before number `index`, and that in brackets with those after it."""
+    words = [*map(str, program)]
+    first = max(0, index - SHOWN_AROUND)
+    stop = index + 1 + SHOWN_AROUND
+    before = words[first:index]
+    if first > 0:
+        before.insert(0, "...")
+    current = words[index] if index < len(words) else "end"
+    after = [f"[{current}]", *words[index + 1 : stop]]
+    if stop < len(words):
+        after.append("...")
+    return " ".join(before), " ".join(after)

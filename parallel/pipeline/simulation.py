@@ -88,7 +88,7 @@ def simulate(
     The cost of a send is the transfer time of its message; a receive costs nothing. Every message
     has its own communicator unless `communicator` says otherwise. A rank waits while one
     communicator has `sends` unfinished sends of it.
-    Raises Refused with a picture of all ranks if some instruction can never run.
+    Raises RefusedSchedule with a picture of all ranks if some instruction can never run.
     """
     simulation = _Simulation(schedule, cost, communicator, sends)
     progress = True
@@ -109,12 +109,12 @@ def sends_under_way(schedule: Schedule) -> int:
         if span.instruction.op in SENDS and message is not None:
             channel = Channel.of(message, schedule.rank_of_stage)
             changes[channel] += [(span.start, +1), (span.end, -1)]
-    most = SENDS_UNDER_WAY
+    most_unfinished = SENDS_UNDER_WAY
     for of_channel in changes.values():
         # at equal times the ends come before the starts
         under_way = accumulate(step for _, step in sorted(of_channel))
-        most = max(most, *under_way)
-    return most
+        most_unfinished = max(most_unfinished, *under_way)
+    return most_unfinished
 
 
 def bubble(spans: Sequence[Span]) -> float:
@@ -138,10 +138,11 @@ def idle(spans: Sequence[Span]) -> list[float]:
     """Return, by rank, the idle fraction of the step, from the first computation of all ranks to
     the last."""
     ranks = _computations_by_rank(spans)
-    everything = [span for computations in ranks for span in computations]
-    start = min(span.start for span in everything)
-    end = max(span.end for span in everything)
-    return [1 - _total(computations) / (end - start) for computations in ranks]
+    all_spans = [*chain(*ranks)]
+    start = min(span.start for span in all_spans)
+    end = max(span.end for span in all_spans)
+    step_time = end - start
+    return [1 - _total(computations) / step_time for computations in ranks]
 
 
 def _total(spans: Sequence[Span]) -> float:
@@ -194,31 +195,35 @@ def _message_memory(
     unused: set[Message] = set()
     to_come = sum(instruction.op in RECEIVES for instruction in program)
     for instruction in program:
+        _, stage, microbatch = instruction
+        # a computation takes the message that it was sent
         if instruction.op is Op.FORWARD:
-            unused.discard(
-                Message(MessageType.ACTIVATION, instruction.stage - 1, instruction.microbatch)
-            )
+            unused.discard(Message(MessageType.ACTIVATION, stage - 1, microbatch))
         if instruction.op in INPUT_GRADIENTS:
-            unused.discard(Message(MessageType.GRADIENT, instruction.stage, instruction.microbatch))
+            unused.discard(Message(MessageType.GRADIENT, stage, microbatch))
         posted = 1 if to_come else 0
         unfinished = sum(min(count, sends) for count in sent.values())
         yield message * (len(unused) + posted + unfinished)
-        moved = Message.of(instruction)
-        if moved and instruction.op in RECEIVES:
-            unused.add(moved)
+
+        transferred = Message.of(instruction)
+        if transferred and instruction.op in RECEIVES:
+            unused.add(transferred)
             to_come -= 1
-        elif moved:
-            sent[Channel.of(moved, schedule.rank_of_stage)] += 1
+        elif transferred:
+            channel = Channel.of(transferred, schedule.rank_of_stage)
+            sent[channel] += 1
 
 
 def in_flight(schedule: Schedule) -> list[int]:
     """Return, by rank, the most activations held at once: forwards whose weight gradients are still
     to come."""
-    peaks = peak(
-        schedule,
-        lambda instruction: (instruction.op is Op.FORWARD) - (instruction.op in WEIGHT_GRADIENTS),
-    )
-    return [int(count) for count in peaks]
+
+    def growth(instruction: Instruction) -> int:
+        if instruction.op is Op.FORWARD:
+            return 1
+        return -1 if instruction.op in WEIGHT_GRADIENTS else 0
+
+    return [int(count) for count in peak(schedule, growth)]
 
 
 class _Posted(NamedTuple):
@@ -291,6 +296,7 @@ class _Simulation:
             # a send does not block its rank
             self.next_index[transfer.rank] += 1
         queue.append(transfer)
+        # the other end may wait for this one
         self._transfer(communicator)
         return True
 
@@ -301,8 +307,9 @@ class _Simulation:
             queues = [queue for queue in self.queues[communicator].values() if queue]
             if len(queues) < 2 or queues[0][0].message != queues[1][0].message:
                 return
-            ends = [queue.popleft() for queue in queues]
-            send, receive = sorted(ends, key=lambda posted: posted.instruction.op not in SENDS)
+            send, receive = (queue.popleft() for queue in queues)
+            if receive.instruction.op in SENDS:
+                send, receive = receive, send
             # both ends must have asked, and transfers of a communicator do not overlap
             start = max(send.time, receive.time, self.free_at[communicator])
             end = start + self.cost(send.instruction)
@@ -318,8 +325,8 @@ class _Simulation:
                 del self.crowded[send.rank]
 
     def require_finished(self) -> None:
-        """Raise Refused, with the reason at each rank, if an instruction has not run or a message
-        is not received."""
+        """Raise RefusedSchedule, with the reason at each rank, if an instruction has not run or a
+        message is not received."""
         notes: dict[int, str] = {}
         for rank, program in enumerate(self.programs):
             if self.next_index[rank] < len(program):

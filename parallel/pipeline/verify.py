@@ -28,8 +28,8 @@ HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule) -> None:
-    """Raise Refused, with a picture of all ranks, unless the schedule runs everything once and
-    finishes.
+    """Raise RefusedSchedule, with a picture of all ranks, unless the schedule runs everything once
+    and finishes.
 
     Each stage must run on its own rank. Each forward and each backward, whole or in two halves,
     must occur once, after the instructions that it needs, with its transfers and REDUCE; a schedule
@@ -50,6 +50,7 @@ def check(schedule: Schedule) -> None:
             marks=dict(sorted(marks.items())),
         )
     sends = sends_under_way(schedule)
+    # as it stands, and as if each receive blocked its rank from where it is posted
     for blocking in (schedule, moved(schedule)):
         simulate(
             blocking,
@@ -82,16 +83,17 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     program = schedule.programs[rank]
     present = {*program}
     required = _required(schedule, rank)
-    seen: Counter[Instruction] = Counter()
+    counts: Counter[Instruction] = Counter()
     for index, instruction in enumerate(program):
-        seen[instruction] += 1
+        counts[instruction] += 1
+        # what is absent altogether is named once, as missing
         needed = [needs for needs in _prerequisites(instruction, required) if needs in present]
-        late = [needs for needs in needed if needs not in seen]
+        late = [needs for needs in needed if needs not in counts]
         if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
             yield _Fault(rank, index, note)
         elif instruction not in required:
             yield _Fault(rank, index, f"{instruction} has no purpose here")
-        elif seen[instruction] > 1:
+        elif counts[instruction] > 1:
             yield _Fault(rank, index, f"{instruction} occurs here for the second time")
         elif late:
             yield _Fault(rank, index, f"{instruction} comes before {late[0]}")
@@ -129,6 +131,7 @@ def _required(schedule: Schedule, rank: int) -> dict[Instruction, None]:
             if trains:
                 ops += HALVES if (stage, microbatch) in split else (Op.BACKWARD,)
             computations += [Instruction(op, stage, microbatch) for op in ops]
+    # with the transfers and reductions that these computations imply
     return dict.fromkeys(complete([computations], schedule.rank_of_stage).programs[0])
 
 

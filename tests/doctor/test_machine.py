@@ -35,7 +35,7 @@ def answers(**differs: Any) -> list[dict[str, Any]]:
         "used_by_others": 0,
         "nccl": "2.28",
     }
-    made = [{**usual, "rank": n, "host": HOSTS[n]} for n in range(3)]
+    made = [{**usual, "rank": n, "host": HOSTS[n], "uuid": str(n)} for n in range(3)]
     made[2] |= differs
     return made
 
@@ -60,6 +60,7 @@ def test_more_ranks_than_cores_are_well_with_one_thread_each() -> None:
         ({"torch": "2.12"}, "torch 2.12 on rank 2 on gamma, 2.13 on the others"),
         ({"nccl": "2.27"}, "nccl 2.27 on rank 2 on gamma, 2.28 on the others"),
         ({"cuda": ""}, "cuda is not there on rank 2 on gamma, 13.0 on the others"),
+        ({"uuid": "0"}, "ranks 0 and 2 on alpha and gamma share GPU 0"),
         ({"used_by_others": 2**35}, "other processes use 32.0 GiB of the GPU of rank 2 on gamma"),
         ({"gpu": "H100"}, "rank 2 on gamma has H100, the others H200"),
         ({"threads": 8, "local_ranks": 4}, "4 local ranks x 8 threads on 8 cores of gamma"),

@@ -8,14 +8,26 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.axis import Axis
+from parallel.pipeline.executor import Executor, StageHooks
+from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.p2p import P2P
 from tests.parity.test_command import ROOT, TRAIN, command, own_model
 from tests.ranks import run_ranks
 from tools.config.run_file import RunConfig, load_run
 from tools.verify.parity import ranks
-from tools.verify.parity.hang_watch import Watch, describe_position, odd_ranks, recorded_position
+from tools.verify.parity.hang_watch import (
+    Trail,
+    Watch,
+    describe_position,
+    odd_ranks,
+    recorded_position,
+)
 from tools.verify.parity.layouts import fitted, requested_layouts
 from tools.verify.parity.ranks import PENDING, Run, corpus_of, run_together
 from tools.verify.parity.record import Plan, record
@@ -89,6 +101,26 @@ def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_modu
     assert "mine.py" in said[0]
     assert "instruction F0.0, layers.0" in said[0]
     assert re.match("rank 1 waits in (sum|gather) over tp at ", said[1])
+
+
+def test_a_wait_within_an_instruction_is_recorded_with_it() -> None:
+    trail = Trail()
+    waits: list[dict[str, Any]] = []
+
+    class Waiting(StageHooks):
+        def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+            trail.begin()
+            waits.append(trail.now())
+            trail.end()
+            return torch.ones(())
+
+    links = P2P.open(Axis("pp"), (0,), (), torch.float32)
+    program = (Instruction(Op.FORWARD, 0, 2),)
+    with torch.no_grad():
+        Executor(program, links, Waiting(), position=trail.position).run()
+    assert waits[0]["instruction"] == "F0.2"
+    trail.begin()
+    assert "instruction" not in trail.now(), "the passes are over"
 
 
 # --- from end to end

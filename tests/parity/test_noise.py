@@ -14,6 +14,7 @@ from tools.verify.parity.noise import (
     LOW_PRECISION_SLACK,
     WIDEST_FLOAT64_BOUND,
     Noise,
+    ReferenceValues,
     count_rounding_elements,
     count_zeros,
     rounding_mask,
@@ -53,7 +54,7 @@ def test_the_bound_is_what_rounding_does_there_and_nothing_is_told_where_that_is
     theirs = {"a": torch.ones(4).double(), "b": torch.ones(4).double()}
     scale = {"a": 2.0, "b": 2.0}
     shaken = {"a": theirs["a"] + 1e-16, "b": theirs["b"] + 1e-7}
-    bounds = Noise().tensor_bounds(theirs, shaken, None, scale)
+    bounds = Noise().tensor_bounds(ReferenceValues(theirs, shaken), scale)
     assert bounds["a"] == FLOAT64_TOLERANCE
     assert bounds["b"] == pytest.approx(FLOAT64_SLACK * 1e-7)
     assert bounds["b"] > WIDEST_FLOAT64_BOUND
@@ -68,7 +69,8 @@ def test_a_bound_in_the_runs_own_precision_is_what_rounding_does_in_any_layer_an
     scale = dict.fromkeys(truth, 2.0)
     own = {name: t + 0.01 for name, t in truth.items()}
     moved = {**own, "layers.1.bias": truth["layers.1.bias"] + 0.09}
-    bounds = Noise(epsilon=0.001).tensor_bounds(own, None, truth, scale, [own, moved])
+    values = ReferenceValues(own, float64=truth, draws=[own, moved])
+    bounds = Noise(epsilon=0.001).tensor_bounds(values, scale)
     assert (
         bounds["layers.0.bias"]
         == bounds["layers.1.bias"]

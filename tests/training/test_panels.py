@@ -8,8 +8,19 @@ from typing import Any
 
 import pytest
 
-from tools.analysis.plots.charts import STRETCH_WIDTH, WIDTH, Chart, Row, draw_rows, short
-from tools.analysis.plots.drawing import to_themed_svg
+from tools.analysis.plots.charts import (
+    STRETCH_WIDTH,
+    WIDTH,
+    Box,
+    Chart,
+    Row,
+    Series,
+    draw_chart,
+    draw_rows,
+    round_numbers,
+    short,
+)
+from tools.analysis.plots.drawing import Trail, to_themed_svg
 from tools.analysis.plots.training_plot import Over, mean_width, pictures, plot_run, smoothed
 
 
@@ -99,8 +110,24 @@ def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
     assert max(len(drawn(chart)) for chart in long.charts) < 2 * stretches * 2 * 16 + 9000
 
 
-def drawn(chart: Chart) -> str:
-    return to_themed_svg(draw_rows("", [Row([chart], 1, 200)]), chart.title)
+def test_a_curve_beyond_its_axes_stays_at_their_edge() -> None:
+    series = Series("", [0, 1, 2, 3], [0.5, 90.0, -90.0, 0.5], color="peak")
+    axes = Box(50, 30, 100, 40)
+    shapes = draw_chart(Chart("", [series], y_range=(0.0, 1.0)), axes)
+    (curve,) = (one for one in shapes if isinstance(one, Trail) and one.color == "peak")
+    heights = [point[1] for point in curve.points if point]
+    assert heights == [axes.bottom - 20, axes.top, axes.bottom, axes.bottom - 20]
+
+
+def test_the_narrowest_chart_has_several_ticks() -> None:
+    series = Series("", [1, 80], [0.0, 0.84])
+    texts = re.findall(r">([^<]*)</text>", drawn(Chart("", [series], x_range=(1, 80)), columns=4))
+    assert {"20", "40", "60", "80"} <= set(texts) and {"0", "0.2", "0.4"} <= set(texts)
+    assert round_numbers(1, 80, 4) == [20, 40, 60, 80]
+
+
+def drawn(chart: Chart, columns: int = 1) -> str:
+    return to_themed_svg(draw_rows("", [Row([chart], columns, 200)]), chart.title)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

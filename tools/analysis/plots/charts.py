@@ -7,11 +7,14 @@ the curves of a report.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from tools.analysis.plots.drawing import Drawing, Line, Point, Rect, Shape, Text, Trail, text_width
 
 WIDTH = 1100.0  # of a drawing
+FIRST_ROW = 8.0  # top of the first row of charts
+BELOW_TITLE = 34.0  # top of the first row below a title
 # around the axes of a chart, for labels
 LEFT = 66.0
 RIGHT = 26.0
@@ -21,11 +24,18 @@ LABEL_HEIGHT = 16.0  # of the label below the ticks
 # A longer series is thinned to one stretch for so many pixels; of each stretch the lowest and the
 # highest value are drawn.
 STRETCH_WIDTH = 2.0
-X_TICK_SPACING = 62.0
-Y_TICK_SPACING = 30.0
+# the least distance of two ticks: labels of six characters fit in, and two rows of digits
+X_TICK_SPACING = 45.0
+Y_TICK_SPACING = 24.0
 # numbers from here on are written with a unit: of the axes of y and x
 LARGE = 1e4
 LARGE_STEP = 1e5
+UNITS = (
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+)
 LEGEND_SIZE = 10.5  # of its text
 LEGEND_ROW = 15.0  # height
 LEGEND_SIGN = 21.0  # width of the piece of a line before a name
@@ -149,32 +159,18 @@ class Frame:
     def __init__(self, chart: Chart, plot_area: Box) -> None:
         self.chart = chart
         self.box = plot_area
-        self.x_range = chart.x_range or _finite_range(
-            x_value for one in chart.series for x_value in one.x
-        )
-        if chart.y_range:
-            self.y_range = chart.y_range
-            return
-        values = [y_value for one in chart.series for y_value in one.y]
-        lowest, highest = _finite_range(
-            chart.scaled(y_value) for y_value in values if not math.isnan(y_value)
-        )
-        if chart.from_zero:
-            lowest = 0.0
-        margin = 0.06 * (highest - lowest) or 0.5
-        self.y_range = (lowest if chart.from_zero else lowest - margin, highest + margin)
+        x_values = chain.from_iterable(series.x for series in chart.series)
+        self.x_range = chart.x_range or finite_range(x_values) or (0.0, 1.0)
+        self.y_range = chart.y_range or _y_range(chart)
 
     def x_pixel(self, x_value: float) -> float:
-        lowest, highest = self.x_range
-        share = (x_value - lowest) / (highest - lowest) if highest > lowest else 0.5
-        return self.box.left + self.box.width * share
+        return self.box.left + self.box.width * _share(x_value, self.x_range)
 
     def y_pixel(self, y_value: float) -> float:
-        lowest, highest = self.y_range
-        share = (
-            (self.chart.scaled(y_value) - lowest) / (highest - lowest) if highest > lowest else 0.5
-        )
-        return self.box.bottom - self.box.height * share
+        share = _share(self.chart.scaled(y_value), self.y_range)
+        # what is beyond the axes stays at their edge: it would lie over the charts beside them
+        visible_share = min(max(share, 0.0), 1.0)
+        return self.box.bottom - self.box.height * visible_share
 
     def level(self, y: float) -> list[Point]:
         """Return the ends of a horizontal line through the chart."""
@@ -187,9 +183,38 @@ class Frame:
         return [(pixel, self.box.top), (pixel, self.box.bottom)]
 
 
-def _finite_range(values: Iterable[float]) -> tuple[float, float]:
-    finite = [value for value in values if not math.isnan(value)]
-    return (min(finite), max(finite)) if finite else (0.0, 1.0)
+def _share(value: float, shown_range: tuple[float, float]) -> float:
+    """Return how far along a range a value lies: 0 at its begin, 1 at its end."""
+    lowest, highest = shown_range
+    if highest <= lowest:
+        return 0.5
+    return (value - lowest) / (highest - lowest)
+
+
+def _y_range(chart: Chart) -> tuple[float, float]:
+    """Return the lowest and the highest value of y, with a margin, in units of the axis."""
+    values = chain.from_iterable(series.y for series in chart.series)
+    scaled_values = [chart.scaled(y_value) for y_value in values if not math.isnan(y_value)]
+    lowest, highest = finite_range(scaled_values) or (0.0, 1.0)
+    if chart.from_zero:
+        lowest = 0.0
+    margin = 0.06 * (highest - lowest) or 0.5
+    if chart.from_zero:
+        return lowest, highest + margin
+    return lowest - margin, highest + margin
+
+
+def finite_or_nan(value: object) -> float:
+    """Return a number of a record; NaN for one that is not finite, which a record has as a text."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return math.nan
+
+
+def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
+    """Return the lowest and the highest number; None if there is none but NaN."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return (min(numbers), max(numbers)) if numbers else None
 
 
 @dataclass(frozen=True)
@@ -200,24 +225,28 @@ class Row:
     columns: int
     height: float
 
+    def areas(self, top: float, width: float) -> list[Box]:
+        """Return where the axes of each chart are, in a row of this width that begins at `top`."""
+        cell_width = width / self.columns
+        axes_width = cell_width - LEFT - RIGHT
+        axes_top = top + max(_header_height(chart, axes_width) for chart in self.charts)
+        lefts = [column * cell_width + LEFT for column in range(len(self.charts))]
+        return [Box(left, axes_top, axes_width, self.height) for left in lefts]
+
 
 def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
     drawing = Drawing(width, 0)
-    y_value = 8.0
+    row_top = FIRST_ROW
     if title:
         drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
-        y_value = 34.0
+        row_top = BELOW_TITLE
     for row in rows:
-        cell = (width - right) / row.columns
-        box_width = cell - LEFT - RIGHT
-        headers = [_header_height(chart, box_width) for chart in row.charts]
-        axes_top = y_value + max(headers)
-        for column, chart in enumerate(row.charts):
-            plot_area = Box(column * cell + LEFT, axes_top, box_width, row.height)
-            drawing.shapes += draw_chart(chart, plot_area)
-        y_value = axes_top + row.height + max(_footer_height(chart) for chart in row.charts)
-    drawing.height = y_value
+        areas = row.areas(row_top, width - right)
+        for chart, area in zip(row.charts, areas, strict=True):
+            drawing.shapes += draw_chart(chart, area)
+        row_top = areas[0].bottom + max(map(_footer_height, row.charts))
+    drawing.height = row_top
     return drawing
 
 
@@ -248,36 +277,61 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for x_value in chart.resumed:
         yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
     for level in chart.levels:
-        yield Trail(frame.level(level.y), level.color, 1.0, dash=level.dash)
+        line = frame.level(level.y)
+        yield Trail(line, level.color, 1.0, dash=level.dash)
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
-        # of very many, evenly chosen ones: more would not be seen
-        every = 1 + len(crosses.x) // int(plot_area.width / STRETCH_WIDTH)
-        height = plot_area.bottom - crosses.lift
-        centers = [(frame.x_pixel(x_value), height) for x_value in crosses.x[::every]]
-        yield _draw_crosses(centers, crosses.color)
+        yield _crosses_on_axis(frame, crosses)
     for x_value, y_value, text in chart.notes:
         # below and to the right of the point, where the curve seldom is
-        yield Text(frame.x_pixel(x_value) + 8, frame.y_pixel(y_value) + 12, text, 11)
+        note_left = frame.x_pixel(x_value) + 8
+        baseline = frame.y_pixel(y_value) + 12
+        yield Text(note_left, baseline, text, 11)
+
+
+def _crosses_on_axis(frame: Frame, crosses: Crosses) -> Trail:
+    max_crosses = int(frame.box.width / STRETCH_WIDTH)
+    # of very many, evenly chosen ones: more would not be seen
+    spacing = 1 + len(crosses.x) // max_crosses
+    height = frame.box.bottom - crosses.lift
+    shown = crosses.x[::spacing]
+    centers = [(frame.x_pixel(x_value), height) for x_value in shown]
+    return _draw_crosses(centers, crosses.color)
 
 
 def _band(frame: Frame, band: tuple[float, float]) -> Rect:
     """Return the shaded part of the axes between two values of y, as far as it is shown."""
-    area = frame.box
-    bottom = min(frame.y_pixel(band[0]), area.bottom)
-    top = max(frame.y_pixel(band[1]), area.top)
-    return Rect(area.left, top, area.width, bottom - top, "other1", opacity=0.08)
+    lowest, highest = band
+    bottom = frame.y_pixel(lowest)
+    top = frame.y_pixel(highest)
+    height = bottom - top
+    return Rect(frame.box.left, top, frame.box.width, height, "other1", opacity=0.08)
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
     """Yield a grid line and a label for each tick, and the axes."""
     area = frame.box
     for y_value, label in _y_ticks(frame):
+        baseline = frame.y_pixel(y_value) + 4
         yield _grid_line(*frame.level(y_value))
-        yield Text(area.left - 7, frame.y_pixel(y_value) + 4, label, anchor="end")
-    baseline = area.bottom + 16
-    tick_count = max(2, int(area.width / X_TICK_SPACING))
+        yield Text(area.left - 7, baseline, label, anchor="end")
+    yield from _x_ticks(frame)
+
+    top_left = (area.left, area.top)
+    corner = (area.left, area.bottom)
+    bottom_right = (area.right, area.bottom)
+    yield Trail([top_left, corner, bottom_right], "ink", 0.9)
+    if frame.chart.x_label:
+        center = area.left + area.width / 2
+        label_baseline = area.bottom + _footer_height(frame.chart) - 8
+        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
+
+
+def _x_ticks(frame: Frame) -> Iterator[Shape]:
+    """Yield a grid line for each tick of the horizontal axis, its label, and a note below that."""
+    baseline = frame.box.bottom + 16
+    tick_count = max(2, int(frame.box.width / X_TICK_SPACING))
     for x_value in round_numbers(*frame.x_range, tick_count):
         pixel = frame.x_pixel(x_value)
         label = short(x_value) if x_value >= LARGE_STEP else f"{x_value:,g}"
@@ -286,12 +340,6 @@ def _axes(frame: Frame) -> Iterator[Shape]:
         note = frame.chart.tick_notes.get(x_value)
         if note:
             yield Text(pixel, baseline + LABEL_HEIGHT, note, color="faint", anchor="middle")
-    corner = (area.left, area.bottom)
-    yield Trail([(area.left, area.top), corner, (area.right, area.bottom)], "ink", 0.9)
-    if frame.chart.x_label:
-        center = area.left + area.width / 2
-        label_baseline = area.bottom + _footer_height(frame.chart) - 8
-        yield Text(center, label_baseline, frame.chart.x_label, anchor="middle")
 
 
 def _grid_line(start: Point, end: Point) -> Line:
@@ -302,22 +350,27 @@ def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
     """Yield the values of ticks and their labels: powers of the base on a logarithmic axis."""
     chart = frame.chart
     lowest, highest = frame.y_range
-    count = max(2, int(frame.box.height / Y_TICK_SPACING))
+    tick_count = max(2, int(frame.box.height / Y_TICK_SPACING))
     if not chart.base:
-        for y_value in round_numbers(lowest, highest, count):
-            yield y_value, short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
+        for y_value in round_numbers(lowest, highest, tick_count):
+            label = short(y_value) if abs(y_value) >= LARGE else f"{y_value:.4g}"
+            yield y_value, label
         return
+
     if chart.linear_below:
         yield 0.0, "0"
         for exponent in range(math.floor(highest)):
             y_value = chart.linear_below * chart.base**exponent
             yield y_value, f"{y_value:g}"
         return
-    spacing = max(1, math.ceil((highest - lowest) / count))
+
+    spacing = max(1, math.ceil((highest - lowest) / tick_count))
     for exponent in range(math.ceil(lowest), math.floor(highest) + 1):
-        if exponent % spacing == 0:
-            label = f"{chart.base}{str(exponent).translate(SUPERSCRIPTS)}"
-            yield float(chart.base) ** exponent, label
+        if exponent % spacing:
+            continue
+        superscript = str(exponent).translate(SUPERSCRIPTS)
+        label = f"{chart.base}{superscript}"
+        yield float(chart.base) ** exponent, label
 
 
 def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
@@ -327,33 +380,40 @@ def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
     tick_step = round_step((highest - lowest) / count)
     first = math.ceil(lowest / tick_step - 1e-9)
     last = math.floor(highest / tick_step + 1e-9)
-    return [row_number * tick_step for row_number in range(first, last + 1)]
+    return [multiple * tick_step for multiple in range(first, last + 1)]
 
 
 def round_step(length: float) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
     power = 10.0 ** math.floor(math.log10(length))
     least = length * (1 - 1e-9)  # a length that is round but for rounding
-    return next(power * unit for unit in (1, 2, 5, 10) if power * unit >= least)
+    round_steps = [power * factor for factor in (1, 2, 5, 10)]
+    return next(step for step in round_steps if step >= least)
 
 
-def short(row_number: float) -> str:
+def short(number: float) -> str:
     """Return a number with three digits and a unit: 1.23 M."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if row_number >= unit:
-            return f"{row_number / unit:.3g} {name}"
-    return f"{row_number:.3g}"
+    for unit, name in UNITS:
+        if number >= unit:
+            multiple = number / unit
+            return f"{multiple:.3g} {name}"
+    return f"{number:.3g}"
 
 
 def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
     """Yield the line of a series, and its markers."""
     points: list[Point | None] = []
-    for x_value, y_value in _thinned_points(series, int(frame.box.width / STRETCH_WIDTH)):
-        is_gap = math.isnan(x_value) or math.isnan(y_value)
-        points.append(None if is_gap else (frame.x_pixel(x_value), frame.y_pixel(y_value)))
+    max_stretches = int(frame.box.width / STRETCH_WIDTH)
+    for x_value, y_value in _thinned_points(series, max_stretches):
+        if math.isnan(x_value) or math.isnan(y_value):
+            points.append(None)
+        else:
+            points.append((frame.x_pixel(x_value), frame.y_pixel(y_value)))
     if series.joined:
-        line = list(_as_steps(points, frame.box.right)) if frame.chart.stepped else points
-        yield Trail(line, series.color, series.width, series.opacity, series.dash)
+        corners = points
+        if frame.chart.stepped:
+            corners = list(_as_steps(points, frame.box.right))
+        yield Trail(corners, series.color, series.width, series.opacity, series.dash)
     marked = [point for point in points if point]
     if series.marker == "cross":
         yield _draw_crosses(marked, series.color)
@@ -376,15 +436,20 @@ def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | No
 
 
 def _draw_dot(center: Point, color: str) -> Rect:
-    x_value, y_value = center
-    return Rect(x_value - DOT, y_value - DOT, 2 * DOT, 2 * DOT, color, DOT)
+    x, y = center
+    diameter = 2 * DOT
+    return Rect(x - DOT, y - DOT, diameter, diameter, color, DOT)
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
     points: list[Point | None] = []
-    for x_value, y_value in centers:
-        points += [(x_value - CROSS, y_value - CROSS), (x_value + CROSS, y_value + CROSS), None]
-        points += [(x_value - CROSS, y_value + CROSS), (x_value + CROSS, y_value - CROSS), None]
+    for x, y in centers:
+        left = x - CROSS
+        right = x + CROSS
+        top = y - CROSS
+        bottom = y + CROSS
+        points += [(left, top), (right, bottom), None]
+        points += [(left, bottom), (right, top), None]
     return Trail(points, color, 1.5)
 
 
@@ -398,33 +463,33 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
     for stretch in range(max_stretches):
         start = stretch * count // max_stretches
         stop = (stretch + 1) * count // max_stretches
-        numbers = [i for i in range(start, stop) if not math.isnan(series.y[i])]
-        if not numbers:
+        y_of_index: dict[int, float] = {}
+        for index in range(start, stop):
+            if not math.isnan(series.y[index]):
+                y_of_index[index] = series.y[index]
+        if not y_of_index:
             yield series.x[start], math.nan
             continue
-        lowest = min(numbers, key=series.y.__getitem__)
-        highest = max(numbers, key=series.y.__getitem__)
-        for row_number in sorted({lowest, highest}):
-            yield series.x[row_number], series.y[row_number]
+        lowest = min(y_of_index, key=y_of_index.__getitem__)
+        highest = max(y_of_index, key=y_of_index.__getitem__)
+        for index in sorted({lowest, highest}):
+            yield series.x[index], y_of_index[index]
 
 
 def _legend_entries(chart: Chart) -> list[Series]:
     """Return what the legend names, each as a series without values that looks like it."""
-    entries = [series for series in chart.series if series.label]
-    entries += [
-        Series(level.label, (), (), level.color, 1.2, dash=level.dash)
-        for level in chart.levels
-        if level.label
-    ]
+    entries = list(chart.series)
+    for level in chart.levels:
+        entries.append(Series(level.label, (), (), level.color, 1.2, dash=level.dash))
     if chart.resumed:
         entries.append(Series("resumed", (), (), "faint", 1.2, dash=DOTTED))
-    entries += [
-        Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
-        for crosses in chart.crosses
-        if crosses.x and crosses.label
-    ]
-    entries += [Series(hint, (), (), joined=False) for hint in chart.hints]
-    return entries
+    for crosses in chart.crosses:
+        if crosses.x:
+            sign = Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
+            entries.append(sign)
+    for hint in chart.hints:
+        entries.append(Series(hint, (), (), joined=False))
+    return [entry for entry in entries if entry.label]
 
 
 def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
@@ -436,9 +501,12 @@ def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
     # the title stands on the left of the lowest row
     available = width - text_width(chart.title, TITLE_SIZE) - LEGEND_GAP
     rows: list[list[Series]] = [[]]
+    row_width = 0.0
     for entry in entries:
-        if rows[-1] and sum(map(_entry_width, [*rows[-1], entry])) > available:
+        row_width += _entry_width(entry)
+        if rows[-1] and row_width > available:
             rows.append([])
+            row_width = _entry_width(entry)
         rows[-1].append(entry)
     return rows
 
@@ -454,16 +522,21 @@ def _legend(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for row_number, row in enumerate(rows):
         rows_below = len(rows) - 1 - row_number
         baseline = plot_area.top - TITLE_LIFT - LEGEND_ROW * rows_below
-        middle = baseline - 4  # of the height of letters
-        entry_end = plot_area.right
+        entry_left = plot_area.right
         for entry in reversed(row):
-            entry_end -= _entry_width(entry)
-            start = entry_end + LEGEND_GAP
-            text_start = start + LEGEND_SIGN
-            sign_end = text_start - 5
-            if entry.joined:
-                line = [(start, middle), (sign_end, middle)]
-                yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
-            elif entry.marker:
-                yield _draw_crosses([((start + sign_end) / 2, middle)], entry.color)
-            yield Text(text_start, baseline, entry.label, LEGEND_SIZE)
+            entry_left -= _entry_width(entry)
+            yield from _legend_entry(entry, entry_left + LEGEND_GAP, baseline)
+
+
+def _legend_entry(entry: Series, sign_left: float, baseline: float) -> Iterator[Shape]:
+    """Yield a piece of the line or a cross, and the name."""
+    text_left = sign_left + LEGEND_SIGN
+    sign_right = text_left - 5
+    middle = baseline - 4  # of the height of letters
+    if entry.joined:
+        line = [(sign_left, middle), (sign_right, middle)]
+        yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
+    elif entry.marker:
+        center = (sign_left + sign_right) / 2
+        yield _draw_crosses([(center, middle)], entry.color)
+    yield Text(text_left, baseline, entry.label, LEGEND_SIZE)

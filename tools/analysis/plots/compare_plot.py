@@ -8,16 +8,13 @@ differences from it.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.analysis.plots.charts import (
-    LEFT,
-    LEGEND_ROW,
-    RIGHT,
-    TOP,
+    FIRST_ROW,
     WIDTH,
-    Box,
     Chart,
     Crosses,
     Frame,
@@ -25,6 +22,7 @@ from tools.analysis.plots.charts import (
     Row,
     Series,
     draw_rows,
+    finite_range,
 )
 from tools.analysis.plots.drawing import Drawing, Line, Shape, Text, text_width
 from tools.analysis.plots.training_plot import (
@@ -118,9 +116,11 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     # room for the names, however long
     names_width = max(text_width(curve.name, LABEL_SIZE) for curve in curves)
     width = WIDTH + names_width
-    drawing = draw_rows("", [Row([chart], 1, 440)], width, right=names_width + FINALS_WIDTH)
-    box = Box(LEFT, TOP + LEGEND_ROW + 8, width - names_width - FINALS_WIDTH - LEFT - RIGHT, 440)
-    drawing.shapes += _label_ends(Frame(chart, box), curves, colors, drawing.width - MARGIN)
+    right = names_width + FINALS_WIDTH
+    row = Row([chart], 1, 440)
+    drawing = draw_rows("", [row], width, right)
+    (area,) = row.areas(FIRST_ROW, width - right)
+    drawing.shapes += _label_ends(Frame(chart, area), curves, colors, width - MARGIN)
     return drawing
 
 
@@ -160,8 +160,9 @@ def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> 
         losses = values(curve.records, "loss")
         means = smoothed(losses, mean_width(len(losses)))
         finite = [mean for mean in means if not math.isnan(mean)]
-        # a run without a loss is named below the others
-        height = frame.y_pixel(finite[-1]) if finite else frame.box.bottom
+        height = frame.box.bottom  # a run without a loss is named below the others
+        if finite:
+            height = frame.y_pixel(finite[-1])
         yield _LineEnd(height, curve, color)
 
 
@@ -187,17 +188,14 @@ def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
 
 def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     """Return the charts with axes that fit the means of all of them."""
-    losses: list[float] = []
-    x_values: list[float] = []
-    for chart in charts:
-        mean = chart.series[-1]
-        losses += [loss for loss in mean.y if not math.isnan(loss)]
-        x_values += mean.x
-    if not losses or max(losses) == min(losses):
+    means = [chart.series[-1] for chart in charts]
+    loss_range = finite_range(chain.from_iterable(mean.y for mean in means))
+    if loss_range is None or loss_range[0] == loss_range[1]:
         return list(charts)
-    margin = 0.1 * (max(losses) - min(losses))
-    y_range = (min(losses) - margin, max(losses) + margin)
-    x_range = (min(x_values), max(x_values))
+    lowest, highest = loss_range
+    margin = 0.1 * (highest - lowest)
+    y_range = (lowest - margin, highest + margin)
+    x_range = finite_range(chain.from_iterable(mean.x for mean in means))
     return [replace(chart, y_range=y_range, x_range=x_range) for chart in charts]
 
 

@@ -213,6 +213,8 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     by_kind: dict[type[Shape], list[Any]] = {Rect: [], Line: [], Trail: [], Text: []}
     for shape in drawing.shapes:
         by_kind[type(shape)].append(shape)
+    lines = [_as_trail(line) for line in by_kind[Line]]
+    axes.add_collection(LineCollection(**_line_fields(lines, to_rgba), zorder=1))
     rects: list[Rect] = by_kind[Rect]
     boxes = PatchCollection(
         [_rounded_box(rect, FancyBboxPatch) for rect in rects],
@@ -221,22 +223,28 @@ def _save_png(drawing: Drawing, path: Path) -> None:
         zorder=2,
     )
     axes.add_collection(boxes)
-    lines = [_as_trail(line) for line in by_kind[Line]]
-    for order, trails in ((1, lines), (3, by_kind[Trail])):
-        # a trail once for each of its strokes
-        stroked = [(trail, stroke) for trail in trails for stroke in trail.strokes()]
-        collection = LineCollection(
-            [stroke for _, stroke in stroked],
-            colors=[to_rgba(_hex_color(trail.color), trail.opacity) for trail, _ in stroked],
-            linewidths=[trail.width * POINTS_PER_PIXEL for trail, _ in stroked],
-            linestyles=[_line_style(trail) for trail, _ in stroked],
-            joinstyle="round",
-            zorder=order,
-        )
-        axes.add_collection(collection)
+    axes.add_collection(LineCollection(**_line_fields(by_kind[Trail], to_rgba), zorder=3))
     for text in by_kind[Text]:
         _add_text(axes, text)
     figure.savefig(path, dpi=2 * DPI)  # two pixels for one, for sharp screens
+
+
+def _line_fields(trails: Sequence[Trail], to_rgba: Any) -> dict[str, Any]:
+    """Return the arguments of matplotlib's LineCollection for these trails."""
+    fields: dict[str, Any] = {
+        "segments": [],
+        "colors": [],
+        "linewidths": [],
+        "linestyles": [],
+        "joinstyle": "round",
+    }
+    for trail in trails:
+        for stroke in trail.strokes():
+            fields["segments"].append(stroke)
+            fields["colors"].append(to_rgba(_hex_color(trail.color), trail.opacity))
+            fields["linewidths"].append(trail.width * POINTS_PER_PIXEL)
+            fields["linestyles"].append(_line_style(trail))
+    return fields
 
 
 def _hex_color(color: str) -> str:

@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.analysis.plots.charts import DASHED, DOTTED, Chart, Level, Row, Series, draw_rows
+from tools.analysis.plots.charts import (
+    DASHED,
+    DOTTED,
+    Chart,
+    Level,
+    Row,
+    Series,
+    draw_rows,
+    finite_or_nan,
+)
 from tools.analysis.plots.drawing import has_matplotlib
 from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
@@ -53,11 +62,11 @@ def _steps(events: Sequence[Event]) -> list[int]:
 
 def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
     percent_limit = 100 * alarm_limit
-    gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in events]
+    gaps = [100 * finite_or_nan(event["loss_gap"]) for event in events]
     series = [Series("", _steps(events), gaps, marker="dot")]
     alarmed = [event for event in events if event["alarms"]]
     if alarmed:
-        alarmed_gaps = [100 * _finite_or_nan(event["loss_gap"]) for event in alarmed]
+        alarmed_gaps = [100 * finite_or_nan(event["loss_gap"]) for event in alarmed]
         crosses = Series(
             "alarm", _steps(alarmed), alarmed_gaps, "red", marker="cross", joined=False
         )
@@ -78,8 +87,9 @@ def _with_limits(
 
     limits: of the band; infinite where there is none. text: the limits in words.
     """
-    values = [y_value for one in series for y_value in one.y if not math.isnan(y_value)]
-    values += [level.y for level in levels]
+    values = [level.y for level in levels]
+    for one_series in series:
+        values += [y_value for y_value in one_series.y if not math.isnan(y_value)]
     # a cosine has a lower limit only
     finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
     lowest_value = min(values, default=0.0)
@@ -150,7 +160,7 @@ def _worst_of_layers(event: Event) -> dict[int, float]:
         if match:
             layer = int(match[1])
             # in this order: min(x, NaN) is x
-            worst_cosines[layer] = min(_finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
+            worst_cosines[layer] = min(finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
     return worst_cosines
 
 
@@ -170,17 +180,11 @@ def _lost_series(events: Sequence[Event]) -> Iterator[Series]:
     are any."""
     for kind, dash in (("saturated", ()), ("underflowed", DOTTED)):
         for role, color in ROLE_COLORS.items():
-            worst_cosines = [100 * _largest(event[kind], f".{role}") for event in events]
-            if any(worst_cosines):
-                yield Series(
-                    f"{role}s {kind}", _steps(events), worst_cosines, color, 1.3, dash=dash
-                )
+            percentages = [100 * _largest(event[kind], f".{role}") for event in events]
+            if any(percentages):
+                yield Series(f"{role}s {kind}", _steps(events), percentages, color, 1.3, dash=dash)
 
 
 def _largest(ratios: dict[str, float | str], ending: str) -> float:
-    finite = [_finite_or_nan(ratio) for name, ratio in ratios.items() if name.endswith(ending)]
-    return max(finite, default=0.0)
-
-
-def _finite_or_nan(value: float | str) -> float:
-    return float(value) if math.isfinite(float(value)) else math.nan
+    of_ending = [finite_or_nan(ratio) for name, ratio in ratios.items() if name.endswith(ending)]
+    return max(of_ending, default=0.0)

@@ -55,7 +55,7 @@ class Panel:
     @cached_property
     def start(self) -> float:
         """The start of the first computation."""
-        return min((block_span.start for block_span in self.computed), default=0.0)
+        return min((span.start for span in self.computed), default=0.0)
 
     @cached_property
     def length(self) -> float:
@@ -65,32 +65,32 @@ class Panel:
     @cached_property
     def computed(self) -> list[Span]:
         """All spans but transfers."""
-        return [
-            block_span for block_span in self.spans if Message.of(block_span.instruction) is None
-        ]
+        return [span for span in self.spans if Message.of(span.instruction) is None]
 
-    def of_rank(self, rank_number: int) -> list[Span]:
+    def of_rank(self, rank: int) -> list[Span]:
         """Return the computations of one rank, in order."""
-        return self._by_rank[rank_number]
+        return self._by_rank[rank]
 
     @cached_property
     def max_held(self) -> int:
         """The largest number of activations that any rank holds."""
         largest = 0
-        for block_spans in self._by_rank:
-            largest = max(largest, *(num_held for _, num_held in _held_activations(block_spans)))
+        for spans in self._by_rank:
+            for _, num_held in _held_activations(spans):
+                largest = max(largest, num_held)
         return largest
 
     @cached_property
     def _by_rank(self) -> list[list[Span]]:
-        ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
-        for block_span in sorted(self.computed, key=lambda block_span: block_span.start):
-            ranks[block_span.rank].append(block_span)
-        return ranks
+        by_rank: list[list[Span]] = [[] for _ in range(self.ranks)]
+        in_order = sorted(self.computed, key=lambda span: span.start)
+        for span in in_order:
+            by_rank[span.rank].append(span)
+        return by_rank
 
 
-def _last_end(block_spans: Sequence[Span], default: float) -> float:
-    return max((block_span.end for block_span in block_spans), default=default)
+def _last_end(spans: Sequence[Span], default: float) -> float:
+    return max((span.end for span in spans), default=default)
 
 
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
@@ -123,7 +123,7 @@ def _column_ends(panel: Panel) -> list[float]:
     ends: list[float] = []
     text_width = 0.0
     for heading, texts in panel.facts.items():
-        longest = max(len(text) for text in (heading, *texts))
+        longest = max(map(len, (heading, *texts)))
         text_width += max(COLUMN, GAP + LETTER * longest)
         ends.append(LEFT + TRACK + text_width)
     return ends
@@ -134,25 +134,27 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
     present: set[Op] = set()
     has_chunks = False
     for panel in panels:
-        present |= {
-            block_span.instruction.op
-            for block_span in panel.computed
-            if block_span.end > block_span.start
-        }
-        for rank_number in range(panel.ranks):
-            has_chunks |= len(_stages_of(panel.of_rank(rank_number))) > 1
+        for span in panel.computed:
+            if span.end > span.start:
+                present.add(span.instruction.op)
+        for rank in range(panel.ranks):
+            stages = _stages_of(panel.of_rank(rank))
+            has_chunks |= len(stages) > 1
     entries = [look for op, look in LOOKS.items() if op in present]
     left_edge = MARGIN
-    for name, fill_color in [*entries, ("waiting", WAITING), ("held", HELD)]:
+    entries += [("waiting", WAITING), ("held", HELD)]
+    baseline = top_edge + 12
+    for name, fill_color in entries:
         yield Rect(left_edge, top_edge, 14, 14, fill_color, 3)
-        yield Text(left_edge + 20, top_edge + 12, name, 12, INK)
+        yield Text(left_edge + 20, baseline, name, 12, INK)
         left_edge += 42 + 7.2 * len(name)
     if has_chunks:
-        yield Text(left_edge, top_edge + 12, "lighter: a later stage of the same rank", 12, FAINT)
+        hint = "lighter: a later stage of the same rank"
+        yield Text(left_edge, baseline, hint, 12, FAINT)
 
 
-def _stages_of(block_spans: Sequence[Span]) -> list[int]:
-    return sorted({block_span.instruction.stage for block_span in block_spans})
+def _stages_of(spans: Sequence[Span]) -> list[int]:
+    return sorted({span.instruction.stage for span in spans})
 
 
 def _x_of(panel: Panel, time: float, pixels_per_unit: float) -> float:
@@ -165,7 +167,8 @@ def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Itera
     heading_baseline = panel_top + 12
     title = f"{panel.title}, time in {panel.unit}"
     yield Text(MARGIN, heading_baseline, title, 14, INK, bold=True)
-    for column_end, heading in zip(_column_ends(panel), panel.facts, strict=True):
+    column_ends = _column_ends(panel)
+    for column_end, heading in zip(column_ends, panel.facts, strict=True):
         yield Text(column_end, heading_baseline, heading, 12, FAINT, "end")
     rows_top = panel_top + 24
     rows_bottom = rows_top + panel.ranks * PITCH
@@ -175,7 +178,8 @@ def _draw_panel(panel: Panel, panel_top: float, pixels_per_unit: float) -> Itera
         yield from _row(panel, rank, row_top, pixels_per_unit)
     baseline = rows_bottom + 36
     for rank, mark in panel.marks.items():
-        yield Text(MARGIN, baseline, f"rank {rank}: {mark.note}", 13, RED)
+        note = f"rank {rank}: {mark.note}"
+        yield Text(MARGIN, baseline, note, 13, RED)
         baseline += 18
 
 
@@ -188,42 +192,49 @@ def _axis(panel: Panel, top: float, bottom: float, pixels_per_unit: float) -> It
         time = number * tick_step
         x = _x_of(panel, panel.start + time, pixels_per_unit)
         yield Line(x, top - 4, x, bottom, "line")
-        yield Text(x, bottom + 14, f"{time:g}", 11, FAINT, "middle")
+        label = f"{time:g}"
+        yield Text(x, bottom + 14, label, 11, FAINT, "middle")
 
 
 def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Iterator[Shape]:
     """Yield the name of a rank, its blocks, what it holds, its facts and its mark."""
-    rank_spans = panel.of_rank(rank)
-    stages = _stages_of(rank_spans)
+    spans = panel.of_rank(rank)
+    stages = _stages_of(spans)
     baseline = row_top + ROW / 2 + 4
-    yield Text(MARGIN, baseline, f"rank {rank}", 13, INK)
+    name = f"rank {rank}"
+    yield Text(MARGIN, baseline, name, 13, INK)
     # what no block covers is waiting
-    yield Rect(LEFT, row_top, panel.length * pixels_per_unit, ROW, WAITING, 2)
-    for rank_span in rank_spans:
-        chunk = stages.index(rank_span.instruction.stage)
-        block_left = _x_of(panel, rank_span.start, pixels_per_unit)
-        yield from _block(rank_span, chunk, block_left, row_top, pixels_per_unit)
+    full_width = panel.length * pixels_per_unit
+    yield Rect(LEFT, row_top, full_width, ROW, WAITING, 2)
+    for span in spans:
+        chunk = stages.index(span.instruction.stage)
+        block_left = _x_of(panel, span.start, pixels_per_unit)
+        yield from _block(span, chunk, block_left, row_top, pixels_per_unit)
     strip_bottom = row_top + ROW + STRIP + 1.5
-    yield from _held_columns(panel, rank_spans, strip_bottom, pixels_per_unit)
-    for column_end, texts in zip(_column_ends(panel), panel.facts.values(), strict=True):
-        yield Text(column_end, baseline, texts[rank], 13, INK, "end")
+    yield from _held_columns(panel, spans, strip_bottom, pixels_per_unit)
+    column_ends = _column_ends(panel)
+    for column_end, texts in zip(column_ends, panel.facts.values(), strict=True):
+        text = texts[rank]
+        yield Text(column_end, baseline, text, 13, INK, "end")
     if rank in panel.marks:
         # the rank goes wrong after its last computation
-        end_time = _last_end(rank_spans, default=panel.start)
+        end_time = _last_end(spans, default=panel.start)
         x = _x_of(panel, end_time, pixels_per_unit)
+        mark_top = row_top - 4
+        mark_height = ROW + 8  # beyond the blocks above and below
         note = panel.marks[rank].note
-        yield Rect(x, row_top - 4, width=4, height=ROW + 8, fill=RED, round=2, tip=note)
+        yield Rect(x, mark_top, width=4, height=mark_height, fill=RED, round=2, tip=note)
 
 
 def _block(
-    block_span: Span, chunk: int, block_left: float, row_top: float, pixels_per_unit: float
+    span: Span, chunk: int, block_left: float, row_top: float, pixels_per_unit: float
 ) -> Iterator[Shape]:
     """Yield the block of a computation, with its micro-batch if that can be read.
 
     chunk: number of its stage among those of the rank; later ones are lighter.
     """
-    instruction = block_span.instruction
-    duration = block_span.end - block_span.start
+    instruction = span.instruction
+    duration = span.end - span.start
     width = duration * pixels_per_unit
     if width <= 0:
         return
@@ -237,8 +248,9 @@ def _block(
     if instruction.op is Op.REDUCE:
         return  # it is of all micro-batches
     label = str(instruction.microbatch)
+    digit_width = (width - 1.5) / len(label)
     # a digit is 0.64 of its height wide
-    size = min(11.0, (width - 1.5) / (0.64 * len(label)))
+    size = min(11.0, digit_width / 0.64)
     if size >= 7:  # smaller digits cannot be read
         center = block_left + width / 2
         baseline = row_top + ROW / 2 + 0.36 * size
@@ -247,82 +259,91 @@ def _block(
 
 
 def _held_columns(
-    panel: Panel, rank_spans: Sequence[Span], bottom: float, pixels_per_unit: float
+    panel: Panel, spans: Sequence[Span], bottom: float, pixels_per_unit: float
 ) -> Iterator[Shape]:
     """Yield the activations held over time, as columns on a common scale."""
-    for (start, num_held), (end, _) in pairwise(_held_activations(rank_spans)):
-        height = STRIP * num_held / max(panel.max_held, 1)
-        if not height or end <= start:
+    height_of_one = STRIP / max(panel.max_held, 1)
+    changes = _held_activations(spans)
+    for (start, num_held), (end, _) in pairwise(changes):
+        if num_held == 0 or end <= start:
             continue
+        height = num_held * height_of_one
         left = _x_of(panel, start, pixels_per_unit)
         width = (end - start) * pixels_per_unit + 0.3  # no gap to the next column
         tip = f"{num_held} held"
         yield Rect(left, bottom - height, width, height, HELD, tip=tip)
 
 
-def _held_activations(block_spans: Sequence[Span]) -> list[tuple[float, int]]:
+def _held_activations(spans: Sequence[Span]) -> list[tuple[float, int]]:
     """Return (time, activations held from then on) pairs."""
     changes: list[tuple[float, int]] = []
-    for block_span in block_spans:
-        if block_span.instruction.op is Op.FORWARD:
-            changes.append((block_span.start, +1))
-        elif block_span.instruction.op in WEIGHT_GRADIENTS:
-            changes.append((block_span.end, -1))
+    for span in spans:
+        if span.instruction.op is Op.FORWARD:
+            changes.append((span.start, +1))
+        elif span.instruction.op in WEIGHT_GRADIENTS:
+            changes.append((span.end, -1))
     num_held_now = 0
     counts = [(0.0, 0)]
     for time, change in sorted(changes):
         num_held_now += change
         counts.append((time, num_held_now))
-    return [*counts, (_last_end(block_spans, default=0.0), num_held_now)]
+    return [*counts, (_last_end(spans, default=0.0), num_held_now)]
 
 
 def _lighten(fill_color: str, share: float) -> str:
     """Return "#rrggbb" mixed with this share of white."""
-    channels = [int(fill_color[i : i + 2], 16) for i in (1, 3, 5)]
-    mixed = [round(channel + (255 - channel) * share) for channel in channels]
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+    lightened = "#"
+    for digits in (fill_color[1:3], fill_color[3:5], fill_color[5:7]):
+        channel = int(digits, 16)
+        mixed = channel + (255 - channel) * share
+        lightened += f"{round(mixed):02x}"
+    return lightened
 
 
 def as_text(panel: Panel, width: int) -> str:
     """Return the panel as lines of at most `width` characters; the length of a block is its
     duration."""
     longest = panel.length or 1.0
-    durations = [
-        block_span.end - block_span.start
-        for block_span in panel.computed
-        if block_span.instruction.op in COMPUTATIONS
-    ]
-    shortest = min(durations, default=longest)
+    shortest = longest
+    for span in panel.computed:
+        if span.instruction.op in COMPUTATIONS:
+            shortest = min(shortest, span.end - span.start)
     available = width - 9  # beside the name of the rank
-    cell_width = min(3, int(available * shortest / longest))  # of the shortest computation
+    block_width = min(3, int(available * shortest / longest))  # of the shortest computation
     # one cell is too narrow for a name: the scale is then free, and the line is filled
-    columns = round(longest / shortest * cell_width) if cell_width > 1 else available
-    rows: list[str] = []
-    for rank_number in range(panel.ranks):
-        cells = ["."] * columns
-        block_spans = panel.of_rank(rank_number)
-        first_stage = min((block_span.instruction.stage for block_span in block_spans), default=0)
-        for block_span in block_spans:
-            # both ends are rounded, not the width: blocks then meet without gap or overlap
-            start = round((block_span.start - panel.start) / longest * columns)
-            stop = round((block_span.end - panel.start) / longest * columns)
-            is_first_stage = block_span.instruction.stage == first_stage
-            needs_gap = cell_width < 2
-            cells[start:stop] = _block_text(block_span, stop - start, is_first_stage, needs_gap)
-        line = "".join(cells)
-        rows.append(f"rank {rank_number:<3} {line}")
-    return "\n".join(rows)
+    fits = block_width > 1
+    columns = round(longest / shortest * block_width) if fits else available
+    lines: list[str] = []
+    for rank in range(panel.ranks):
+        cells = _row_text(panel, rank, columns, needs_gap=not fits)
+        lines.append(f"rank {rank:<3} {cells}")
+    return "\n".join(lines)
 
 
-def _block_text(block_span: Span, width: int, is_first_stage: bool, needs_gap: bool) -> str:
+def _row_text(panel: Panel, rank: int, columns: int, needs_gap: bool) -> str:
+    """Return the blocks of a rank in so many characters, with dots where it waits."""
+    cells = ["."] * columns
+    spans = panel.of_rank(rank)
+    cells_per_unit = columns / (panel.length or 1.0)
+    for span in spans:
+        # both ends are rounded, not the width: blocks then meet without gap or overlap
+        start = round((span.start - panel.start) * cells_per_unit)
+        stop = round((span.end - panel.start) * cells_per_unit)
+        is_first_stage = span.instruction.stage == _stages_of(spans)[0]
+        block_text = _block_text(span, stop - start, is_first_stage, needs_gap)
+        cells[start:stop] = block_text
+    return "".join(cells)
+
+
+def _block_text(span: Span, width: int, is_first_stage: bool, needs_gap: bool) -> str:
     """Return the name of a computation in `width` characters, or its letter repeated if it is
     longer.
 
     needs_gap: leave a space after the name, where one name can be as long as another.
     """
-    operation = block_span.instruction.op
+    operation = span.instruction.op
     letter = operation if is_first_stage else operation.lower()
-    name = f"{letter}{block_span.instruction.microbatch}"
+    name = f"{letter}{span.instruction.microbatch}"
     if len(name) + needs_gap <= width:
         return name.ljust(width)
     return letter * width

@@ -8,11 +8,19 @@ value, or with one value throughout, gets no chart but a remark.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.analysis.plots.charts import Chart, Crosses, Row, Series, draw_rows, short
+from tools.analysis.plots.charts import (
+    Chart,
+    Crosses,
+    Row,
+    Series,
+    draw_rows,
+    finite_or_nan,
+    finite_range,
+    short,
+)
 from tools.analysis.plots.drawing import has_matplotlib
 from tools.console.units import counted
 from tools.journal.records import VALIDATION_PREFIX, read_events, read_metrics
@@ -68,8 +76,9 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
     if not has_matplotlib():
         return None
     records = read_metrics(folder)
-    shown = pictures(records, x_axis, [event["step"] for event in read_events(folder, "resume")])
-    skipped = sum(record["outcome"] != "applied" for record in records)
+    resumes = [event["step"] for event in read_events(folder, "resume")]
+    shown = pictures(records, x_axis, resumes)
+    skipped = len(_skipped_records(records))
     steps = counted(len(records), "step")
     title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
     drawing = draw_rows("; ".join([title, *shown.remarks]), list(_rows(shown)))
@@ -84,12 +93,14 @@ def _rows(shown: Pictures) -> Iterator[Row]:
     first, *others = shown.charts
     x_label = "step, and tokens seen" if first.tick_notes else shown.x_label
     yield Row([replace(first, x_label=x_label)], 1, LOSS_HEIGHT)
-    pairs = [others[start : start + PAIRED] for start in range(0, len(others), PAIRED)]
-    for pair in pairs:
+    for start in range(0, len(others), PAIRED):
+        pair = others[start : start + PAIRED]
+        is_last = start + PAIRED >= len(others)
+        x_label = shown.x_label if is_last else ""
         # what the colours of the first chart mean is told there
-        charts = [replace(chart, has_legend=False, tick_notes={}) for chart in pair]
-        if pair is pairs[-1]:
-            charts = [replace(chart, x_label=shown.x_label) for chart in charts]
+        charts = [
+            replace(chart, has_legend=False, tick_notes={}, x_label=x_label) for chart in pair
+        ]
         yield Row(charts, PAIRED, OTHERS_HEIGHT)
 
 
@@ -101,16 +112,14 @@ def pictures(
     resumes: numbers of the steps after which the run was resumed.
     """
     x_values = positions(records, x_axis)
-    steps = [record["step"] for record in records]
-    x_of_step = dict(zip(steps, x_values, strict=True))
-    finite_x = [x for x in x_values if not math.isnan(x)]
+    resumed_records = [record for record in records if record["step"] in resumes]
     frame = Chart(
         "",
         (),
-        resumed=[x_of_step[step] for step in sorted(set(resumes)) if step in x_of_step],
+        resumed=positions(resumed_records, x_axis),
         tick_notes=_token_labels(records) if x_axis == "steps" else {},
         # the same for all, although some quantities begin later
-        x_range=(min(finite_x), max(finite_x)) if finite_x else None,
+        x_range=finite_range(x_values),
     )
     skipped = Crosses(skipped_positions(records, x_axis))
     charts: list[Chart] = []
@@ -156,8 +165,11 @@ def _token_labels(records: Sequence[Record]) -> dict[float, str]:
 
 def skipped_positions(records: Sequence[Record], x_axis: Over) -> list[float]:
     """Return the x of steps that were not applied."""
-    skipped = [record for record in records if record["outcome"] != "applied"]
-    return positions(skipped, x_axis)
+    return positions(_skipped_records(records), x_axis)
+
+
+def _skipped_records(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["outcome"] != "applied"]
 
 
 def positions(records: Sequence[Record], x_axis: Over) -> list[float]:
@@ -174,13 +186,7 @@ def axis_label(x_axis: Over) -> str:
 
 def values(records: Sequence[Record], field_name: str) -> list[float]:
     """Return a field of each record; NaN where it is missing or not finite."""
-    return [_finite_or_nan(record.get(field_name)) for record in records]
-
-
-def _finite_or_nan(field_value: object) -> float:
-    if isinstance(field_value, int | float) and math.isfinite(field_value):
-        return float(field_value)
-    return math.nan
+    return [finite_or_nan(record.get(field_name)) for record in records]
 
 
 def smoothed(y_values: Sequence[float], width: int) -> list[float]:
@@ -192,32 +198,30 @@ def smoothed(y_values: Sequence[float], width: int) -> list[float]:
     """
     # The sum of a window is the difference of two running sums. NaN would spoil all later ones, so
     # it is left out of sums and counts.
-    running_sums = [
-        0.0,
-        *accumulate(0.0 if math.isnan(field_value) else field_value for field_value in y_values),
-    ]
-    running_counts = [
-        0,
-        *accumulate(0 if math.isnan(field_value) else 1 for field_value in y_values),
-    ]
+    running_sums = [0.0]
+    running_counts = [0]
+    for y_value in y_values:
+        is_missing = math.isnan(y_value)
+        running_sums.append(running_sums[-1] + (0.0 if is_missing else y_value))
+        running_counts.append(running_counts[-1] + (not is_missing))
     half_width = width // 2
-    mean_values: list[float] = []
-    for center, field_value in enumerate(y_values):
-        if math.isnan(field_value):
-            mean_values.append(math.nan)
+    means: list[float] = []
+    for center, y_value in enumerate(y_values):
+        if math.isnan(y_value):
+            means.append(math.nan)
             continue
         start = max(0, center - half_width)
         stop = min(center + min(half_width, center) + 1, len(y_values))
-        mean_values.append(
-            (running_sums[stop] - running_sums[start])
-            / max(1, running_counts[stop] - running_counts[start])
-        )
-    return mean_values
+        window_sum = running_sums[stop] - running_sums[start]
+        window_count = running_counts[stop] - running_counts[start]
+        means.append(window_sum / max(1, window_count))
+    return means
 
 
 def mean_width(count: int) -> int:
     """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
     is a short one."""
+    # a twentieth of the run, and odd, so that a mean has a middle
     width = min(MAX_MEAN_WIDTH, count // 20 // 2 * 2 + 1)
     return width if width >= 3 else 1
 
@@ -226,14 +230,15 @@ def _series(
     quantity: _Quantity, records: Sequence[Record], x_values: Sequence[float]
 ) -> tuple[list[Series], str]:
     """Return the curves of a quantity, or a remark on the reason why there is none."""
-    y_values = [field_value * quantity.factor for field_value in values(records, quantity.key)]
-    finite = [field_value for field_value in y_values if not math.isnan(field_value)]
+    y_values = [number * quantity.factor for number in values(records, quantity.key)]
+    shown_range = finite_range(y_values)
     name = quantity.title.partition(",")[0]
-    if not finite:
+    if shown_range is None:
         is_recorded = any(quantity.key in record for record in records)
         return [], f"no finite {name}" if is_recorded else ""
-    if min(finite) == max(finite) and quantity is not LOSS:
-        return [], f"{name} {finite[0]:g} throughout"
+    lowest, highest = shown_range
+    if lowest == highest and quantity is not LOSS:
+        return [], f"{name} {lowest:g} throughout"
     # what is set and not measured, such as a learning rate, has no noise
     width = mean_width(len(y_values)) if quantity.smooth else 1
     if width == 1:
@@ -252,9 +257,9 @@ def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> It
                 evaluated_x.append(position)
                 evaluated.append(record)
     for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
-        label = (
-            "held-out" if field_name == "eval_loss" else field_name.removeprefix(VALIDATION_PREFIX)
-        )
+        label = field_name.removeprefix(VALIDATION_PREFIX)
+        if field_name == "eval_loss":
+            label = "held-out"
         color = HELD_OUT_COLORS[number % len(HELD_OUT_COLORS)]
         losses = values(evaluated, field_name)
         yield Series(label, evaluated_x, losses, color, marker="dot")

@@ -21,7 +21,7 @@ from tools.verify.parity.compare import Difference, compare
 from tools.verify.parity.layouts import Layout
 from tools.verify.parity.noise import Noise
 from tools.verify.parity.ranks import Run, corpus_of, run_and_gather
-from tools.verify.parity.record import BorderTable, Plan, Record
+from tools.verify.parity.record import BorderTable, Plan, Record, Tensors
 from tools.verify.parity.repeated_updates import updates
 from tools.verify.parity.runs import EPSILON, alone, in_float64
 
@@ -51,9 +51,10 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
     first_record = merge_ranks(take(replay.run("a", replay.a)), order)
     second_record = take(replay.run("b", replay.b))
     # the states of one run are what the other's updates must give
-    states = {
-        kind: tensors for kind, tensors in first_record.tensors.items() if kind.startswith("after/")
-    }
+    states: dict[str, Tensors] = {}
+    for kind, tensors in first_record.tensors.items():
+        if kind.startswith("after/"):
+            states[kind] = tensors
     noise = Noise(exact=True)
     norm_order = replay.b.optimizer.norm
     differences = compare(second_record, first_record, noise, norm_order, states)
@@ -98,11 +99,15 @@ def _entry(
 ) -> dict[str, Any]:
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
-    layout = Layout(compared, run_config.parallel)
-    precision = str(run_config.precision.compute)
-    fields = entry(
-        Compared(layout, precision, run_config, differences, candidate, reference_record)
+    comparison = Compared(
+        Layout(compared, run_config.parallel),
+        str(run_config.precision.compute),
+        run_config,
+        differences,
+        candidate,
+        reference_record,
     )
+    fields = entry(comparison)
     first_difference = next((difference for difference in differences if difference.fails), None)
     if first_difference is not None:
         fields["first"] |= _locate_sample(first_difference, run_config, candidate, reference_record)
@@ -116,28 +121,38 @@ def _locate_sample(
     gradients."""
     if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
-    (reference,) = reference_record.borders[first_difference.quantity, first_difference.name]
-    step = first_difference.step - 1
+    border = (first_difference.quantity, first_difference.name)
+    (reference,) = reference_record.borders[border]
     samples_per_replica = run_config.train.global_batch // run_config.parallel.data
-    for values in candidate.borders[first_difference.quantity, first_difference.name]:
+    for values in candidate.borders[border]:
         if values.rank not in first_difference.ranks:
             continue
-        for row, sample_id in enumerate(values.samples):
-            if sample_id not in reference.samples:
-                continue
-            # a rank saw its part of the sequence; one process saw all of it
-            columns = [reference.positions.index(position) for position in values.positions]
-            actual = values.values[step, row]
-            expected = reference.values[step, reference.samples.index(sample_id)][columns]
-            if (
-                not (actual - expected).norm() <= first_difference.bound * expected.norm()
-            ):  # NaN differs
-                return {
-                    "sample": sample_id,
-                    "replica": sample_id // samples_per_replica,
-                    "microbatch": sample_id % samples_per_replica // run_config.train.micro_batch,
-                }
+        sample_id = _differing_sample(first_difference, values, reference)
+        if sample_id is None:
+            continue
+        replica, sample_in_replica = divmod(sample_id, samples_per_replica)
+        microbatch = sample_in_replica // run_config.train.micro_batch
+        return {"sample": sample_id, "replica": replica, "microbatch": microbatch}
     return {}
+
+
+def _differing_sample(
+    difference: Difference, values: BorderValues, reference: BorderValues
+) -> int | None:
+    """Return the first sample whose values on this rank are not those of the reference."""
+    step = difference.step - 1
+    # a rank saw its part of the sequence; one process saw all of it
+    columns = [reference.positions.index(position) for position in values.positions]
+    for row, sample_id in enumerate(values.samples):
+        if sample_id not in reference.samples:
+            continue
+        reference_row = reference.samples.index(sample_id)
+        expected = reference.values[step, reference_row][columns]
+        error = (values.values[step, row] - expected).norm()
+        is_near = error <= difference.bound * expected.norm()
+        if not is_near:  # NaN is not near
+            return sample_id
+    return None
 
 
 def merge_ranks(record: Record, order: Record) -> Record:
@@ -146,9 +161,10 @@ def merge_ranks(record: Record, order: Record) -> Record:
 
     order: a record of one process, whose borders are in order.
     """
-    borders: BorderTable = {
-        key: [_merge_values(record.borders[key])] for key in order.borders if key in record.borders
-    }
+    borders: BorderTable = {}
+    for border in order.borders:
+        if border in record.borders:
+            borders[border] = [_merge_values(record.borders[border])]
     return replace(record, borders=borders, aliases=order.aliases)
 
 
@@ -166,9 +182,9 @@ def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
     merged = torch.full(shape, torch.nan, dtype=torch.float64)
     # backwards, so that the first rank's values are written last
     for border_values in reversed(ranks):
-        rows = torch.tensor([samples.index(sample_id) for sample_id in border_values.samples])
-        columns = torch.tensor([positions.index(position) for position in border_values.positions])
-        merged[:, rows[:, None], columns] = border_values.values
+        rows = [samples.index(sample_id) for sample_id in border_values.samples]
+        columns = [positions.index(position) for position in border_values.positions]
+        merged[:, torch.tensor(rows)[:, None], torch.tensor(columns)] = border_values.values
     return BorderValues(ranks[0].rank, samples, positions, merged)
 
 

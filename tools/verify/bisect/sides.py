@@ -66,9 +66,9 @@ class Side:
         folder = Path(path)
         if not folder.is_dir():
             return Side(path, load_run(path), None)
-        for key_name in ("run.toml", "run.resolved.toml"):
-            if (folder / key_name).is_file():
-                return Side(path, load_run(folder / key_name), folder)
+        for file_name in ("run.toml", "run.resolved.toml"):
+            if (folder / file_name).is_file():
+                return Side(path, load_run(folder / file_name), folder)
         raise UserError.of("bisect.not_a_run", path=path)
 
     @property
@@ -92,8 +92,8 @@ class Side:
         """Yield a note for each file of records with lines that cannot be compared."""
         if self.folder is None:
             return
-        for key_name in (METRICS, DIGESTS):
-            note = odd_lines(self.folder / key_name)
+        for file_name in (METRICS, DIGESTS):
+            note = odd_lines(self.folder / file_name)
             if note:
                 yield note
         path = self.folder / DIGESTS
@@ -128,20 +128,20 @@ class Records:
     beyond: int = 0
 
 
-def must_be_equal(first_side: RunConfig, second_side: RunConfig) -> bool:
+def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
     """Return True if every bit of the two runs must be equal: in one layout, or in any if both are
     canonical."""
     rounding: list[str] = [*ROUNDING]
-    if not (is_canonical(first_side) and is_canonical(second_side)):
+    if not (is_canonical(first_run) and is_canonical(second_run)):
         rounding.append("parallel.*")
-    keys = [difference.key for difference in _different_keys(first_side, second_side)]
+    keys = [difference.key for difference in _different_keys(first_run, second_run)]
     return not any(
         _matches(dotted_key, rounding) and not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
         for dotted_key in keys
     )
 
 
-def other_keys(first_side: RunConfig, second_side: RunConfig) -> list[str]:
+def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     """Return a line for each key that differs and that numbers depend on, other than the layout.
 
     Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
@@ -152,16 +152,16 @@ def other_keys(first_side: RunConfig, second_side: RunConfig) -> list[str]:
         *(dotted_key for dotted_key in KEYS_WITHOUT_EFFECT if dotted_key not in ACTING),
     ]
     if same_rates(
-        Rates.of(first_side.lr, first_side.train),
-        Rates.of(second_side.lr, second_side.train),
+        Rates.of(first_run.lr, first_run.train),
+        Rates.of(second_run.lr, second_run.train),
         TrainState(),
     ):
         free += SCHEDULE
     lines: list[str] = []
-    for dotted_key, first_values, second_values in _different_keys(first_side, second_side):
-        is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_values, second_values)
+    for dotted_key, first_value, second_value in _different_keys(first_run, second_run):
+        is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_value, second_value)
         if not _matches(dotted_key, free) and not is_vocab_of_data:
-            lines.append(f"{dotted_key}: {first_values} | {second_values}")
+            lines.append(f"{dotted_key}: {first_value} | {second_value}")
     return lines
 
 
@@ -169,19 +169,19 @@ def _matches(dotted_key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(dotted_key, pattern) for pattern in patterns)
 
 
-def other_tokens(first_side: Corpus, second_side: Corpus) -> list[str]:
+def other_tokens(first_corpus: Corpus, second_corpus: Corpus) -> list[str]:
     """Return a line for each data set of other tokens, and one for another tokenizer."""
-    if first_side.identity is None or second_side.identity is None:
+    if first_corpus.identity is None or second_corpus.identity is None:
         return []
-    if len(first_side.identity.sets) != len(second_side.identity.sets):
-        counts = f"{len(first_side.identity.sets)} data sets | {len(second_side.identity.sets)}"
+    if len(first_corpus.identity.sets) != len(second_corpus.identity.sets):
+        counts = f"{len(first_corpus.identity.sets)} data sets | {len(second_corpus.identity.sets)}"
         return [f"data.blend: {counts}"]
     lines = [
         difference.line
-        for difference in other_sets(first_side.identity, second_side.identity, " | ")
+        for difference in other_sets(first_corpus.identity, second_corpus.identity, " | ")
     ]
-    if first_side.identity.tokenizer != second_side.identity.tokenizer:
-        names = f"{_tokenizer_name(first_side)} | {_tokenizer_name(second_side)}"
+    if first_corpus.identity.tokenizer != second_corpus.identity.tokenizer:
+        names = f"{_tokenizer_name(first_corpus)} | {_tokenizer_name(second_corpus)}"
         lines.append(f"data.tokenizer: {names} (other contents)")
     return lines
 
@@ -198,13 +198,13 @@ class _KeyDifference(NamedTuple):
     theirs: str
 
 
-def _different_keys(first_side: RunConfig, second_side: RunConfig) -> Iterator[_KeyDifference]:
-    for (table, first_values), (_, second_values) in zip(first_side, second_side, strict=True):
-        for key_name, value in first_values:
-            if value != getattr(second_values, key_name):
+def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_KeyDifference]:
+    for (table, first_table), (_, second_table) in zip(first_run, second_run, strict=True):
+        for key_name, value in first_table:
+            if value != getattr(second_table, key_name):
                 dotted_key = f"{table}.{key_name}"
                 yield _KeyDifference(
-                    dotted_key, first_side.value(dotted_key), second_side.value(dotted_key)
+                    dotted_key, first_run.value(dotted_key), second_run.value(dotted_key)
                 )
 
 
@@ -234,13 +234,13 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
 
 def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
     """Compare outcome, loss, norm and loss scale of each step that both runs have recorded."""
-    first_values = first_side.metrics
-    second_values = second_side.metrics
-    common_steps = sorted(first_values.keys() & second_values.keys())
+    first_metrics = first_side.metrics
+    second_metrics = second_side.metrics
+    common_steps = sorted(first_metrics.keys() & second_metrics.keys())
     if not common_steps:
         return Records("", 0, None)
     for step in common_steps:
-        parting = _metrics_parting(step, first_values[step], second_values[step], exact)
+        parting = _metrics_parting(step, first_metrics[step], second_metrics[step], exact)
         if parting:
             return Records("metrics", len(common_steps), parting)
     return Records("metrics", len(common_steps), None)
@@ -261,30 +261,30 @@ def _first_digest_parting(first_side: Side, second_side: Side) -> Parting | None
 
 
 def _metrics_parting(
-    step: int, first_values: Mapping[str, Any], second_values: Mapping[str, Any], exact: bool
+    step: int, first_fields: Mapping[str, Any], second_fields: Mapping[str, Any], exact: bool
 ) -> Parting | None:
     tolerance = 0.0 if exact else TOLERANCE
-    keys = [
-        dotted_key
-        for dotted_key in STEP_FIELDS
-        if not _are_near(first_values.get(dotted_key), second_values.get(dotted_key), tolerance)
+    different_fields = [
+        field_name
+        for field_name in STEP_FIELDS
+        if not _are_near(first_fields.get(field_name), second_fields.get(field_name), tolerance)
     ]
-    if not keys:
+    if not different_fields:
         return None
-    first = keys[0]
-    values = (json.dumps(first_values.get(first)), json.dumps(second_values.get(first)))
-    return Parting(step, first, len(keys) - 1, values)
+    first = different_fields[0]
+    values = (json.dumps(first_fields.get(first)), json.dumps(second_fields.get(first)))
+    return Parting(step, first, len(different_fields) - 1, values)
 
 
-def _are_near(first_values: Any, second_values: Any, tolerance: float) -> bool:
+def _are_near(first_value: Any, second_value: Any, tolerance: float) -> bool:
     """Return True if two finite numbers differ by at most the relative tolerance, or other values
     not at all."""
-    are_numbers = isinstance(first_values, float) and isinstance(second_values, float)
-    if are_numbers and math.isfinite(first_values) and math.isfinite(second_values):
-        return abs(first_values - second_values) <= tolerance * max(
-            abs(first_values), abs(second_values)
+    are_numbers = isinstance(first_value, float) and isinstance(second_value, float)
+    if are_numbers and math.isfinite(first_value) and math.isfinite(second_value):
+        return abs(first_value - second_value) <= tolerance * max(
+            abs(first_value), abs(second_value)
         )
-    return repr(first_values) == repr(second_values)  # NaN equals NaN
+    return repr(first_value) == repr(second_value)  # NaN equals NaN
 
 
 @dataclass(frozen=True)
@@ -305,45 +305,46 @@ def common_start(first_side: Side, second_side: Side, before: int, exact: bool) 
 
     exact: the checkpoints must hold the same bits.
     """
-    first_values = first_side.checkpoint_steps()
-    second_values = second_side.checkpoint_steps()
+    first_checkpoints = first_side.checkpoint_steps()
+    second_checkpoints = second_side.checkpoint_steps()
     passed_over: list[str] = []
-    for step in sorted(first_values.keys() & second_values.keys(), reverse=True):
+    for step in sorted(first_checkpoints.keys() & second_checkpoints.keys(), reverse=True):
         if step >= before:
             continue
-        different = (
-            other_tensors(Store(first_values[step]), Store(second_values[step])) if exact else []
-        )
+        start = Start(step, str(first_checkpoints[step]), passed_over)
+        if not exact:
+            return start
+        different = other_tensors(Store(first_checkpoints[step]), Store(second_checkpoints[step]))
         if not different:
-            return Start(step, str(first_values[step]), passed_over)
+            return start
         first = different[0].replace("/", " ")
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
         passed_over.append(f"the checkpoints of step {step} differ in {first}{more}")
     return Start(0, "", passed_over)
 
 
-def other_tensors(first_side: Store, second_side: Store) -> list[str]:
+def other_tensors(first_store: Store, second_store: Store) -> list[str]:
     """Return the tensors, as kind/name, that two checkpoints do not both hold with the same
     bits."""
-    first_values = first_side.index["tensors"]
-    second_values = second_side.index["tensors"]
-    keys = sorted(
-        {*first_values, *second_values},
-        key=lambda dotted_key: (dotted_key.startswith("weight/"), dotted_key),
+    first_tensors = first_store.index["tensors"]
+    second_tensors = second_store.index["tensors"]
+    stored_names = sorted(
+        {*first_tensors, *second_tensors},
+        key=lambda stored_name: (stored_name.startswith("weight/"), stored_name),
     )
     return [
-        dotted_key
-        for dotted_key in keys
-        if dotted_key not in first_values
-        or dotted_key not in second_values
-        or not _same_bits(dotted_key, first_side, second_side)
+        stored_name
+        for stored_name in stored_names
+        if stored_name not in first_tensors
+        or stored_name not in second_tensors
+        or not _same_bits(stored_name, first_store, second_store)
     ]
 
 
-def _same_bits(dotted_key: str, first_side: Store, second_side: Store) -> bool:
-    kind, key_name = dotted_key.split("/", 1)
-    first_values = first_side.read(kind, key_name)
-    second_values = second_side.read(kind, key_name)
+def _same_bits(stored_name: str, first_store: Store, second_store: Store) -> bool:
+    kind, tensor_name = stored_name.split("/", 1)
+    first_values = first_store.read(kind, tensor_name)
+    second_values = second_store.read(kind, tensor_name)
     if first_values.dtype != second_values.dtype or first_values.shape != second_values.shape:
         return False
     # as bytes: NaN equals NaN, and 0 is not -0

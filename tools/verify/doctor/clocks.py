@@ -65,14 +65,14 @@ def _measure_offset() -> dict[str, float]:
     """Ask rank 0 for the time; return the offset of the quickest answer and its error, seconds."""
     measured = list[tuple[float, float]]()
     for _ in range(READINGS):
-        rank_answer = torch.zeros(1, dtype=torch.float64)
+        answer = torch.zeros(1, dtype=torch.float64)
         before = wall()
         start = time.monotonic()
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
-        dist.recv(rank_answer, 0)
+        dist.recv(answer, 0)
         # Rank 0 has read its clock half of the way, give or take the other half.
         one_way = (time.monotonic() - start) / 2
-        measured.append((one_way, before + one_way - float(rank_answer)))
+        measured.append((one_way, before + one_way - float(answer)))
     error_seconds, offset_seconds = min(measured)
     return {"offset": offset_seconds, "error": error_seconds}
 
@@ -87,13 +87,13 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
-    for rank_answer in answers:
-        offset_seconds = rank_answer.get("offset", 0.0)
-        error_seconds = rank_answer.get("error", 0.0)
+    for answer in answers:
+        offset_seconds = answer.get("offset", 0.0)
+        error_seconds = answer.get("error", 0.0)
         if abs(offset_seconds) - error_seconds > TOLERANCE:  # more than the measurement can explain
             direction = "ahead of" if offset_seconds > 0 else "behind"
             message = (
-                f"the clock of {rank_answer['host']} is {abs(offset_seconds):.1f} s {direction} "
+                f"the clock of {answer['host']} is {abs(offset_seconds):.1f} s {direction} "
                 f"that of {answers[0]['host']}"
             )
             yield wrong("clocks", message, REMEDY, offset_s=offset_seconds, error_s=error_seconds)
@@ -101,9 +101,9 @@ def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
     behind = {
-        rank_answer["host"]: rank_answer["behind_files"]
-        for rank_answer in answers
-        if rank_answer["behind_files"] > TOLERANCE
+        answer["host"]: answer["behind_files"]
+        for answer in answers
+        if answer["behind_files"] > TOLERANCE
     }
     for host, seconds in behind.items():
         message = f"the clock of {host} is {seconds:.0f} s behind the time of installed files"
@@ -112,10 +112,10 @@ def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _summarize(answers: Sequence[Answer]) -> Finding:
     """Return the finding of clocks without problems, with the largest offset."""
-    compared = [rank_answer for rank_answer in answers if "offset" in rank_answer]
+    compared = [answer for answer in answers if "offset" in answer]
     if not compared:
         return ok("clocks", "one host only: its clock is not behind its files")
-    worst_answer = max(compared, key=lambda rank_answer: abs(rank_answer["offset"]))
+    worst_answer = max(compared, key=lambda answer: abs(answer["offset"]))
     milliseconds = max(abs(worst_answer["offset"]), worst_answer["error"]) * 1e3
     message = f"{len(compared) + 1} hosts agree within {milliseconds:.1f} ms"
     return ok("clocks", message, offset_s=worst_answer["offset"], error_s=worst_answer["error"])

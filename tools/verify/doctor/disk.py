@@ -268,8 +268,5 @@ def _summarize(hosts: Sequence[Answer]) -> Finding:
         f"{slowest['folder']} ({filesystem_kind}): rename, fsync and locks hold, fsync "
         f"{duration(slowest['fsync_s'])}, {size(least_free)} free"
     )
-    numbers = {
-        fact_name: slowest[fact_name]
-        for fact_name in ("folder", "kind", "fsync_s", "free", "clock_s")
-    }
+    numbers = {name: slowest[name] for name in ("folder", "kind", "fsync_s", "free", "clock_s")}
     return ok("disk", message, **numbers)

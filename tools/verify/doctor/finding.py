@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from tools.console.tables import print_table
@@ -100,7 +101,7 @@ def show(findings: Sequence[Finding], seconds: float) -> None:
     table.add_column("found", overflow="fold", no_wrap=False)
     for finding in findings:
         coloured = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.check, coloured, _escape_markup(finding.message))
+        table.add_row(finding.check, coloured, escape(finding.message))
     print_table(table)
 
     for finding in findings:
@@ -125,8 +126,3 @@ def in_words(findings: Sequence[Finding]) -> str:
 
     not_tried = f", {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
     return f"all is well: {counted(verdict_counts[OK], 'check')} ok{not_tried}"
-
-
-def _escape_markup(text: str) -> str:
-    """Return the text such that rich prints its brackets instead of reading a style in them."""
-    return text.replace("[", r"\[")

@@ -79,12 +79,16 @@ def axes_of(mesh: DeviceMesh, device: str) -> list[Axis]:
 
     On CUDA with groups of NCCL. Collective over the world.
     """
-    # an axis of one rank has no link
-    axes = [Axis.of(mesh, name) for name in AXES]
-    shared_axes = [axis for axis in axes if axis.size > 1]
-    if device == "cuda":
-        return [replace(axis, group=_nccl_group(mesh, axis.name)) for axis in shared_axes]
-    return shared_axes
+    axes: list[Axis] = []
+    for name in AXES:
+        axis = Axis.of(mesh, name)
+        if axis.size == 1:
+            continue  # it has no link
+        if device == "cuda":
+            # the world itself is over gloo, whatever the links are
+            axis = replace(axis, group=_nccl_group(mesh, name))
+        axes.append(axis)
+    return axes
 
 
 def _nccl_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
@@ -115,8 +119,8 @@ def _measure_pair(context: RankContext, axis: Axis, turn: int) -> Iterator[Recor
     if not 0 <= peer_rank < axis.size:  # the end of the axis has no neighbour in this turn
         return
     global_peer = dist.get_global_rank(axis.group, peer_rank) if axis.group else peer_rank
-    link_pair = Pair(axis, peer_rank, first, context.device)
-    measured = _run_guarded(lambda: speeds(link_pair))
+    pair = Pair(axis, peer_rank, first, context.device)
+    measured = _run_guarded(lambda: speeds(pair))
     if first:
         yield {
             "axis": axis.name,
@@ -135,37 +139,37 @@ def _run_guarded(part: Callable[[], Record]) -> Record:
         return {"error": str(error).splitlines()[0]}
 
 
-def speeds(link_pair: Pair) -> dict[str, float]:
+def speeds(pair: Pair) -> dict[str, float]:
     """Return the best seconds of a small message and bytes a second of a large one."""
-    small = torch.zeros(2, device=link_pair.device)
-    medium = torch.zeros(MEDIUM_MESSAGE, device=link_pair.device)
-    link_pair.there_and_back(small)  # the first message also sets up the connection
-    latency = min(link_pair.there_and_back(small) for _ in range(ROUNDS))
+    small = torch.zeros(2, device=pair.device)
+    medium = torch.zeros(MEDIUM_MESSAGE, device=pair.device)
+    pair.there_and_back(small)  # the first message also sets up the connection
+    latency = min(pair.there_and_back(small) for _ in range(ROUNDS))
 
     bandwidth = 0.0
     agreed = 0.0
     for _ in range(TRIES):  # a busy host is no broken link
-        seconds = min(link_pair.there_and_back(medium) for _ in range(2))
+        seconds = min(pair.there_and_back(medium) for _ in range(2))
         bandwidth = max(bandwidth, FLOAT_BYTES * MEDIUM_MESSAGE / seconds)
         # Both ranks must leave the loop together.
-        agreed = _agree_on_bandwidth(link_pair, bandwidth)
-        if agreed >= LEAST_BANDWIDTH[link_pair.device]:
+        agreed = _agree_on_bandwidth(pair, bandwidth)
+        if agreed >= LEAST_BANDWIDTH[pair.device]:
             break
 
     if agreed * 1.0 > FLOAT_BYTES * LARGE_MESSAGE:  # the large message takes less than 1.0 s
-        large = torch.zeros(LARGE_MESSAGE, device=link_pair.device)
-        seconds = min(link_pair.there_and_back(large) for _ in range(3))
+        large = torch.zeros(LARGE_MESSAGE, device=pair.device)
+        seconds = min(pair.there_and_back(large) for _ in range(3))
         bandwidth = FLOAT_BYTES * LARGE_MESSAGE / seconds
     return {"latency_s": latency, "bytes_per_s": bandwidth}
 
 
-def _agree_on_bandwidth(link_pair: Pair, bandwidth: float) -> float:
+def _agree_on_bandwidth(pair: Pair, bandwidth: float) -> float:
     """Return the bandwidth that the first of both ranks has measured, on both."""
-    message = torch.tensor([bandwidth], device=link_pair.device)
-    if link_pair.first:
-        link_pair.send(message)
+    message = torch.tensor([bandwidth], device=pair.device)
+    if pair.first:
+        pair.send(message)
     else:
-        link_pair.receive(message)
+        pair.receive(message)
     return float(message)
 
 
@@ -219,38 +223,38 @@ def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
         yield not_tried("links", "one rank only: it has no links")
 
     for axis, records in records_by_axis.items():
-        links_facts = [link_record for link_record in records if "collective" not in link_record]
+        links = [link_record for link_record in records if "collective" not in link_record]
         collectives = [link_record for link_record in records if "collective" in link_record]
-        problems = [*_judge_links(axis, links_facts), *_judge_collectives(axis, collectives)]
-        yield from problems or [_summarize(axis, links_facts, collectives)]
+        problems = [*_judge_links(axis, links), *_judge_collectives(axis, collectives)]
+        yield from problems or [_summarize(axis, links, collectives)]
 
 
-def _judge_links(axis: str, links_facts: Sequence[Record]) -> Iterator[Finding]:
-    measured = [link_facts for link_facts in links_facts if "error" not in link_facts]
-    for link_facts in links_facts:
+def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
+    measured = [link for link in links if "error" not in link]
+    for link in links:
         # links within a host go through memory: another kind than those between hosts
-        local = _is_local(link_facts)
+        local = _is_local(link)
         similar = [other for other in measured if _is_local(other) == local]
         problem: str | None
-        if "error" in link_facts:
-            problem = link_facts["error"]
+        if "error" in link:
+            problem = link["error"]
         else:
-            problem = slow(link_facts, similar) or None
+            problem = slow(link, similar) or None
         if problem is not None:
             remedy = LOCAL_REMEDY if local else REMEDY
-            message = f"{_format_ends(link_facts)}: {problem}"
-            yield wrong(f"links {axis}", message, remedy, **link_facts)
+            message = f"{_format_ends(link)}: {problem}"
+            yield wrong(f"links {axis}", message, remedy, **link)
 
 
-def slow(link_facts: Record, similar: Sequence[Record]) -> str:
+def slow(link: Record, similar: Sequence[Record]) -> str:
     """Return why a link is too slow, by itself or beside at least two others of its kind.
 
     "" if it is not. similar: the links of its kind, itself among them.
     """
-    bandwidth = link_facts["bytes_per_s"]
-    latency = link_facts["latency_s"]
-    least_bandwidth = LEAST_BANDWIDTH[link_facts["device"]]
-    longest_latency = LONGEST_LATENCY[link_facts["device"]]
+    bandwidth = link["bytes_per_s"]
+    latency = link["latency_s"]
+    least_bandwidth = LEAST_BANDWIDTH[link["device"]]
+    longest_latency = LONGEST_LATENCY[link["device"]]
     if bandwidth < least_bandwidth:
         return f"{size(bandwidth)}/s, and less than {size(least_bandwidth)}/s is a broken link"
     if latency > longest_latency:
@@ -266,14 +270,14 @@ def slow(link_facts: Record, similar: Sequence[Record]) -> str:
     return ""
 
 
-def _is_local(link_facts: Record) -> bool:
+def _is_local(link: Record) -> bool:
     """Return True for a link within a host: those are of another kind than links between hosts."""
-    return link_facts["hosts"][0] == link_facts["hosts"][1]
+    return link["hosts"][0] == link["hosts"][1]
 
 
-def _format_ends(link_facts: Record) -> str:
-    first_rank, second_rank = link_facts["ranks"]
-    first_host, second_host = link_facts["hosts"]
+def _format_ends(link: Record) -> str:
+    first_rank, second_rank = link["ranks"]
+    first_host, second_host = link["hosts"]
     return f"rank {first_rank} on {first_host} and rank {second_rank} on {second_host}"
 
 
@@ -295,20 +299,20 @@ def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Fin
         yield wrong(check, f"{rank}: {problem}", remedy)
 
 
-def _summarize(axis: str, links_facts: Sequence[Record], collectives: Sequence[Record]) -> Finding:
+def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]) -> Finding:
     """Return the finding of an axis without problems, with its worst figures."""
-    latency = max(link_facts["latency_s"] for link_facts in links_facts)
-    bandwidth = min(link_facts["bytes_per_s"] for link_facts in links_facts)
+    latency = max(link["latency_s"] for link in links)
+    bandwidth = min(link["bytes_per_s"] for link in links)
     seconds = max(link_record["sum_s"] for link_record in collectives)
-    backend = "NCCL" if links_facts[0]["device"] == "cuda" else "gloo"
+    backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
     worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
     sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"
-    message = f"{backend}, {counted(len(links_facts), 'link')}: {worst}; {sum_time}"
+    message = f"{backend}, {counted(len(links), 'link')}: {worst}; {sum_time}"
     return ok(
         f"links {axis}",
         message,
         latency_s=latency,
         bytes_per_s=bandwidth,
         sum_s=seconds,
-        links=list(links_facts),
+        links=list(links),
     )

@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -68,6 +68,7 @@ def _gpu_facts(local_rank: int) -> Answer:
         "memory": total,
         "used_by_others": max(0, total - free - reserved),
         "nccl": ".".join(map(str, nccl.version())) if is_nccl_available() else "",
+        "uuid": str(getattr(properties, "uuid", "")),
     }
 
 
@@ -78,158 +79,161 @@ def _installed_version(package: str) -> str:
         return "not installed"
 
 
-def judge(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield the findings about versions and devices."""
-    yield from _judge_versions(rank_answers)
-    yield from _judge_untested(rank_answers)
-    yield from _judge_devices(rank_answers)
-    yield from _judge_threads(rank_answers)
+    yield from _judge_versions(answers)
+    yield from _judge_untested(answers)
+    yield from _judge_devices(answers)
+    yield from _judge_threads(answers)
 
 
-def _hosts_by_rank(rank_answers: Sequence[Answer]) -> dict[int, str]:
-    return {rank_answer["rank"]: rank_answer["host"] for rank_answer in rank_answers}
+def _ranks_of(answers: Sequence[Answer]) -> str:
+    """Return the ranks that gave these answers, in words."""
+    return format_ranks({answer["rank"]: answer["host"] for answer in answers})
 
 
-def _judge_versions(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _by_value(answers: Sequence[Answer], fact_name: str) -> dict[str, list[Answer]]:
+    """Return the answers by what they say of a fact; those without it by ""."""
+    by_value: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_value.setdefault(answer.get(fact_name, ""), []).append(answer)
+    return by_value
+
+
+def _usual_value(by_value: Mapping[str, Sequence[Answer]]) -> str:
+    """Return the most frequent value; of equally frequent ones that of rank 0's host."""
+    return max(by_value, key=lambda value: len(by_value[value]))
+
+
+def _judge_versions(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = list[Finding]()
     for fact_name in SAME_ON_ALL:
-        problems.extend(_different_versions(fact_name, rank_answers))
-    yield from problems or [_summarize_versions(rank_answers)]
+        problems.extend(_different_versions(fact_name, answers))
+    yield from problems or [_summarize_versions(answers)]
 
 
-def _different_versions(fact_name: str, rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _different_versions(fact_name: str, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about each version of `fact_name` that is not the most frequent one."""
-    counts = Counter(rank_answer.get(fact_name, "") for rank_answer in rank_answers)
-    # Of equally frequent ones the first, that of rank 0's host.
-    usual_value = counts.most_common(1)[0][0]
-    for unusual in counts:
-        if unusual == usual_value:
+    by_version = _by_value(answers, fact_name)
+    usual_version = _usual_value(by_version)
+    remedy = f"install the same {fact_name} on all hosts"
+    for version_there, affected in by_version.items():
+        if version_there == usual_version:
             continue
-        affected = [
-            rank_answer for rank_answer in rank_answers if rank_answer.get(fact_name, "") == unusual
-        ]
-        rank_names = format_ranks(_hosts_by_rank(affected))
-        others = f"{usual_value or 'is not there'} on the others"
-        message = f"{fact_name} {unusual or 'is not there'} on {rank_names}, {others}"
-        yield wrong(
-            "versions", message, f"install the same {fact_name} on all hosts", differs=fact_name
-        )
+        there = f"{version_there or 'is not there'} on {_ranks_of(affected)}"
+        elsewhere = f"{usual_version or 'is not there'} on the others"
+        message = f"{fact_name} {there}, {elsewhere}"
+        yield wrong("versions", message, remedy, differs=fact_name)
 
 
-def _summarize_versions(rank_answers: Sequence[Answer]) -> Finding:
-    first_answer = rank_answers[0]
-    hosts = len({rank_answer["host"] for rank_answer in rank_answers})
-    extent = f", the same on {len(rank_answers)} ranks of {hosts} hosts" if hosts > 1 else ""
-    installed = [fact_name for fact_name in SUMMARIZED if first_answer.get(fact_name)]
-    versions = ", ".join(f"{fact_name} {first_answer[fact_name]}" for fact_name in installed)
-    numbers = {fact_name: first_answer.get(fact_name, "") for fact_name in (*SAME_ON_ALL, "system")}
-    return ok("versions", f"{versions} on {first_answer['system']}{extent}", **numbers)
+def _summarize_versions(answers: Sequence[Answer]) -> Finding:
+    first_answer = answers[0]
+    installed = [f"{name} {first_answer[name]}" for name in SUMMARIZED if first_answer.get(name)]
+    message = f"{', '.join(installed)} on {first_answer['system']}"
+    num_hosts = len(_by_value(answers, "host"))
+    if num_hosts > 1:
+        message += f", the same on {len(answers)} ranks of {num_hosts} hosts"
+    facts = {name: first_answer.get(name, "") for name in (*SAME_ON_ALL, "system")}
+    return ok("versions", message, **facts)
 
 
-def _judge_untested(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_untested(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about each package of a version that megaprec is not tested with.
 
     It may work.
     """
     answers_by_message: dict[str, list[Answer]] = {}
-    for rank_answer in rank_answers:
-        for message in rank_answer.get("untested", ()):
-            answers_by_message.setdefault(message, []).append(rank_answer)
+    for answer in answers:
+        for message in answer.get("untested", ()):
+            answers_by_message.setdefault(message, []).append(answer)
 
     for message, affected in sorted(answers_by_message.items()):
-        if len(affected) < len(rank_answers):
-            message += f" ({format_ranks(_hosts_by_rank(affected))})"
+        if len(affected) < len(answers):
+            message += f" ({_ranks_of(affected)})"
         yield not_tried("versions", message)
 
 
-def _judge_devices(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_devices(answers: Sequence[Answer]) -> Iterator[Finding]:
     problems = [
-        *_unused_gpus(rank_answers),
-        *_busy_gpus(rank_answers),
-        *_different_gpus(rank_answers),
+        *_unused_gpus(answers),
+        *_shared_gpus(answers),
+        *_busy_gpus(answers),
+        *_different_gpus(answers),
     ]
-    yield from problems or [_summarize_devices(rank_answers)]
+    yield from problems or [_summarize_devices(answers)]
 
 
-def _summarize_devices(rank_answers: Sequence[Answer]) -> Finding:
-    device_kinds = Counter(
-        rank_answer.get("gpu") or f"CPU of {counted(rank_answer['cores'], 'core')}"
-        for rank_answer in rank_answers
-    )
-    ranks_by_kind = [
-        f"{counted(count, 'rank')} on {device_kind}" for device_kind, count in device_kinds.items()
-    ]
-    message = ", ".join(ranks_by_kind)
-    return ok(
-        "devices", message, ranks=[_device_facts(rank_answer) for rank_answer in rank_answers]
-    )
+def _summarize_devices(answers: Sequence[Answer]) -> Finding:
+    ranks_on: Counter[str] = Counter()
+    for answer in answers:
+        cpu = f"CPU of {counted(answer['cores'], 'core')}"
+        ranks_on[answer.get("gpu") or cpu] += 1
+    parts = [f"{counted(count, 'rank')} on {device}" for device, count in ranks_on.items()]
+    return ok("devices", ", ".join(parts), ranks=[*map(_device_facts, answers)])
 
 
-def _device_facts(rank_answer: Answer) -> Answer:
-    return {
-        fact_name: rank_answer.get(fact_name) for fact_name in ("rank", "host", "gpu", "memory")
-    }
+def _device_facts(answer: Answer) -> Answer:
+    return {fact_name: answer.get(fact_name) for fact_name in ("rank", "host", "gpu", "memory")}
 
 
-def _unused_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _unused_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line if a driver is there, but torch sees no GPU."""
-    affected = [
-        rank_answer
-        for rank_answer in rank_answers
-        if rank_answer["gpu_tool"] and rank_answer["device"] == "cpu"
-    ]
-    if not affected:
+    # they have a driver, and train on the CPU
+    blind = [answer for answer in answers if answer["gpu_tool"] and answer["device"] == "cpu"]
+    if not blind:
         return
-    blind = _hosts_by_rank(affected)  # they have a driver, and train on the CPU
-    if rank_answers[min(blind)]["cuda"]:
+    if blind[0]["cuda"]:
         reason = "sees no GPU, or fewer than ranks"
     else:
         reason = "is built without CUDA"
-    message = f"nvidia-smi is there, but torch {reason}: {format_ranks(blind)}"
+    message = f"nvidia-smi is there, but torch {reason}: {_ranks_of(blind)}"
     remedy = "install a build of torch with CUDA, or look at CUDA_VISIBLE_DEVICES and the driver"
     yield wrong("devices", message, remedy)
 
 
-def _busy_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
-    for rank_answer in rank_answers:
+def _shared_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    # NCCL refuses such ranks too, but names the GPU only below the first line of its error.
+    for uuid, sharing in _by_value(answers, "uuid").items():
+        if uuid and len(sharing) > 1:
+            message = f"{_ranks_of(sharing)} share GPU {uuid}"
+            yield wrong("devices", message, "give each local rank a GPU of its own")
+
+
+def _busy_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    for answer in answers:
         # A display or a monitor may take a little: only a noticeable share is named.
-        used = rank_answer.get("used_by_others", 0)
-        if used > BUSY_SHARE * rank_answer.get("memory", 1):
-            rank = format_ranks(_hosts_by_rank([rank_answer]))
-            message = f"other processes use {used / 2**30:.1f} GiB of the GPU of {rank}"
+        used = answer.get("used_by_others", 0)
+        if used > BUSY_SHARE * answer.get("memory", 1):
+            gibibytes = used / 2**30
+            rank = _ranks_of([answer])
+            message = f"other processes use {gibibytes:.1f} GiB of the GPU of {rank}"
             yield wrong("devices", message, "end them: nvidia-smi lists them")
 
 
-def _different_gpus(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
-    device_kinds = Counter(rank_answer.get("gpu", "a CPU") for rank_answer in rank_answers)
-    usual_value = device_kinds.most_common(1)[0][0]
-    for device_kind in device_kinds:
-        if device_kind == usual_value:
-            continue
-        affected = [
-            rank_answer
-            for rank_answer in rank_answers
-            if rank_answer.get("gpu", "a CPU") == device_kind
-        ]
-        rank_names = format_ranks(_hosts_by_rank(affected))
-        message = f"{rank_names} has {device_kind}, the others {usual_value}"
-        yield wrong("devices", message, "use hosts of one kind")
+def _different_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
+    by_gpu = _by_value(answers, "gpu")
+    usual_gpu = _usual_value(by_gpu)
+    for gpu, affected in by_gpu.items():
+        if gpu != usual_gpu:
+            others = f"the others {usual_gpu or 'a CPU'}"
+            message = f"{_ranks_of(affected)} has {gpu or 'a CPU'}, {others}"
+            yield wrong("devices", message, "use hosts of one kind")
 
 
-def _judge_threads(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
+def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about CPU threads: more than cores slow every rank of a host."""
     # One thread a rank is the least: then there is nothing to mend.
     crowded = {
-        rank_answer["host"]: rank_answer
-        for rank_answer in rank_answers
-        if rank_answer["threads"] > 1 and _all_threads(rank_answer) > rank_answer["cores"]
+        answer["host"]: answer
+        for answer in answers
+        if answer["threads"] > 1 and _all_threads(answer) > answer["cores"]
     }
-    for host, rank_answer in crowded.items():
-        threads = max(1, rank_answer["cores"] // rank_answer["local_ranks"])
-        message = f"{_format_threads(rank_answer)} of {host}"
+    for host, answer in crowded.items():
+        threads = max(1, answer["cores"] // answer["local_ranks"])
+        message = f"{_format_threads(answer)} of {host}"
         yield wrong("threads", message, f"set OMP_NUM_THREADS={threads}")
     if not crowded:
-        first_answer = rank_answers[0]
+        first_answer = answers[0]
         message = f"{_format_threads(first_answer)}, load {first_answer['load']}"
         numbers = {
             fact_name: first_answer[fact_name]
@@ -238,12 +242,12 @@ def _judge_threads(rank_answers: Sequence[Answer]) -> Iterator[Finding]:
         yield ok("threads", message, **numbers)
 
 
-def _all_threads(rank_answer: Answer) -> int:
-    return rank_answer["threads"] * rank_answer["local_ranks"]
+def _all_threads(answer: Answer) -> int:
+    return answer["threads"] * answer["local_ranks"]
 
 
-def _format_threads(rank_answer: Answer) -> str:
+def _format_threads(answer: Answer) -> str:
     """Return the threads of a host's ranks and the cores that they share."""
-    rank_names = counted(rank_answer["local_ranks"], "local rank")
-    threads = counted(rank_answer["threads"], "thread")
-    return f"{rank_names} x {threads} on {counted(rank_answer['cores'], 'core')}"
+    local_ranks = counted(answer["local_ranks"], "local rank")
+    threads = counted(answer["threads"], "thread")
+    return f"{local_ranks} x {threads} on {counted(answer['cores'], 'core')}"

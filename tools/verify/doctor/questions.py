@@ -201,12 +201,12 @@ def _judge(check: Check, context: RankContext, answers: Mapping[int, Answer]) ->
     return _Judgement([*check.judge(values)], "")
 
 
-def _hosts_of_answers_with(store_name: str, answers: Mapping[int, Answer]) -> dict[int, str]:
+def _hosts_of_answers_with(key: str, answers: Mapping[int, Answer]) -> dict[int, str]:
     """Return the host of each rank whose answer has the key."""
     return {
         rank_number: rank_answer["host"]
         for rank_number, rank_answer in answers.items()
-        if store_name in rank_answer
+        if key in rank_answer
     }
 
 
@@ -239,7 +239,7 @@ def _enumerate_words(words: list[str]) -> str:
     if len(words) > MOST_LISTED:
         listed = ", ".join(words[:MOST_LISTED])
         return f"{listed} and {len(words) - MOST_LISTED} more"
-    *first_ones, last = words
-    if not first_ones:
+    *all_but_last, last = words
+    if not all_but_last:
         return last
-    return f"{', '.join(first_ones)} and {last}"
+    return f"{', '.join(all_but_last)} and {last}"

@@ -103,7 +103,7 @@ class _StageCall:
 
 
 class BorderRecorder:
-    """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
+    """Recorder of stages while they train. Engines call a stage as stage(x, microbatch, packing).
 
     passed: borders in the order of their first pass, each with the border where the same tensor was
         seen before, or "".
@@ -150,6 +150,7 @@ class BorderRecorder:
         if microbatch is None:
             return
         stage_input = args[0]
+        # the first stage is given ids, later ones the residual stream
         is_first_stage = stage_input.dtype == torch.int64
         # A later stage embeds tokens only for multi-token prediction, where one process calls the
         # embedding for the second time.
@@ -248,6 +249,7 @@ class BorderRecorder:
         for (kind, border, _), shard_values in self._recorded.items():
             by_border.setdefault((kind, border), []).append(shard_values)
         for border, values_by_shard in by_border.items():
+            # otherwise the sequence was cut over them, and their parts follow each other
             if all(
                 shard_values.positions == values_by_shard[0].positions
                 for shard_values in values_by_shard

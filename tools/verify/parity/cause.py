@@ -74,28 +74,27 @@ class Origin:
 
 def origin(differences: Sequence[Difference], reference: Record) -> Origin:
     """Return the origin of the first failing difference that `compare` found."""
-    first_difference = next(difference for difference in differences if difference.fails)
+    first = next(difference for difference in differences if difference.fails)
     same_quantity = [
         difference
         for difference in differences
-        if difference.step == first_difference.step
-        and difference.quantity == first_difference.quantity
+        if difference.step == first.step and difference.quantity == first.quantity
     ]
-    step_phase = OF[first_difference.quantity]
+    step_phase = OF[first.quantity]
     if step_phase == "forward":
-        module_path = _locate_forward(first_difference, same_quantity, reference)
+        place = _locate_forward(first, same_quantity, reference)
     elif step_phase == "backward":
-        module_path = _locate_backward(first_difference, same_quantity, reference)
+        place = _locate_backward(first, same_quantity, reference)
     elif step_phase == "loss":
-        module_path = HEAD
+        place = HEAD
     elif step_phase in ("norm", "decision", "data"):
-        module_path = first_difference.name
+        place = first.name
     else:
-        module_path = pattern(
+        place = pattern(
             [difference.name for difference in same_quantity if difference.fails],
             len(same_quantity),
         )
-    return Origin(step_phase, module_path, first_difference.step, first_difference)
+    return Origin(step_phase, place, first.step, first)
 
 
 def module_of(border_name: str) -> str:
@@ -103,53 +102,39 @@ def module_of(border_name: str) -> str:
     return border_name.rpartition(">")[0]
 
 
-def _locate_forward(
-    first_difference: Difference, borders: Sequence[Difference], reference: Record
-) -> str:
+def _locate_forward(first: Difference, borders: Sequence[Difference], reference: Record) -> str:
     """Return the module whose output is wrong; if its input is wrong too, the place between it and
     the module before.
     """
-    if ">in" not in first_difference.name:
-        return module_of(first_difference.name)
-    borders_before = [difference.name for difference in borders[: borders.index(first_difference)]]
-    alias_border = reference.aliases.get(first_difference.name)
-    if alias_border in borders_before:
-        previous_border = alias_border
-    elif borders_before:
-        previous_border = borders_before[-1]
-    else:
-        previous_border = ""
-    if previous_border:
-        return f"between {module_of(previous_border)} and {module_of(first_difference.name)}"
-    return module_of(first_difference.name)
+    if ">in" not in first.name:
+        return module_of(first.name)
+    before = [difference.name for difference in borders[: borders.index(first)]]
+    if not before:
+        return module_of(first.name)
+    # the border at which the same tensor was seen; otherwise the one just before
+    alias = reference.aliases.get(first.name)
+    previous = alias if alias in before else before[-1]
+    return f"between {module_of(previous)} and {module_of(first.name)}"
 
 
-def _locate_backward(
-    first_difference: Difference, borders: Sequence[Difference], reference: Record
-) -> str:
+def _locate_backward(first: Difference, borders: Sequence[Difference], reference: Record) -> str:
     """Return the module whose output's gradient is right and whose input's is not."""
     agreeing = {difference.name for difference in borders if not difference.fails}
-    # all borders at which one process saw the same tensor
-    tensor = reference.aliases.get(first_difference.name, first_difference.name)
-    tensor_names = [difference.name for difference in borders]
-    shared_borders = [
-        tensor_name
-        for tensor_name in tensor_names
-        if reference.aliases.get(tensor_name, tensor_name) == tensor
-    ]
-    agreeing_borders = [border_name for border_name in shared_borders if border_name in agreeing]
-    if agreeing_borders:
-        return f"between {module_of(first_difference.name)} and {module_of(agreeing_borders[0])}"
-    consumers = [
-        module_of(border_name)
-        for border_name in shared_borders
-        if ">in" in border_name and border_name.replace(">in", ">out") in agreeing
-    ]
+    tensor = reference.aliases.get(first.name, first.name)
+    consumers: list[str] = []
+    for difference in borders:
+        border = difference.name
+        if reference.aliases.get(border, border) != tensor:
+            continue  # one process saw another tensor there
+        if border in agreeing:
+            return f"between {module_of(first.name)} and {module_of(border)}"
+        if ">in" in border and border.replace(">in", ">out") in agreeing:
+            consumers.append(module_of(border))
     if consumers:
         return max(consumers, key=len)  # the innermost of nested modules
-    if first_difference is borders[0]:
+    if first is borders[0]:
         return HEAD
-    return f"after {module_of(first_difference.name)}"
+    return f"after {module_of(first.name)}"
 
 
 def pattern(names: Sequence[str], total: int) -> str:
@@ -200,10 +185,9 @@ class Case:
         if len(ratios) < 0.9 * self.num_gradients or not ratios:
             return None
         median_ratio = sorted(ratios)[len(ratios) // 2]
-        same_quantity = [
-            ratio for ratio in ratios if abs(ratio - median_ratio) <= NEAR * abs(median_ratio)
-        ]
-        return median_ratio if len(same_quantity) >= 0.9 * len(ratios) else None
+        tolerance = NEAR * abs(median_ratio)
+        num_near = sum(abs(ratio - median_ratio) <= tolerance for ratio in ratios)
+        return median_ratio if num_near >= 0.9 * len(ratios) else None
 
     def factors(self) -> dict[str, float]:
         """Return the numbers that a gradient may be multiplied or divided by, by name."""
@@ -215,16 +199,12 @@ class Case:
             "pp": parallel.pipeline,
             "micro-batches": self.microbatches,
         }
-        return {
-            tensor_name: float(axis_size)
-            for tensor_name, axis_size in sizes.items()
-            if axis_size > 1
-        }
+        return {name: float(size) for name, size in sizes.items() if size > 1}
 
 
 def make_case(
     differences: Sequence[Difference],
-    ours: Record,
+    candidate: Record,
     reference: Record,
     tied: str,
     parallel: Parallel,
@@ -233,20 +213,20 @@ def make_case(
 ) -> Case:
     """Return the case of a layout that differs. differences: all, in order. microbatches: of a
     replica."""
-    first_difference = origin(differences, reference)
+    first = origin(differences, reference)
     failed: list[Difference] = []
     gradient_ratios: dict[str, float] = {}
     for difference in differences:
-        if difference.fails and difference.step == first_difference.step:
+        if difference.fails and difference.step == first.step:
             failed.append(difference)
             if difference.quantity == "gradient":
                 gradient_ratios[difference.name] = difference.ratio
     return Case(
-        origin=first_difference,
+        origin=first,
         failed=failed,
         gradient_ratios=gradient_ratios,
-        num_gradients=len(reference.tensors.get(f"gradient/{first_difference.step - 1}", {})),
-        replicated=frozenset(reference.names) - ours.tp_sliced,
+        num_gradients=len(reference.tensors.get(f"gradient/{first.step - 1}", {})),
+        replicated=frozenset(reference.names) - candidate.tp_sliced,
         tied=tied,
         parallel=parallel,
         microbatches=microbatches,
@@ -295,20 +275,6 @@ def _missing_tensors(case: Case) -> str | None:
     return f"{tensor_names[0]} is not held as in one process: look at its Layout"
 
 
-def _other_samples(case: Case) -> str | None:
-    return (
-        "the replicas do not take the samples that one process takes: look at the order and the "
-        "shares of data"
-    )
-
-
-def _initial_weights(case: Case) -> str | None:
-    return (
-        "initial weights depend on the layout: draw them by logical name and place "
-        "(parallel.layers.parameter)"
-    )
-
-
 def _without_gradient(case: Case) -> str | None:
     """Return a cause if a layer has weights but no gradient."""
     without_gradient = [
@@ -351,14 +317,6 @@ def _between_modules(case: Case) -> str | None:
     return f"{module_path}: the sum of the residual stream, dropout, or a scale between them"
 
 
-def _wrong_forward(case: Case) -> str | None:
-    return (
-        f"what {case.origin.place} is given agrees, and what it makes does not: a sum over tp in "
-        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
-        "or its share of a weight is wrong"
-    )
-
-
 def _divided_by_local_tokens(case: Case) -> str | None:
     """Return a cause if the loss is larger by about the number of ranks with tokens of their
     own."""
@@ -377,13 +335,6 @@ def _name_copies(parallel: Parallel) -> str:
     if parallel.context == 1:
         return f"dp = {parallel.data}"
     return f"dp x cp = {parallel.copies}"
-
-
-def _wrong_loss(case: Case) -> str | None:
-    return (
-        "all activations agree and the loss does not: the head, the cross entropy over the cut "
-        "vocabulary, which targets count, or the number that the loss is divided by"
-    )
 
 
 def _scaled_gradients(case: Case) -> str | None:
@@ -498,13 +449,6 @@ def _lost_microbatches(case: Case) -> str | None:
     return None
 
 
-def _wrong_gradients(case: Case) -> str | None:
-    return (
-        f"every activation's gradient agrees, and the gradient of {case.origin.place} does not: "
-        "how it is made of them, added up over micro-batches, or summed over ranks"
-    )
-
-
 def _wrong_norm(case: Case) -> str | None:
     """Return a cause if gradients agree, but their norm or their count of zeros does not."""
     if case.origin.difference.ratio < 1:
@@ -523,31 +467,45 @@ def _wrong_norm(case: Case) -> str | None:
     )
 
 
-def _wrong_decision(case: Case) -> str | None:
-    return (
+# What is said if no rule applies. {place}: where the difference arises.
+OTHERWISE: dict[Phase, str] = {
+    "initial weights": (
+        "initial weights depend on the layout: draw them by logical name and place "
+        "(parallel.layers.parameter)"
+    ),
+    "data": (
+        "the replicas do not take the samples that one process takes: look at the order and the "
+        "shares of data"
+    ),
+    "forward": (
+        "what {place} is given agrees, and what it makes does not: a sum over tp in "
+        "its forward pass is missing, doubled or of something else, a bias is added by every rank, "
+        "or its share of a weight is wrong"
+    ),
+    "loss": (
+        "all activations agree and the loss does not: the head, the cross entropy over the cut "
+        "vocabulary, which targets count, or the number that the loss is divided by"
+    ),
+    "gradients": (
+        "every activation's gradient agrees, and the gradient of {place} does not: how it is made "
+        "of them, added up over micro-batches, or summed over ranks"
+    ),
+    "decision": (
         "gradients agree, and what is decided from them does not: found_inf or the loss scaler is "
         "not the same on all ranks, or is told at another time"
-    )
-
-
-def _wrong_update(case: Case) -> str | None:
-    return (
+    ),
+    "update": (
         "gradients and their norm agree, and what the update makes of them does not: clipping, "
         "learning rate, weight decay, rounding of masters, or the slices of ZeRO differ by rank"
-    )
-
-
-def _diverged_copies(case: Case) -> str | None:
-    return "ranks that hold the same element hold different numbers: a sum over them is missing"
-
+    ),
+    "copies": "ranks that hold the same element hold different numbers: a sum over them is missing",
+}
 
 Rule = Callable[[Case], str | None]
 RULES: dict[Phase, tuple[Rule, ...]] = {
     "model": (_missing_tensors,),
-    "initial weights": (_initial_weights,),
-    "data": (_other_samples,),
-    "forward": (_without_gradient, _stale_weights, _between_modules, _wrong_forward),
-    "loss": (_divided_by_local_tokens, _wrong_loss),
+    "forward": (_without_gradient, _stale_weights, _between_modules),
+    "loss": (_divided_by_local_tokens,),
     "backward": (_scaled_gradients, _wrong_head_gradient, _between_modules, _wrong_backward),
     "gradients": (
         _without_gradient,
@@ -557,17 +515,16 @@ RULES: dict[Phase, tuple[Rule, ...]] = {
         _single_layer,
         _unsummed_over_replicas,
         _lost_microbatches,
-        _wrong_gradients,
     ),
     "norm": (_wrong_norm,),
-    "decision": (_wrong_decision,),
-    "update": (_wrong_update,),
-    "copies": (_diverged_copies,),
 }
 
 
 def likely_cause(case: Case) -> str:
-    """Return the cause of the first rule of the phase that applies. The last rule of each phase
-    always does."""
-    causes = (rule(case) for rule in RULES[case.origin.phase])
-    return next(cause for cause in causes if cause)
+    """Return the cause of the first rule of the phase that applies."""
+    phase = case.origin.phase
+    for rule in RULES.get(phase, ()):
+        cause = rule(case)
+        if cause:
+            return cause
+    return OTHERWISE[phase].format(place=case.origin.place)

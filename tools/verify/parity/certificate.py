@@ -52,15 +52,12 @@ class Compared:
 def entry(compared: Compared) -> dict[str, Any]:
     """Return the entry of a layout."""
     failed = [difference for difference in compared.differences if difference.fails]
-    # what a layout must show, whether compared or not, and whatever else failed
-    names = [
-        quantity_name for quantity_name in OF if quantity_name not in ("copies", "ranks agree")
-    ]
-    names += [difference.quantity for difference in failed]
-    quantities = {
-        quantity_name: _quantity_fields(compared, quantity_name)
-        for quantity_name in dict.fromkeys(names)
-    }
+    failed_quantities = {difference.quantity for difference in failed}
+    quantities: dict[str, dict[str, Any]] = {}
+    for quantity in OF:
+        # what a layout must show, whether compared or not, and whatever else failed
+        if quantity not in ("copies", "ranks agree") or quantity in failed_quantities:
+            quantities[quantity] = _quantity_fields(compared, quantity)
     verdict = _verdict(failed, quantities)
     fields = {
         **_layout_fields(compared.layout, compared.precision),
@@ -72,14 +69,11 @@ def entry(compared: Compared) -> dict[str, Any]:
             difference.error for difference in compared.differences if difference.quantity != WITHIN
         )
     if verdict == NOT_TRIED:
-        untried = [
-            quantity_name
-            for quantity_name in NEEDED
-            if quantities[quantity_name]["verdict"] == NOT_TRIED
-        ]
-        fields["why"] = "; ".join(
-            f"{quantity_name}: {quantities[quantity_name]['why']}" for quantity_name in untried
-        )
+        reasons: list[str] = []
+        for quantity in NEEDED:
+            if quantities[quantity]["verdict"] == NOT_TRIED:
+                reasons.append(f"{quantity}: {quantities[quantity]['why']}")
+        fields["why"] = "; ".join(reasons)
     if failed:
         fields |= _failure_fields(compared, failed)
     return fields
@@ -125,7 +119,7 @@ def _layout_fields(layout: Layout, precision: str) -> dict[str, Any]:
 def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
     if failed:
         return WRONG
-    if any(quantities[quantity_name]["verdict"] == NOT_TRIED for quantity_name in NEEDED):
+    if any(quantities[quantity]["verdict"] == NOT_TRIED for quantity in NEEDED):
         return NOT_TRIED
     return PROVEN
 
@@ -185,7 +179,7 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         )
     else:
         likely_reason = "the layout cannot be trained: its ranks fail"
-    first_origin = {
+    first = {
         "phase": "hang" if is_hang else "failure",
         "place": "; ".join(failure.where),
         "note": failure.why,
@@ -194,7 +188,7 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
         **_layout_fields(layout, precision),
         "verdict": WRONG,
         "quantities": {},
-        "first": first_origin,
+        "first": first,
         "likely_cause": likely_reason,
         "ranks_at": list(failure.where),
     }
@@ -293,11 +287,9 @@ def certificate(
         "applied": len(float64_record.applied),
         "clipped": _count_clipped(compared, float64_record),
         "tensors": len(float64_record.names),
-        "elements": sum(
-            weight.numel() for weight in float64_record.tensors["before/weight"].values()
-        ),
+        "elements": sum(map(torch.numel, float64_record.tensors["before/weight"].values())),
         "rounding": count_rounding_elements(float64_record, shaken),
-        "not_tried": [list(pair) for pair in _uncovered(config, compared, plan)],
+        "not_tried": [*map(list, _uncovered(config, compared, plan))],
         "layouts": [],
     }
 
@@ -319,8 +311,10 @@ def _uncovered(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[t
 
 def _count_clipped(config: RunConfig, float64_record: Record) -> int:
     """Return the number of applied steps that were clipped."""
-    norms = [float64_record.steps[step]["grad_norm"] for step in float64_record.applied]
-    return sum(0 < config.optimizer.clip < norm for norm in norms)
+    clip = config.optimizer.clip
+    return sum(
+        0 < clip < float64_record.steps[step]["grad_norm"] for step in float64_record.applied
+    )
 
 
 def versions() -> dict[str, str]:
@@ -334,9 +328,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def _version(quantity_name: str) -> str:
+def _version(package: str) -> str:
     try:
-        return version(quantity_name)
+        return version(package)
     except PackageNotFoundError:
         return "not installed"
 

@@ -65,7 +65,7 @@ def compare(
     """Return all comparisons of a layout with one process, in the order of a step.
 
     norm: order of the runs' gradient norm.
-    repeated: the updates repeated from the gradients of `candidate` (`again.updates`).
+    repeated: the updates repeated from the gradients of `candidate` (`repeated_updates.updates`).
     """
     differences = [
         *_compare_shapes(candidate, reference),
@@ -173,23 +173,15 @@ class _StepComparison:
 
     def number(self, quantity: str, report_key: str) -> Difference:
         """Compare a number that both runs report."""
-        candidate = self.candidate.steps[self.step][report_key]
-        reference = self.reference.steps[self.step][report_key]
-        perturbed_run = (
-            self.noise.perturbed_run.steps[self.step][report_key]
-            if self.noise.perturbed_run
-            else None
-        )
-        float64_run = (
-            self.noise.float64_run.steps[self.step][report_key] if self.noise.float64_run else None
-        )
-        perturbed_draws = [
-            run_record.steps[self.step][report_key] for run_record in self.noise.perturbed_draws
-        ]
 
-        error = relative_error(candidate, reference if float64_run is None else float64_run)
-        bound = self.noise.number_bound(reference, perturbed_run, float64_run, perturbed_draws)
-        ratio = candidate / reference if reference else math.nan
+        def read(run_record: Record) -> float:
+            return run_record.steps[self.step][report_key]
+
+        candidate = read(self.candidate)
+        numbers = self.noise.values(self.reference, read)
+        error = relative_error(candidate, numbers.expected)
+        bound = self.noise.number_bound(numbers)
+        ratio = candidate / numbers.reference if numbers.reference else math.nan
         difference = Difference(quantity, "", self.step + 1, error, bound, ratio)
         return self.judge(difference)
 
@@ -199,24 +191,17 @@ class _StepComparison:
         """Compare the tensors of a kind, in the order of `names`; `_compare_shapes` reports those
         that one side lacks."""
         candidate = self.candidate.tensors.get(tensor_kind)
-        reference = self.reference.tensors.get(tensor_kind)
-        if candidate is None or reference is None:
+        if candidate is None or tensor_kind not in self.reference.tensors:
             return
-        perturbed_run = (
-            self.noise.perturbed_run.tensors.get(tensor_kind) if self.noise.perturbed_run else None
+        references = self.noise.values(
+            self.reference, lambda run_record: run_record.tensors.get(tensor_kind, {})
         )
-        float64_run = (
-            self.noise.float64_run.tensors.get(tensor_kind) if self.noise.float64_run else None
-        )
-        perturbed_draws = [
-            run_record.tensors[tensor_kind] for run_record in self.noise.perturbed_draws
-        ]
-        # in low precision the one process errs too, so both are measured against float64
-        expected = float64_run or reference
+        # a run that skipped this step has none, and measures nothing
+        references = replace(references, float64=references.float64 or None)
+        reference = references.reference
+        expected = references.expected
         scales = error_scales(expected)
-        bounds = self.noise.tensor_bounds(
-            reference, perturbed_run, float64_run, scales, perturbed_draws
-        )
+        bounds = self.noise.tensor_bounds(references, scales)
         common = set(_common_tensors(candidate, reference))
         for tensor_name in names:
             if tensor_name not in common:
@@ -235,37 +220,27 @@ class _StepComparison:
             )
             yield self.judge(difference)
 
-    def borders(self, tensor_kind: str) -> Iterator[Difference]:
+    def borders(self, kind: str) -> Iterator[Difference]:
         """Compare the values of every rank at each common border, in the order in which the one
         process passed them."""
-        reference = _values_by_border(self.reference, tensor_kind, self.step)
-        perturbed_run = float64_run = None
-        if self.noise.perturbed_run:
-            perturbed_run = _values_by_border(self.noise.perturbed_run, tensor_kind, self.step)
-        if self.noise.float64_run:
-            float64_run = _values_by_border(self.noise.float64_run, tensor_kind, self.step)
-        perturbed_draws = [
-            _values_by_border(run_record, tensor_kind, self.step)
-            for run_record in self.noise.perturbed_draws
-        ]
-        expected = float64_run or reference
-        scales = error_scales(expected)
-        bounds = self.noise.tensor_bounds(
-            reference, perturbed_run, float64_run, scales, perturbed_draws
+        references = self.noise.values(
+            self.reference, lambda run_record: _values_by_border(run_record, kind, self.step)
         )
-        for border, full_values in expected.items():
-            rank_values = self.candidate.borders.get((tensor_kind, border), [])
+        scales = error_scales(references.expected)
+        bounds = self.noise.tensor_bounds(references, scales)
+        for border, full_values in references.expected.items():
+            rank_values = self.candidate.borders.get((kind, border), [])
             if not rank_values:
                 continue
             # A part may be small by chance, so its own norm would be no measure:
             # the scale of a rank's part is that of the full values, for as many elements
             element_scale = scales[border] / math.sqrt(full_values.numel())
-            (reference,) = self.reference.borders[tensor_kind, border]
+            (reference_values,) = self.reference.borders[kind, border]
             errors: list[float] = []
             failing: list[int] = []
             ratio = math.nan  # of the first rank that fails
             for border_values in rank_values:
-                expected_part = _select_part(border_values, reference, full_values)
+                expected_part = _select_part(border_values, reference_values, full_values)
                 scale = element_scale * math.sqrt(expected_part.numel()) or 1.0
                 error = tensor_error(border_values.values[self.step], expected_part, scale)
                 errors.append(error)
@@ -274,7 +249,7 @@ class _StepComparison:
                         ratio = _norm_ratio(border_values.values[self.step], expected_part)
                     failing.append(border_values.rank)
             difference = Difference(
-                tensor_kind,
+                kind,
                 border,
                 self.step + 1,
                 max(errors),

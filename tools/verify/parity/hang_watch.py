@@ -36,7 +36,6 @@ from megaprec.diagnose.call_stack import (
     summarize_calls,
 )
 from megaprec.diagnose.position import Position
-from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction
 from tools.verify.parity.borders import shared_name
 
@@ -62,7 +61,7 @@ class Trail(Waits):
 
     def begin(self) -> None:
         """Note that a wait begins, and where."""
-        self.where = whereabouts(sys._getframe(1))
+        self.where = whereabouts(sys._getframe(1)) | self._instruction()
         super().begin()
 
     def end(self) -> None:
@@ -79,15 +78,18 @@ class Trail(Waits):
         be there."""
         calls = main_calls()
         waits, lines = summarize_calls(calls)
-        where: dict[str, Any] = {"at": lines, "waits": waits}
+        where: dict[str, Any] = {"at": lines, "waits": waits, **self._instruction()}
         collectives = [call.function for call in calls if _is_collective(call.file, call.function)]
         if waits and collectives:
             where["collective"] = collectives[-1]
-        if isinstance(self.position.action, Instruction):
-            where["instruction"] = str(self.position.action)
         if self.modules:
             where["module"] = self.modules[-1]
         return where
+
+    def _instruction(self) -> dict[str, str]:
+        """Return the instruction of the schedule under way, as a field; none outside of passes."""
+        action = self.position.action
+        return {"instruction": str(action)} if isinstance(action, Instruction) else {}
 
 
 @contextmanager
@@ -127,9 +129,9 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
     """Return the position of the calling thread, which stands still in this frame and those around
     it.
 
-    instruction: of the schedule. module: by the common part of its parameters' logical names.
-    collective: axis and kind. waits: whether it is in a transfer between ranks. at: the innermost
-    lines of code outside of torch and Python.
+    module: by the common part of its parameters' logical names. collective: axis and kind. waits:
+    whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and
+    Python.
     """
     lines: list[str] = []
     position: dict[str, Any] = {"at": lines, "waits": False}
@@ -149,8 +151,6 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
         if isinstance(instance, Axis):
             kind = function.removeprefix("start_").strip("_")
             position["collective"] = f"{kind} over {instance.name}"
-        if isinstance(instance, Executor) and function == "carry_out" and "i" in variables:
-            position["instruction"] = str(variables["i"])
         if "module" not in position:
             module = _module_name(instance, variables.get("ctx"))
             if module:
@@ -255,5 +255,6 @@ def odd_ranks(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
         rank: (position.get("collective"), position.get("instruction"), position["waits"])
         for rank, position in stuck.items()
     }
+    # of two ranks that differ the first counts as the common one
     ((common, _),) = Counter(kinds.values()).most_common(1)
     return [rank for rank, kind in kinds.items() if kind != common]

@@ -46,10 +46,10 @@ class Layout:
         return self.parallel.ranks
 
 
-def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
+def requested_layouts(texts: Sequence[str], run_parallel: Parallel) -> list[dict[str, Any]]:
     """Return the keys of [parallel] that each text names. Raises UserError with all problems.
 
-    own: the table of the run, of which a layout keeps the other keys.
+    run_parallel: the table of the run, of which a layout keeps the other keys.
     """
     layouts: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -68,18 +68,18 @@ def requested_layouts(texts: Sequence[str], own: Parallel) -> list[dict[str, Any
                 problems.append(f'--layouts "{layout_text}": no such key "{given_name}"{hint}')
         # the other keys are those of the run, which may not fit these
         layouts.append(parallel_keys)
-        problems += _value_problems(layout_text, {**own.model_dump(), **parallel_keys})
+        problems += _value_problems(layout_text, {**run_parallel.model_dump(), **parallel_keys})
     if problems:
         raise UserError(*problems)
     return layouts
 
 
-def _parse_value(layout_text: str) -> Any:
+def _parse_value(value_text: str) -> Any:
     """Return a value as TOML has it; text without quotes is a string."""
     try:
-        return parse_toml(f"value = {layout_text}")["value"]
+        return parse_toml(f"value = {value_text}")["value"]
     except ValueError:
-        return layout_text
+        return value_text
 
 
 def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]:
@@ -92,18 +92,18 @@ def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]
                 yield f'--layouts "{layout_text}": {problem["loc"][0]}: {message}'
 
 
-def every(most: int) -> list[dict[str, Any]]:
-    """Return all layouts of 2, 4, 8, ... ranks up to `most`, the smallest first.
+def every(max_ranks: int) -> list[dict[str, Any]]:
+    """Return all layouts of 2, 4, 8, ... ranks up to `max_ranks`, the smallest first.
 
     Sequences are cut over two ranks, alone and together with two ranks of each other axis.
     """
-    powers = [1 << exponent for exponent in range(most.bit_length())]
+    powers = [1 << exponent for exponent in range(max_ranks.bit_length())]
     sizes: list[tuple[int, ...]] = []
     for tensor_size, pipeline_size, data_size, context_size in product(powers, repeat=4):
         ranks = tensor_size * pipeline_size * data_size * context_size
         # cutting sequences multiplies the layouts: with one other axis it shows its faults
         is_wanted = context_size == 1 or (context_size == 2 and ranks <= 4)
-        if 1 < ranks <= most and is_wanted:
+        if 1 < ranks <= max_ranks and is_wanted:
             sizes.append((tensor_size, pipeline_size, data_size, context_size))
     # so that the cheapest layouts, which show most faults, are named first
     sizes.sort(key=lambda size: (prod(size), size[3], size))
@@ -143,6 +143,6 @@ def _layout_name(parallel_keys: Mapping[str, Any]) -> str:
             name_parts.append(f"{short}={parallel_keys[axis_key]}")
     for axis_key, key_value in parallel_keys.items():
         if axis_key not in SHORT.values():
-            layout_text = str(key_value).lower() if isinstance(key_value, bool) else str(key_value)
-            name_parts.append(f"{axis_key}={layout_text}")
+            value_text = str(key_value).lower() if isinstance(key_value, bool) else str(key_value)
+            name_parts.append(f"{axis_key}={value_text}")
     return ",".join(name_parts) or "one process"

@@ -18,8 +18,9 @@ bound does not exclude a factor of the square root of two, the quantity proves n
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,29 @@ MIN_NORM_FRACTION = 1e-3
 SMALLEST_ERROR = 1e-300
 # In names of tensors of one expert: rounding decides which tokens it gets.
 EXPERTS = ".experts."
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class ReferenceValues(Generic[Value]):
+    """A number, or tensors by name, of several runs on one process.
+
+    reference: of the run that a layout is compared with.
+    perturbed, float64, draws: of the runs of `Noise`, as far as it has them.
+    """
+
+    reference: Value
+    perturbed: Value | None = None
+    float64: Value | None = None
+    draws: Sequence[Value] = ()
+
+    @property
+    def expected(self) -> Value:
+        """Return what errors are measured against.
+
+        In low precision the one process errs too, so that is its run in float64.
+        """
+        return self.reference if self.float64 is None else self.float64
 
 
 @dataclass(frozen=True)
@@ -75,58 +99,60 @@ class Noise:
         """Return the bound for `LOW_PRECISION_SLACK` tokens that go to another expert."""
         return math.sqrt(LOW_PRECISION_SLACK / self.expert_tokens)
 
-    def number_bound(
-        self,
-        reference: float,
-        perturbed_run: float | None,
-        float64_run: float | None,
-        perturbed_draws: Sequence[float] = (),
-    ) -> float:
+    def values(self, reference: Record, read: Callable[[Record], Value]) -> ReferenceValues[Value]:
+        """Return what `read` returns of the reference and of the runs of this noise."""
+        return ReferenceValues(
+            read(reference),
+            read(self.perturbed_run) if self.perturbed_run else None,
+            read(self.float64_run) if self.float64_run else None,
+            [read(perturbed_draw) for perturbed_draw in self.perturbed_draws],
+        )
+
+    def number_bound(self, numbers: ReferenceValues[float]) -> float:
         """Return the bound of a number."""
         if self.exact:
             return 0.0
-        if float64_run is not None:
-            errors = [
-                relative_error(number, float64_run) for number in (reference, *perturbed_draws)
-            ]
+        if numbers.float64 is not None:
+            low_precision = (numbers.reference, *numbers.draws)
+            errors = [relative_error(number, numbers.float64) for number in low_precision]
             return LOW_PRECISION_SLACK * max(self.epsilon, *errors)
-        if perturbed_run is not None:
-            return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * relative_error(perturbed_run, reference))
+        if numbers.perturbed is not None:
+            error = relative_error(numbers.perturbed, numbers.reference)
+            return max(FLOAT64_TOLERANCE, FLOAT64_SLACK * error)
         return FLOAT64_TOLERANCE
 
     def tensor_bounds(
-        self,
-        reference: Tensors,
-        perturbed_run: Tensors | None,
-        float64_run: Tensors | None,
-        scales: Mapping[str, float],
-        perturbed_draws: Sequence[Tensors] = (),
+        self, tensors: ReferenceValues[Tensors], scales: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the bound of each tensor, relative to its entry of `scales`."""
         if self.exact:
-            return dict.fromkeys(reference, 0.0)
-        if float64_run is None:
-            errors = _tensor_errors(reference, perturbed_run or {}, scales)
-            return {
-                tensor_name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(tensor_name, 0.0))
-                for tensor_name in reference
-            }
+            return dict.fromkeys(tensors.reference, 0.0)
+        if tensors.float64 is not None:
+            return self._low_precision_bounds(tensors, tensors.float64, scales)
+        errors = _tensor_errors(tensors.reference, tensors.perturbed or {}, scales)
+        return {
+            tensor_name: max(FLOAT64_TOLERANCE, FLOAT64_SLACK * errors.get(tensor_name, 0.0))
+            for tensor_name in tensors.reference
+        }
+
+    def _low_precision_bounds(
+        self, tensors: ReferenceValues[Tensors], float64: Tensors, scales: Mapping[str, float]
+    ) -> dict[str, float]:
         common_error = self.epsilon
         largest: dict[str, float] = {}  # of all layers
         # the largest of several errors: one draw may be lucky
-        for tensors in [reference, *perturbed_draws]:
-            errors = _tensor_errors(float64_run, tensors, scales)
+        for low_precision in [tensors.reference, *tensors.draws]:
+            errors = _tensor_errors(float64, low_precision, scales)
             common_error = max(common_error, _root_mean_square(errors.values()))
             for tensor_name, error in errors.items():
                 tensor_kind = _tensor_kind(tensor_name)
                 largest[tensor_kind] = max(error, largest.get(tensor_kind, 0.0))
         least_bound = max(LOW_PRECISION_SLACK * common_error, self.routing_bound)
-        return {
-            tensor_name: max(
-                least_bound, LOW_PRECISION_SLACK * largest.get(_tensor_kind(tensor_name), 0.0)
-            )
-            for tensor_name in reference
-        }
+        bounds: dict[str, float] = {}
+        for tensor_name in tensors.reference:
+            kind_bound = LOW_PRECISION_SLACK * largest.get(_tensor_kind(tensor_name), 0.0)
+            bounds[tensor_name] = max(least_bound, kind_bound)
+        return bounds
 
     @property
     def norm_bound(self) -> float:

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ FLAG = "--as-rank"
 
 @dataclass(frozen=True)
 class Run:
-    """A run in one layout. run_folder: its own."""
+    """A run in one layout. folder: where its ranks write their files."""
 
     config: RunConfig
     plan: Plan
@@ -143,12 +144,13 @@ class Launcher:
 
 def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
-    (run_folder / PENDING).write_text(
-        "\n".join(recorded_run.folder.name for recorded_run in runs), encoding="utf-8"
-    )
+    folders = [recorded_run.folder for recorded_run in runs]
+    names = "\n".join(folder.name for folder in folders)
+    (run_folder / PENDING).write_text(names, encoding="utf-8")
     ranks = runs[0].config.world_size
     with Watch(run_folder, ranks, patience) as watch:
         exit_code = launch_local(["parity", str(run_folder), FLAG], ranks, threads=1)
+    # before the exit code, which is that of the signal that ended them
     if watch.stuck:
         return _hang(watch.stuck, patience)
     if exit_code - 128 in STOPS:
@@ -157,13 +159,12 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
         how_it_ended = f"a rank was ended by signal {exit_code - 128}"
     else:
         how_it_ended = f"its ranks ended with code {exit_code}"
+    notes = chain.from_iterable(folder.glob("*.failed") for folder in folders)
     # the rank that failed first is the cause; the others fail for want of it
-    failure_notes = sorted(run_folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
-    folders = {recorded_run.folder for recorded_run in runs}
-    failure_notes = [path for path in failure_notes if path.parent in folders]
-    if failure_notes:
-        return Failure(f"{how_it_ended}: {failure_notes[0].read_text(encoding='utf-8')}")
-    return Failure(how_it_ended)
+    first_note = min(notes, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if first_note is None:
+        return Failure(how_it_ended)
+    return Failure(f"{how_it_ended}: {first_note.read_text(encoding='utf-8')}")
 
 
 def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
@@ -212,6 +213,7 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
             message = f"rank {rank_number}: {type(error).__name__}: {error}".splitlines()[0]
             (recorded_run.folder / f"{rank_number}.failed").write_text(message, encoding="utf-8")
             raise
+        # the next run may have another mesh, which all ranks must make together
         dist.barrier()
 
 

@@ -158,11 +158,9 @@ class RecordedTrainer(Trainer):
     ) -> None:
         self.samples = RecordedSamples(corpus.train, record_plan.small)
         self.recorder = GradientRecorder(record_plan)
-        span_start = Path(record_plan.start) if record_plan.start else None
+        start = Path(record_plan.start) if record_plan.start else None
         corpus = replace(corpus, train=self.samples)
-        super().__init__(
-            config, corpus, mesh, span_start, observers=[self.recorder], position=position
-        )
+        super().__init__(config, corpus, mesh, start, observers=[self.recorder], position=position)
 
 
 def record(
@@ -243,12 +241,12 @@ def _write_files(
     """Write the tensors of a rank to RANK.safetensors, and everything else to RANK.json."""
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {"borders": flat_borders}
-    for state_kind, fragments in recorded.items():
+    for kind, fragments in recorded.items():
         for fragment in fragments:
-            step_number = str(len(entries))
-            tensors[step_number] = fragment.values.contiguous()
+            entry_number = str(len(entries))
+            tensors[entry_number] = fragment.values.contiguous()
             fields = {name: getattr(fragment, name) for name in FRAGMENT_FIELDS}
-            entries.append({"kind": state_kind, **fields})
+            entries.append({"kind": kind, **fields})
     save_file(tensors, folder / f"{rank}.safetensors")
     # last, for a run is done when this file is there
     text = json.dumps({**rank_report, "fragments": entries})
@@ -374,7 +372,7 @@ def _read_fragments(
     rank_report: RankReport, rank_values: Tensors
 ) -> Iterator[tuple[str, Fragment]]:
     """Yield the fragments of a rank in float64, with their kinds."""
-    for step_number, fragment_entry in enumerate(rank_report["fragments"]):
+    for entry_number, fragment_entry in enumerate(rank_report["fragments"]):
         yield (
             fragment_entry["kind"],
             Fragment(
@@ -383,7 +381,7 @@ def _read_fragments(
                 offset=tuple(fragment_entry["offset"]),
                 local=tuple(fragment_entry["local"]),
                 first=fragment_entry["first"],
-                values=rank_values[str(step_number)].double(),
+                values=rank_values[str(entry_number)].double(),
                 cut=fragment_entry["cut"],
             ),
         )
@@ -396,15 +394,15 @@ def _read_borders(reports: Sequence[RankReport], rank_values: Sequence[Tensors])
     for rank, (rank_report, tensors) in enumerate(zip(reports, rank_values, strict=True)):
         # a rank saves the values of all its borders end to end, in the order of its list
         flat = tensors["borders"]
-        span_start = 0
+        start = 0
         recorded: dict[Border, BorderValues] = {}
         steps = len(rank_report["steps"])
-        for state_kind, border, samples, positions in rank_report["borders"]:
+        for kind, border, samples, positions in rank_report["borders"]:
             shape = (steps, len(samples), len(positions))
-            stop = span_start + math.prod(shape)
-            numbers = flat[span_start:stop].view(shape)
-            recorded[state_kind, border] = BorderValues(rank, samples, positions, numbers)
-            span_start = stop
+            stop = start + math.prod(shape)
+            numbers = flat[start:stop].view(shape)
+            recorded[kind, border] = BorderValues(rank, samples, positions, numbers)
+            start = stop
         for border_key, border_values in _order_borders(recorded, rank_report["passed"]):
             table.setdefault(border_key, []).append(border_values)
     return table
@@ -421,8 +419,8 @@ def _order_borders(
         border_key = (FORWARD, first or border)
         if border_key in recorded:
             yield (FORWARD, border), recorded[border_key]
-    for (state_kind, border), rank_values in recorded.items():
-        if state_kind != BACKWARD:
+    for (kind, border), rank_values in recorded.items():
+        if kind != BACKWARD:
             continue
         # gradients arrive in the order of the backward pass, which is that of `recorded`
         yield (BACKWARD, border), rank_values

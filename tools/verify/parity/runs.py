@@ -100,6 +100,7 @@ def made_ready(
         "threads": 1,
         "device": "cpu",
     }
+    # the infinity that is planted is to be skipped: neither traced, nor the end of the run
     precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
     if run_config.precision.on_nonfinite == "raise":
         precision["on_nonfinite"] = "skip"
@@ -126,20 +127,14 @@ def with_random_tokens(run_config: RunConfig, steps: int, folder: Path) -> RunCo
     with IndexedWriter(prefix, vocab_size) as writer:
         for document in tokens.split(train.seq_length * 2 // 3 + 1):
             writer.add_document(document.tolist())
-    settings = {
-        dotted_key: getattr(run_config.data, dotted_key) for dotted_key in ("shuffle", *RESETS)
-    }
+    settings = {key: getattr(run_config.data, key) for key in ("shuffle", *RESETS)}
     data = Data(source=str(prefix), vocab_size=vocab_size, held_out=0.0, **settings)
     return run_config.model_copy(update={"data": data})
 
 
 def in_float64(run_config: RunConfig) -> RunConfig:
     """Return the run with every dtype float64 and its loss scaling unchanged."""
-    others = {
-        dotted_key: value
-        for dotted_key, value in run_config.precision
-        if dotted_key not in DTYPE_KEYS
-    }
+    others = {key: value for key, value in run_config.precision if key not in DTYPE_KEYS}
     precision = Precision(**{**others, "compute": "fp64"})
     return run_config.model_copy(update={"precision": precision, "fp8": FP8()})
 
@@ -219,6 +214,7 @@ def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
         "train": run_config.train.model_copy(update=train),
         "lr": run_config.lr.model_copy(update=rates),
     }
+    # a scale that grows within the few steps, so that growth is compared too
     if run_config.precision.scaling == "dynamic":
         initial = max(
             run_config.precision.min_scale, min(run_config.precision.initial_scale, MAX_SCALE)
@@ -247,29 +243,28 @@ def _dotted_keys(run_config: RunConfig) -> Iterator[tuple[str, Any]]:
             yield f"{table}.{name}", value
 
 
-def alike_size(value: int, least: int, layout_limits: int) -> int:
-    """Return the smallest number from `least` on that 2 to `layout_limits` divide exactly where
+def alike_size(value: int, least: int, largest_divisor: int) -> int:
+    """Return the smallest number from `least` on that 2 to `largest_divisor` divide exactly where
     they divide `value`; at most `value`.
     """
     for number in range(max(1, least), value):
-        if _divide_alike(number, value, layout_limits):
+        if _divide_alike(number, value, largest_divisor):
             return number
     return value
 
 
-def _divide_alike(number: int, original: int, layout_limits: int) -> bool:
-    """Return True if each number from 2 to `layout_limits` divides both numbers or neither."""
+def _divide_alike(number: int, original: int, largest_divisor: int) -> bool:
+    """Return True if each number from 2 to `largest_divisor` divides both numbers or neither."""
     return all(
         (number % divisor == 0) == (original % divisor == 0)
-        for divisor in range(2, layout_limits + 1)
+        for divisor in range(2, largest_divisor + 1)
     )
 
 
 def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     model_config = run_config.model
-    group = (
-        model_config.heads // model_config.kv_heads
-    )  # heads that share a key: kept, for it is structure
+    # heads that share a key: kept, for it is structure
+    group = model_config.heads // model_config.kv_heads
     kv_heads = alike_size(
         model_config.kv_heads, min(2, model_config.kv_heads), layout_limits.tensor
     )
@@ -316,9 +311,7 @@ def _latent(sizes: Latent) -> Latent:
     """Return latents and features of a head that are small, and of widths that differ where they
     did."""
     small = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
-    update = {
-        dotted_key: min(getattr(sizes, dotted_key), size) for dotted_key, size in small.items()
-    }
+    update = {key: min(getattr(sizes, key), size) for key, size in small.items()}
     return sizes.model_copy(update=update)
 
 
@@ -334,8 +327,8 @@ def _feed_forwards(
     if model_config.experts:
         width = min(width, MAX_EXPERT_WIDTH)
     widths = {
-        dotted_key: alike_size(size, min(width, size), tensor)
-        for dotted_key, size in model_config.ffn_widths.items()
+        key: alike_size(size, min(width, size), tensor)
+        for key, size in model_config.ffn_widths.items()
     }
     dense_layers = [
         layer_number for layer_number in model_config.dense_layers if layer_number < num_layers

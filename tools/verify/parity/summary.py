@@ -181,6 +181,7 @@ def details_of(layout_entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", first["note"]
     for position in layout_entry.get("ranks_at", ()):
         yield "", position
+    # a hang or a failure has no difference
     for detail_label in ("first", "worst"):
         if "quantity" in layout_entry.get(detail_label, ()):
             yield detail_label, describe_difference(layout_entry[detail_label])

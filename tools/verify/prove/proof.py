@@ -175,6 +175,7 @@ def _load_elsewhere(proof_runs: ProofRuns, step_span: Span, layout: Layout | Non
     config = proof_runs.config
     if layout is None:
         return _not_tried("no other layout of up to 2 ranks fits this run: name one by --layout")
+    # another number of replicas has no place for them
     if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
         return _not_tried("fp8.reduce_amax = false: each replica has scales of its own")
     proof_runs.copy(AGAIN, LOADED)
@@ -215,19 +216,20 @@ def _try_damage(proof_runs: ProofRuns, step_span: Span) -> Row:
     proof_runs.take(CONTROL, step_span.stop + 1)
     loaded = _compare_loaded(proof_runs, CONTROL, step_span.stop)
     later = _compare_steps(proof_runs, CONTROL, (step_span.stop + 1,))
-    seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
-    if len(seen) < 2:
+    differences_seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
+    # seen when loaded, and again in the weights of the step after
+    if len(differences_seen) < 2:
         why = (
-            f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons "
-            "saw it"
+            f"one sign of {damaged} was turned in the checkpoint, and {len(differences_seen)} of 2 "
+            "comparisons saw it"
         )
         return {
             "verdict": WRONG,
             "why": f"{why}: this proof is worth nothing",
             "damaged": damaged,
-            "seen": seen,
+            "seen": differences_seen,
         }
-    return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
+    return {"verdict": PROVEN, "damaged": damaged, "seen": differences_seen}
 
 
 def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int]) -> Row:
@@ -263,23 +265,23 @@ def turn_one_sign(checkpoint: Path) -> str:
     checkpoint_store = Store(checkpoint)
     tensors = checkpoint_store.index["tensors"]
     # moments first; codes of FP8 are bytes of another format
-    keys = [stored_name for stored_name in tensors if not stored_name.startswith("fp8/")]
+    stored_names = [stored_name for stored_name in tensors if not stored_name.startswith("fp8/")]
     for stored_name in sorted(
-        keys, key=lambda stored_name: (stored_name.startswith("weight/"), stored_name)
+        stored_names, key=lambda stored_name: (stored_name.startswith("weight/"), stored_name)
     ):
-        run_name = tensors[stored_name]["chunks"][0]["file"]
-        stored_key = stored_name.removeprefix("weight/")
-        with safe_open(checkpoint_store.file(run_name), "pt") as opened_file:
-            stored_values = opened_file.get_tensor(stored_key).flatten()
+        file_name = tensors[stored_name]["chunks"][0]["file"]
+        key_in_file = stored_name.removeprefix("weight/")
+        with safe_open(checkpoint_store.file(file_name), "pt") as opened_file:
+            stored_values = opened_file.get_tensor(key_in_file).flatten()
         element_index = int(stored_values.abs().argmax())
         if stored_values[element_index] != 0:
-            _turn_sign(checkpoint_store.file(run_name), stored_key, element_index, stored_values)
-            _update_digest(checkpoint_store, run_name)
+            _turn_sign(checkpoint_store.file(file_name), key_in_file, element_index, stored_values)
+            _update_digest(checkpoint_store, file_name)
             return stored_name
     raise UserError.of("prove.nothing_to_damage", checkpoint=checkpoint)
 
 
-def _turn_sign(file: Path, stored_name: str, element_index: int, stored_values: Tensor) -> None:
+def _turn_sign(file: Path, key_in_file: str, element_index: int, stored_values: Tensor) -> None:
     """Turn the sign of element `element_index` of a stored tensor, whose `stored_values` are given,
     in the file."""
     turned = (-stored_values[element_index : element_index + 1]).view(torch.uint8).numpy().tobytes()
@@ -287,20 +289,20 @@ def _turn_sign(file: Path, stored_name: str, element_index: int, stored_values: 
         # a safetensors file: the length of the header in 8 bytes, the header, the tensors
         header_length = int.from_bytes(opened_file.read(8), "little")
         header = json.loads(opened_file.read(header_length))
-        tensor_start = 8 + header_length + header[stored_name]["data_offsets"][0]
+        tensor_start = 8 + header_length + header[key_in_file]["data_offsets"][0]
         opened_file.seek(tensor_start + element_index * stored_values.itemsize)
         opened_file.write(turned)
 
 
-def _update_digest(checkpoint_store: Store, run_name: str) -> None:
+def _update_digest(checkpoint_store: Store, file_name: str) -> None:
     """Write the digest of a changed file into checkpoint.json."""
-    element_index = {
-        stored_name: value
-        for stored_name, value in checkpoint_store.index.items()
-        if stored_name != INDEX_DIGEST
+    changed_index = {
+        index_key: value
+        for index_key, value in checkpoint_store.index.items()
+        if index_key != INDEX_DIGEST
     }
-    element_index[FILE_DIGESTS] = {
+    changed_index[FILE_DIGESTS] = {
         **checkpoint_store.digests,
-        run_name: file_digest(checkpoint_store.file(run_name)),
+        file_name: file_digest(checkpoint_store.file(file_name)),
     }
-    (checkpoint_store.path / INDEX).write_bytes(seal_index(element_index))
+    (checkpoint_store.path / INDEX).write_bytes(seal_index(changed_index))

@@ -50,8 +50,8 @@ class ProofRuns:
 
     def begin(self, run_name: str) -> None:
         """Make the folder of a run, with the checkpoint that it starts from."""
-        run_folder_path = self.folder / run_name
-        (run_folder_path / "checkpoints").mkdir(parents=True)
+        run_folder = self.folder / run_name
+        (run_folder / "checkpoints").mkdir(parents=True)
         if self.start:
             # linked, not copied: a checkpoint may be as large as the disk has room for once
             shutil.copytree(self.start, self._start_copy(run_name, self.start), copy_function=_link)
@@ -133,13 +133,13 @@ def _ready(
     return run_config.model_copy(update=tables)
 
 
-def _link(source: str, run_folder_path: str) -> None:
+def _link(source: str, target: str) -> None:
     """Link a file of a checkpoint, which no run changes, or copy it if the folders are on different
     filesystems."""
     try:
-        os.link(source, run_folder_path)
+        os.link(source, target)
     except OSError:
-        shutil.copy2(source, run_folder_path)
+        shutil.copy2(source, target)
 
 
 def _tell(text: str) -> None:
@@ -148,5 +148,5 @@ def _tell(text: str) -> None:
 
 def _last_line(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [last_line for last_line in text.splitlines() if last_line.strip()]
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"

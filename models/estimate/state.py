@@ -46,8 +46,6 @@ class StateBytes:
         are reduced.
     update: the peak that the update of one block adds, or the orthogonalization of matrices by
         Muon.
-    copies: of everything that an update changes, kept if steps are validated after they are
-        applied.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
     """
@@ -58,7 +56,6 @@ class StateBytes:
     moments: int
     reduction: int
     update: int
-    copies: int
     saved: int
 
     @property
@@ -203,7 +200,6 @@ def _measure(
     """Return the bytes of a rank with these buffers."""
     totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
     reduction = 0
-    owned_weights = 0
     saved = 0
     for buffer in buffers:
         by_kind = buffer.bytes_by_kind()
@@ -212,9 +208,6 @@ def _measure(
         # Gradients that travel as they are need no copy.
         if buffer.dp.size > 1 and buffer.reduce_dtype != buffer.grads.dtype:
             reduction += buffer.size * buffer.reduce_dtype.itemsize
-        # FP8 codes are made again of the masters.
-        if not buffer.has_fp8_weights:
-            owned_weights += buffer.local_part(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
@@ -225,7 +218,6 @@ def _measure(
         **totals,
         reduction=reduction,
         update=max(peaks),
-        copies=totals["masters"] + totals["moments"] + owned_weights,
         saved=saved,
     )
 

@@ -113,8 +113,9 @@ def replaced_since(moment: float, error_text: str, run: Path) -> bool:
     """Return True if an error is about a checkpoint of a run that was removed or replaced by
     another since `moment`.
 
-    moment: as of time.time(). error: its text. run: the run directory, or its folder of
-    checkpoints, in which the newest was looked for.
+    moment: as of time.time().
+    error_text: of the error.
+    run: the run directory, or its folder of checkpoints, in which the newest was looked for.
     """
     if NAME.fullmatch(run.name) or not run.is_dir():
         return False

@@ -42,7 +42,7 @@ def seal_index(index: dict[str, Any]) -> bytes:
 
 
 def is_sealed(content: bytes, index: Any) -> bool:
-    """Return True if `content`, which parses to `index`, is what `sealed` returns for it.
+    """Return True if `content`, which parses to `index`, is what `seal_index` returns for it.
 
     True also if there is no digest at all, as in checkpoints of earlier versions.
     """

@@ -98,7 +98,7 @@ def _add_buffer(
     end = ranges[-1].last
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
-        # one copy from the device for all ranges; `values` begins at the shard, `buffer.first`
+        # one copy from the device for all ranges; `values` begins at the shard, `buffer.start`
         on_cpu = _on_cpu(values[begin - buffer.start : end - buffer.start], copy)
         for saved_range in ranges:
             stored = on_cpu[saved_range.first - begin : saved_range.last - begin]

@@ -40,7 +40,6 @@ class OverflowMonitor:
         overflows."""
         if report.outcome == NO_TOKENS:
             return
-        # a speculative step that was rolled back changed nothing
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)

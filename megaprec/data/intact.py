@@ -32,7 +32,7 @@ from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.durable import reading
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
@@ -213,22 +213,23 @@ def describe_bad_id(
     first: int,
     length: int,
     vocab: int,
-) -> str:
-    """Return an error line if a sample has an id outside the vocabulary; empty if it has none.
+) -> Problem | None:
+    """Return the problem of a sample that has an id outside the vocabulary; None if it has none.
 
-    The sample has the `length` tokens from token `first` on. The line names the first such id and
-    its place.
+    The sample has the `length` tokens from token `first` on. The problem names the first such id
+    and its place.
     """
     ids = dataset.tokens(first, length)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if not len(wrong):
-        return ""
-    token = first + int(wrong[0])
-    place = describe_token_place(dataset, token)
-    return (
-        f"sample {sample} has token id {ids[wrong[0]]} {place}, which a "
-        f"vocabulary of {vocab} does not hold; no step was taken with it: restore the file, or "
-        "build it again"
+        return None
+    index = int(wrong[0])
+    return Problem.of(
+        "data.sample_outside_vocabulary",
+        sample=sample,
+        token_id=int(ids[index]),
+        place=describe_token_place(dataset, first + index),
+        vocab=vocab,
     )
 
 

@@ -344,8 +344,8 @@ class Trainer:
             start = self.progress.samples if first_sample is None else first_sample
             location = samples.location_of(start + error.sample)
             length = self.config.train.seq_length + 1
-            message = describe_bad_id(*location, length, error.vocab) or str(error)
-            raise UserError(message) from error
+            problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
+            raise UserError(problem) from error
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step."""

@@ -67,8 +67,9 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
             continue  # it was not in FP8 when it was saved
         scale = store.read("fp8", f"{name}.scale")
         history = store.read("fp8", f"{name}.history")
-        have_rows = scale.dim() == 1 and history.dim() == 2 and len(scale) == len(history)
-        if not have_rows or not history.numel():
+        has_dims = scale.dim() == 1 and history.dim() == 2
+        # a row of each for every replica that had its own
+        if not has_dims or len(scale) != len(history) or not history.numel():
             raise UserError.of(
                 "checkpoint.fp8_scales_shape",
                 path=store.path,

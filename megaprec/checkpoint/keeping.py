@@ -39,8 +39,8 @@ SEAL = re.compile(rf'"{INDEX_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
 class Keep:
     """The checkpoints that a save does not remove.
 
-    newest: how many of the newest that saves have made; None: all. every: also those of each
-    multiple of this step; 0: of none.
+    newest: how many of the newest that saves have made; None: all.
+    every: also those of each multiple of this step; 0: of none.
     """
 
     newest: int | None
@@ -133,9 +133,9 @@ def make_way(folder: Path, step: int) -> list[str]:
 
 def _is_recorded(path: Path, records: Sequence[tuple[int, str]]) -> bool:
     """Return True if a checkpoint is no link and one of the recorded saves."""
-    return (
-        not path.is_symlink() and (step_of(path), _stored_digest_of_index(path / INDEX)) in records
-    )
+    if path.is_symlink():
+        return False
+    return (step_of(path), _stored_digest_of_index(path / INDEX)) in records
 
 
 def _read_records(folder: Path) -> list[tuple[int, str]]:

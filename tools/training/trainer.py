@@ -218,7 +218,7 @@ class Trainer:
         if it is sound.
         """
         with self.position.in_phase(Phase.SAVE):
-            if error.fault.sound and self.progress.step > self._saved_step:
+            if error.fault.can_be_saved and self.progress.step > self._saved_step:
                 self._save()
             self._saves.finish(self.progress.step, str(error))
         event, stop = self._checks.outcome(error, self.progress.step, self._saved_step)

@@ -56,10 +56,14 @@ class Keep:
         `later` more saves."""
         if self.newest is None:
             return []
-        retained = max(0, self.newest - later)
+        # each later save makes one that is newer
+        num_newest = max(0, self.newest - later)
+        num_older = max(0, len(steps) - num_newest)
         # those of `every` count among the newest too
-        older = steps[: max(0, len(steps) - retained)]
-        return [step for step in older if not self.every or step % self.every]
+        older = steps[:num_older]
+        if not self.every:
+            return list(older)
+        return [step for step in older if step % self.every]
 
 
 USUAL = Keep(2)  # a second one, should the newest be damaged

@@ -52,8 +52,12 @@ class _Chunk(_Table):
         """Raise ValueError unless `range` is a range of the elements of the rectangle."""
         if self.range is None:
             return self
-        if len(self.range) != 2 or not self.range[0] < self.range[1] <= prod(self.shape):
-            raise ValueError(f"{self.range} is no range of the elements of {self.shape}")
+        refusal = f"{self.range} is no range of the elements of {self.shape}"
+        if len(self.range) != 2:
+            raise ValueError(refusal)
+        first, last = self.range
+        if not first < last <= prod(self.shape):
+            raise ValueError(refusal)
         return self
 
 
@@ -83,8 +87,11 @@ class _Optimizer(_Table):
         constant scale."""
         if not scaler:
             return scaler
-        if scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0:
-            raise ValueError(f"{scaler} is no state of a loss scaler")
+        refusal = f"{scaler} is no state of a loss scaler"
+        if scaler.keys() != SCALER:
+            raise ValueError(refusal)
+        if scaler["scale"] <= 0 or scaler["growth_tracker"] < 0:
+            raise ValueError(refusal)
         return scaler
 
 
@@ -218,8 +225,10 @@ class Store:
 
     def read(self, kind: str, name: str) -> Tensor:
         """Return a whole logical tensor, in the dtype in which it was saved."""
-        shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
-        return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
+        key = f"{kind}/{name}"
+        shape = self.index["tensors"][key]["shape"]
+        origin = [0] * len(shape)
+        return self.rectangle(key, origin, shape)
 
     def read_range(
         self,
@@ -267,8 +276,10 @@ class Store:
     ) -> Iterator["_Overlap"]:
         """Yield the parts of a rectangle that the chunks have."""
         end = _add(offset, shape)
+        dims = len(shape)
         for chunk in self.index["tensors"][key]["chunks"]:
-            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
+            has_dims = len(chunk["offset"]) == len(chunk["shape"]) == dims
+            if not has_dims:
                 raise UserError.of("checkpoint.part_dims", path=self.path, index=INDEX, key=key)
             for block in blocks(chunk):
                 block_end = _add(block.offset, block.shape)

@@ -227,11 +227,13 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
 
 def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]:
     """Return the shape of each logical tensor of which this rank has a slice, frozen ones too."""
-    parts: list[Part] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for buffer in optimizer.all_buffers():
-        parts += [piece.part for piece in buffer.pieces]
-    parts += [frozen.part for frozen in optimizer.frozen.slices()]
-    return {part.name: part.shape for part in parts}
+        for piece in buffer.pieces:
+            shapes[piece.part.name] = piece.part.shape
+    for frozen in optimizer.frozen.slices():
+        shapes[frozen.part.name] = frozen.part.shape
+    return shapes
 
 
 def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:

@@ -258,12 +258,14 @@ class Saving:
         """Return the outcome, with the error of the first rank that has one."""
         problem = ""
         if failed:
-            local: dict[str, str] = {}
+            local_problems: dict[str, str] = {}
             if isinstance(self._error, OSError):
-                local[str(self._world.rank)] = file_error(self._error)
-            problem, *_ = gather_entries(local, self._world, self._device).values()
+                local_problems[str(self._world.rank)] = file_error(self._error)
+            problems = gather_entries(local_problems, self._world, self._device)
+            problem, *_ = problems.values()
         warnings = tuple(dict.fromkeys(self._warnings))  # each once
-        return Outcome(checkpoint_path(self.folder, self.step), problem, warnings)
+        path = checkpoint_path(self.folder, self.step)
+        return Outcome(path, problem, warnings)
 
 
 def require_own_names(files: Sequence[Path]) -> None:
@@ -325,9 +327,11 @@ def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
         file = partial / _list_name(rank)
         part = json.loads(read_whole(file))
         for key, entry in part["tensors"].items():
+            # several ranks have written chunks of one tensor
             merged = tensors.setdefault(key, {**entry, "chunks": []})
             merged["chunks"] += entry["chunks"]
         digests |= part[FILE_DIGESTS]
+        # whatever is left in the folder would be listed as a file of the checkpoint
         file.unlink()
     return {"tensors": tensors, FILE_DIGESTS: digests}
 

@@ -21,7 +21,9 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 @dataclass
 class Snapshot:
-    """The tensors that rank `rank` writes, on the CPU. files: by file name and name in the file.
+    """The tensors that rank `rank` writes, on the CPU.
+
+    files: by file name and name in the file.
     entries: of checkpoint.json, by key.
     """
 
@@ -41,7 +43,8 @@ class Snapshot:
 
         A rank that saves several chunks of a tensor (of virtual ranks, or of tied copies) puts them
         in several files.
-        shape: of the logical tensor. chunk: see `megaprec.checkpoint.ranges`.
+        shape: of the logical tensor.
+        chunk: see `megaprec.checkpoint.ranges`.
         """
         dtype = str(values.dtype).removeprefix("torch.")
         entry = self.entries.setdefault(key, {"dtype": dtype, "shape": list(shape), "chunks": []})
@@ -70,11 +73,14 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
     for buffer in optimizer.all_buffers():
         _add_buffer(snapshot, buffer, optimizer.pp.rank, copy)
     for frozen in optimizer.frozen.slices():
-        if frozen.saved and frozen.values.numel():
-            key = f"weight/{frozen.part.name}"
-            values = _on_cpu(frozen.values, copy).view(frozen.part.local)
-            snapshot.add("model", key, values, frozen.part.shape, _rectangle(frozen.part))
-            snapshot.entries[key]["frozen"] = True
+        if not frozen.saved or not frozen.values.numel():
+            continue
+        part = frozen.part
+        key = f"weight/{part.name}"
+        values = _on_cpu(frozen.values, copy).view(part.local)
+        snapshot.add("model", key, values, part.shape, _rectangle(part))
+        # a resumed run that trains it finds no moments, and is told why
+        snapshot.entries[key]["frozen"] = True
     return snapshot
 
 

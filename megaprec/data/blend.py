@@ -79,20 +79,26 @@ class Blend:
         joined_rows = np.concatenate(rows_by_part)
         order = torch.from_numpy(np.argsort(joined_rows))
         id_offsets = torch.from_numpy(self._id_offsets[part_of_row])
-        numbers_in_parts = _merge([batch.ids for batch in batches], order)
+        tokens = torch.cat([batch.tokens for batch in batches])
+        targets = torch.cat([batch.targets for batch in batches])
+        numbers_in_parts = torch.cat([batch.ids for batch in batches])
+        masks = [batch.mask for batch in batches]
+        documents = [batch.documents for batch in batches]
+        positions_in_documents = [batch.positions for batch in batches]
         return Batch(
-            tokens=_merge([batch.tokens for batch in batches], order),
-            targets=_merge([batch.targets for batch in batches], order),
-            ids=numbers_in_parts + id_offsets,
-            mask=_merge_optional([batch.mask for batch in batches], order),
-            documents=_merge_optional([batch.documents for batch in batches], order),
-            positions=_merge_optional([batch.positions for batch in batches], order),
+            tokens=tokens[order],
+            targets=targets[order],
+            ids=numbers_in_parts[order] + id_offsets,
+            mask=_join_optional(masks, order),
+            documents=_join_optional(documents, order),
+            positions=_join_optional(positions_in_documents, order),
         )
 
     def location_of(self, position: int) -> SampleLocation:
         """Return what `Samples.location_of` returns, for the sample's data set."""
         part, number = self._locate(np.int64(position))
-        return self.parts[int(part)].location_of(int(number))
+        samples = self.parts[int(part)]
+        return samples.location_of(int(number))
 
     def _locate(self, positions: Any) -> tuple[Any, Any]:
         """Return the data set of the sample at each position, and its number among those.
@@ -157,7 +163,8 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
         while waiting and waiting[0][0] <= position:
             _, part, number = heapq.heappop(waiting)
             end_of_turn = (number + 1) * period
-            deadline = -(-end_of_turn // shares[part])  # rounded up
+            # rounded up
+            deadline = -(-end_of_turn // shares[part])
             heapq.heappush(ready, (deadline, part, number))
         _, part, number = heapq.heappop(ready)
         parts[position] = part
@@ -166,19 +173,15 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     return parts
 
 
-def _merge(
-    tensors: Sequence[torch.Tensor],
-    order: torch.Tensor,
-) -> torch.Tensor:
-    """Return the rows of all tensors in the order of the blend."""
-    return torch.cat(list(tensors))[order]
-
-
-def _merge_optional(
+def _join_optional(
     tensors: Sequence[torch.Tensor | None],
     order: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return what `_merge` does; None if the data sets have no such tensor, which all or none
-    have."""
+    """Return the rows of all tensors in the order of the blend; None if there are none.
+
+    All data sets have such a tensor, or none has: resets are the same for all.
+    """
     present = [tensor for tensor in tensors if tensor is not None]
-    return _merge(present, order) if present else None
+    if not present:
+        return None
+    return torch.cat(present)[order]

@@ -85,9 +85,10 @@ def known_check(path: Path, stored: int) -> Checked | None:
         checked = Checked(**parse_json(read_regular(_record_path(path))))
     except (OSError, ValueError, TypeError):
         return None
-    state = path.stat()
-    present = (state.st_size, state.st_mtime_ns, stored)
-    return checked if (checked.size, checked.changed, checked.stored) == present else None
+    file_status = path.stat()
+    recorded = (checked.size, checked.changed, checked.stored)
+    present = (file_status.st_size, file_status.st_mtime_ns, stored)
+    return checked if recorded == present else None
 
 
 def corrupt(path: Path, why: str) -> UserError:
@@ -136,14 +137,16 @@ def _check_all(index: Index) -> None:
 
 def _check_spans(index: Index) -> None:
     """Check some random places of an index, and that its last sequence ends where the ids do."""
-    draw = random.SystemRandom()
+    generator = random.SystemRandom()
     last_start = len(index.lengths) - SPAN
-    for start in (draw.randrange(last_start) for _ in range(SPANS)):
+    for _ in range(SPANS):
+        start = generator.randrange(last_start)
         # one more: its begin is the end of the span
         _check_sequences(index, start, SPAN + 1, int(index.pointers[start]))
     end = _check_sequences(index, last_start, SPAN, int(index.pointers[last_start]))
     _require_stored(index, end)
-    for start in (draw.randrange(len(index.documents)) for _ in range(SPANS)):
+    for _ in range(SPANS):
+        start = generator.randrange(len(index.documents))
         _check_documents(index, start, SPAN)
 
 
@@ -167,7 +170,9 @@ def _check_sequences(
 ) -> int:
     """Check that up to `count` sequences from `start` on follow each other from byte `begin`;
     return their end."""
-    sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize
+    lengths = index.lengths[start : start + count]
+    # in int64: the bytes of a long sequence do not fit an i32
+    sizes = lengths.astype(np.int64) * index.itemsize
     negative = np.flatnonzero(sizes < 0)
     if len(negative):
         raise corrupt(index.path, f"sequence {start + negative[0]} has a negative length")
@@ -182,7 +187,8 @@ def _check_sequences(
         )
     # where each sequence begins if all follow each other
     begins = begin + np.cumsum(sizes) - sizes
-    wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
+    pointers = index.pointers[start : start + count]
+    wrong = np.flatnonzero(pointers != begins)
     if len(wrong):
         sequence = start + int(wrong[0])
         raise corrupt(

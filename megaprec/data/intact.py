@@ -120,8 +120,11 @@ def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
 def _range_with_record(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
     """Return the smallest and largest of the ids that were read and those that the record of the
     build names."""
-    built_range = (record or {}).get("ids") or [seen.low, seen.high]
-    return min(seen.low, built_range[0]), max(seen.high, built_range[1])
+    # of a large file only some blocks were read, and the build has seen every id
+    if record is None or not record.get("ids"):
+        return seen.low, seen.high
+    built_low, built_high = record["ids"]
+    return min(seen.low, built_low), max(seen.high, built_high)
 
 
 def check_vocabulary(
@@ -267,17 +270,17 @@ def _scan_into(
 
     The range is (0, -1) if there are none.
     """
-    low: list[int] = []
-    high: list[int] = []
+    smallest: list[int] = []
+    largest: list[int] = []
     remaining = limit
     while chunk := file.read(int(min(READ, remaining))):
         remaining -= len(chunk)
         digest.update(chunk)
         if dtype is not None:
             ids = np.frombuffer(chunk, dtype)
-            low.append(int(ids.min()))
-            high.append(int(ids.max()))
-    return min(low, default=0), max(high, default=-1)
+            smallest.append(int(ids.min()))
+            largest.append(int(ids.max()))
+    return min(smallest, default=0), max(largest, default=-1)
 
 
 def _check_some_blocks(
@@ -298,8 +301,8 @@ def _check_some_blocks(
     else:
         numbers = _spread(block_count)
     digest = hashlib.sha256()
-    lows: list[int] = []
-    highs: list[int] = []
+    smallest: list[int] = []
+    largest: list[int] = []
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
@@ -312,9 +315,9 @@ def _check_some_blocks(
                 raise UserError.of(
                     "data.block_digest_differs", file=file, number=number, remedy=remedy
                 )
-            lows.append(low)
-            highs.append(high)
-    seen = Seen(digest.hexdigest(), min(lows), max(highs))
+            smallest.append(low)
+            largest.append(high)
+    seen = Seen(digest.hexdigest(), min(smallest), max(largest))
     if record is None and began - max(before["changed"]) > SETTLED:
         _remember(file, before, seen)
     return seen
@@ -323,7 +326,9 @@ def _check_some_blocks(
 def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
     """Return the digests of all blocks; empty if the record has none of blocks of this size."""
     blocks = (record or {}).get("blocks") or {}
-    return blocks.get("sha256", []) if blocks.get("bytes") == BLOCK else []
+    if blocks.get("bytes") != BLOCK:
+        return []
+    return blocks.get("sha256", [])
 
 
 def _spread(count: int) -> Iterable[int]:

@@ -281,8 +281,12 @@ def _with_others(problem: Problem, others: int) -> Problem:
 
 def left_out_words(left_out: Mapping[str, int]) -> list[str]:
     """Return the counts of files that are not read: 3 .html, 1 .pdf."""
-    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    return [f"{count:,} {reason}" for reason, count in most_first]
+
+    def most_first(reason: str) -> tuple[int, str]:
+        return -left_out[reason], reason
+
+    reasons = sorted(left_out, key=most_first)
+    return [f"{left_out[reason]:,} {reason}" for reason in reasons]
 
 
 def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:

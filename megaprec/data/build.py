@@ -192,6 +192,7 @@ def build(
                 report,
             )
     except Exception as error:
+        # the writer has removed its files, so there is nothing to go on with
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError.of("data.no_room", prefix=prefix, strerror=error.strerror) from error
@@ -399,15 +400,17 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
         saved = parse_json(read_text(with_suffix(prefix, ".resume")))
         mark = Mark(**saved["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
+        # a file may be longer: what came after the mark is cut off and written again
         complete = all(
             with_suffix(prefix, f"{suffix}.part").stat().st_size >= size
             for suffix, size in sizes.items()
         )
+        # an earlier version counted other things
         same_counts = saved["counts"].keys() == asdict(_Counts()).keys()
         if complete and same_counts and saved["made_of"] == made_of:
             return _State(saved["chunks"], _Counts(**saved["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        pass  # a state that cannot be read is as none
     return _State(0, _Counts(), None)
 
 
@@ -465,7 +468,9 @@ def _count_unknown(
         return 0
     count = int((ids == tokenizer.unk).sum())
     # one id may stand for both
-    return count - documents if tokenizer.unk == tokenizer.eos else count
+    if tokenizer.unk == tokenizer.eos:
+        return count - documents
+    return count
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:

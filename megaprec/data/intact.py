@@ -44,7 +44,7 @@ NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")
 
 
 @dataclass(frozen=True)
-class Seen:
+class FileScan:
     """The result of reading a file.
 
     sha256: the digest of the file, or of some of its blocks.
@@ -89,20 +89,20 @@ def contents_of(
     _compare(record, idx_file, idx_digest, remedy)
     is_small = bin_file.stat().st_size <= WHOLE
     sampled = False
-    if is_small or _remembered(bin_file, dataset.dtype) is not None:
-        seen = scan_file(bin_file, dataset.dtype)
-        _compare(record, bin_file, seen.sha256, remedy)
-        bin_digest = seen.sha256
+    if is_small or _cached_scan(bin_file, dataset.dtype) is not None:
+        scan = scan_file(bin_file, dataset.dtype)
+        _compare(record, bin_file, scan.sha256, remedy)
+        bin_digest = scan.sha256
     elif record is not None:
-        seen = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
+        scan = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
         bin_digest = record["bin_sha256"]
     else:
-        seen = _remembered(bin_file, dataset.dtype, sampled=True)
-        if seen is None:
-            seen = _check_some_blocks(bin_file, dataset.dtype, None, remedy)
-        bin_digest = seen.sha256
+        scan = _cached_scan(bin_file, dataset.dtype, sampled=True)
+        if scan is None:
+            scan = _check_some_blocks(bin_file, dataset.dtype, None, remedy)
+        bin_digest = scan.sha256
         sampled = True
-    low, high = _range_with_record(seen, record)
+    low, high = _range_with_record(scan, record)
     return Contents(
         dataset.num_tokens, dataset.num_documents, bin_digest, idx_digest, sampled, low, high
     )
@@ -117,24 +117,24 @@ def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
     return scan_file(idx_file).sha256
 
 
-def _range_with_record(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
+def _range_with_record(scan: FileScan, record: dict[str, Any] | None) -> tuple[int, int]:
     """Return the smallest and largest of the ids that were read and those that the record of the
     build names."""
     # of a large file only some blocks were read, and the build has seen every id
     if record is None or not record.get("ids"):
-        return seen.low, seen.high
+        return scan.low, scan.high
     built_low, built_high = record["ids"]
-    return min(seen.low, built_low), max(seen.high, built_high)
+    return min(scan.low, built_low), max(scan.high, built_high)
 
 
 def check_vocabulary(
     dataset: IndexedDataset,
-    seen: Contents,
+    contents: Contents,
     vocab: int,
 ) -> None:
     """Raise UserError if an id that was read is outside [0, vocab); the line names the first such
     id and its place."""
-    if seen.low >= 0 and seen.high < vocab:
+    if contents.low >= 0 and contents.high < vocab:
         return
     token = dataset.first_outside(vocab)
     if token is None:
@@ -146,11 +146,11 @@ def check_vocabulary(
     raise UserError.of(
         "data.vocabulary_too_small",
         prefix=dataset.prefix,
-        low=seen.low,
-        high=seen.high,
+        low=contents.low,
+        high=contents.high,
         vocab=vocab,
         first=first,
-        needed=seen.high + 1,
+        needed=contents.high + 1,
     )
 
 
@@ -180,25 +180,25 @@ def scan_file(
     file: Path,
     dtype: np.dtype | None = None,
     again: bool = False,
-) -> Seen:
+) -> FileScan:
     """Return the SHA-256 of a whole file, and the range of its ids.
 
     dtype: of the ids; None: the file has none.
     again: read the file even if its result is cached on this machine.
     """
     if not again:
-        cached = _remembered(file, dtype)
+        cached = _cached_scan(file, dtype)
         if cached is not None:
             return cached
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype)
-        seen = _scan(opened, dtype)
+        scan = _scan(opened, dtype)
         after = _state(os.fstat(opened.fileno()), dtype)
     # a file that changed a moment ago may change again without new times
     if before == after and began - max(before["changed"]) > SETTLED:
-        _remember(file, before, seen)
-    return seen
+        _cache_scan(file, before, scan)
+    return scan
 
 
 def block_digests(file: Path) -> list[str]:
@@ -254,10 +254,10 @@ def _compare(
         raise UserError.of("data.digest_differs", file=file, remedy=remedy)
 
 
-def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
+def _scan(file: BinaryIO, dtype: np.dtype | None) -> FileScan:
     digest = hashlib.sha256()
     low, high = _scan_into(digest, file, dtype)
-    return Seen(digest.hexdigest(), low, high)
+    return FileScan(digest.hexdigest(), low, high)
 
 
 def _scan_into(
@@ -288,7 +288,7 @@ def _check_some_blocks(
     dtype: np.dtype,
     record: dict[str, Any] | None,
     remedy: str,
-) -> Seen:
+) -> FileScan:
     """Check some blocks of a large file: random ones, or, without a record, always the same ones.
 
     Without a record, the digest returned is that of the blocks read, and is cached on this machine.
@@ -317,10 +317,10 @@ def _check_some_blocks(
                 )
             smallest.append(low)
             largest.append(high)
-    seen = Seen(digest.hexdigest(), min(smallest), max(largest))
+    scan = FileScan(digest.hexdigest(), min(smallest), max(largest))
     if record is None and began - max(before["changed"]) > SETTLED:
-        _remember(file, before, seen)
-    return seen
+        _cache_scan(file, before, scan)
+    return scan
 
 
 def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
@@ -368,25 +368,25 @@ def _state(
     return state
 
 
-def _remember(
+def _cache_scan(
     file: Path,
     state: dict[str, Any],
-    seen: Seen,
+    scan: FileScan,
 ) -> None:
     """Keep in the cache what was read of a file in this state."""
     cache_path = _cache_path(file)
     if cache_path is None:
         return
-    entry = {"file": str(file), "state": state, "seen": asdict(seen)}
+    entry = {"file": str(file), "state": state, "seen": asdict(scan)}
     with suppress(OSError):  # without a cache entry the file is read again
         write_whole(cache_path, json.dumps(entry).encode())
 
 
-def _remembered(
+def _cached_scan(
     file: Path,
     dtype: np.dtype | None,
     sampled: bool = False,
-) -> Seen | None:
+) -> FileScan | None:
     """Return what the cache has of a file as it now is; None if it has nothing."""
     cache_path = _cache_path(file)
     if cache_path is None:
@@ -394,7 +394,7 @@ def _remembered(
     try:
         entry = parse_json(read_regular(cache_path))
         if entry["state"] == _state(file.stat(), dtype, sampled):
-            return Seen(**entry["seen"])
+            return FileScan(**entry["seen"])
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

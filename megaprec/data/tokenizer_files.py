@@ -99,7 +99,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
     map_file = path.with_name(SPECIAL_MAP)
     added_file = path.with_name(ADDED)
 
-    notes = [*_not_followed(path, config, definition)]
+    notes = list(_not_followed(path, config, definition))
     in_config = dict(_named_tokens(config, config_file))
     in_map = dict(_named_tokens(special_map, map_file))
     # transformers prefers the configuration if it has the added tokens, too
@@ -117,11 +117,11 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
 
     further = dict(_listed_tokens(config, config_file))
     further |= _listed_tokens(special_map, map_file)
-    added = {
-        token: (number, added_file)
-        for token, number in _added_tokens(tables.get(ADDED, {}), added_file)
-    }
+    added: dict[str, tuple[int, Path]] = {}
+    for token, number in _added_tokens(tables.get(ADDED, {}), added_file):
+        added[token] = (number, added_file)
     special: set[str] = set()
+    # after the older file, whose ids it replaces
     for token, number, is_special in _decoder_tokens(config, config_file):
         added[token] = (number, config_file)
         if is_special:

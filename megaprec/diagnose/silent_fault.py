@@ -39,7 +39,7 @@ ReplicaTrace = Mapping[tuple[int, int], RankTrace]  # of a replica's ranks, by (
 class RankEvidence:
     """The digests that one rank contributes to the verdict.
 
-    place: its (pp, dp, tp).
+    coordinates: its (pp, dp, tp).
     weights, gradients: digests by key.
     strayed: parameters whose weights are not their masters, rounded.
     messages: digests by message and side, "sent" or "received".
@@ -48,7 +48,7 @@ class RankEvidence:
 
     rank: int
     host: str
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     weights: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[str, str] = field(default_factory=dict)
     strayed: Sequence[str] = ()
@@ -58,20 +58,20 @@ class RankEvidence:
     @property
     def replica(self) -> int:
         """Return the data-parallel rank."""
-        return self.place[1]
+        return self.coordinates[1]
 
     @property
-    def place_in_replica(self) -> tuple[int, int]:
+    def coordinates_in_replica(self) -> tuple[int, int]:
         """Return (pp, tp)."""
-        return (self.place[0], self.place[2])
+        return (self.coordinates[0], self.coordinates[2])
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> "RankEvidence":
         """Return the evidence of which `asdict` made JSON values."""
         traces = {trace_name: _parse_trace(trace) for trace_name, trace in values["traces"].items()}
         # JSON has lists in place of tuples
-        place = tuple(values["place"])
-        return RankEvidence(**{**values, "place": place, "traces": traces})
+        coordinates = tuple(values["coordinates"])
+        return RankEvidence(**{**values, "coordinates": coordinates, "traces": traces})
 
 
 def _parse_trace(rows: Iterable[Sequence[Any]]) -> RankTrace:
@@ -279,10 +279,10 @@ def _message_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
         for message_name, sides in sender.messages.items():
             if "sent" in sides:
                 # a message's name is unique within its pipeline, which dp and tp name
-                sent[sender.place[1:], message_name] = (sender, sides["sent"])
+                sent[sender.coordinates[1:], message_name] = (sender, sides["sent"])
     for receiver in evidence:
         for message_name, sides in receiver.messages.items():
-            key = (receiver.place[1:], message_name)
+            key = (receiver.coordinates[1:], message_name)
             # the other end of a link between stages of one rank is noted once only
             if "received" not in sides or key not in sent:
                 continue
@@ -361,7 +361,7 @@ def _replica_traces(
     evidence: Sequence[RankEvidence], replica: int, trace_name: str
 ) -> ReplicaTrace:
     return {
-        of_rank.place_in_replica: of_rank.traces[trace_name]
+        of_rank.coordinates_in_replica: of_rank.traces[trace_name]
         for of_rank in evidence
         if of_rank.replica == replica
     }
@@ -395,17 +395,17 @@ def _blame(
 ) -> Fault:
     """Return the fault of replicas whose trace differs from a right one."""
     first_rows: list[TraceRow] = []
-    places: set[tuple[int, int, int]] = set()
+    at_fault: set[tuple[int, int, int]] = set()  # by (pp, dp, tp)
     for replica, trace, right_trace in wrong:
-        trace_row, places_in_replica = _first_difference(trace, right_trace)
+        trace_row, at_fault_in_replica = _first_difference(trace, right_trace)
         first_rows.append(trace_row)
-        places |= {(pp, replica, tp) for pp, tp in places_in_replica}
+        at_fault |= {(pp, replica, tp) for pp, tp in at_fault_in_replica}
     # the earliest of all replicas names the tensor; ranks of each replica are to blame
     earliest = min(first_rows, key=lambda trace_row: trace_row.point)
     return _fault(
         "computation",
         earliest.description,
-        [of_rank for of_rank in evidence if of_rank.place in places],
+        [of_rank for of_rank in evidence if of_rank.coordinates in at_fault],
         certain,
         can_be_saved=True,
         transient=transient,
@@ -420,16 +420,16 @@ def _first_difference(
     """Return the first row in which two replicas differ, and the (pp, tp) of the ranks that differ
     at that point of the computation."""
     differing: dict[tuple[int, int], TraceRow] = {}
-    for rank_place, rows_of_rank in trace.items():
-        trace_row = _first_differing_row(rows_of_rank, right_trace[rank_place])
+    for coordinates, rows_of_rank in trace.items():
+        trace_row = _first_differing_row(rows_of_rank, right_trace[coordinates])
         if trace_row is not None:
-            differing[rank_place] = trace_row
+            differing[coordinates] = trace_row
     # later ranks computed on wrong inputs
     earliest = min(trace_row.point for trace_row in differing.values())
-    places = [
-        rank_place for rank_place, trace_row in differing.items() if trace_row.point == earliest
+    first_to_differ = [
+        coordinates for coordinates, trace_row in differing.items() if trace_row.point == earliest
     ]
-    return differing[places[0]], places
+    return differing[first_to_differ[0]], first_to_differ
 
 
 def _first_differing_row(trace: RankTrace, right_trace: RankTrace) -> TraceRow | None:

@@ -233,7 +233,7 @@ class Sentinel(StepObserver):
         local_evidence = RankEvidence(
             rank=world.rank,
             host=socket.gethostname(),
-            place=self._coordinates(),
+            coordinates=self._coordinates(),
             weights=weights,
             gradients=gradients,
             strayed=[name for name, strayed_here in strays.items() if strayed_here],

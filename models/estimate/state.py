@@ -248,15 +248,15 @@ def _muon_peak(
         return 0
     ranks = sharding.tp * sharding.dp
     shapes = list[tuple[int, ...]]()
-    given = 0  # elements that the rank gives to the owners of matrices
-    returned = 0  # elements of one buffer's pieces, at most
+    num_given = 0  # elements that the rank gives to the owners of matrices
+    num_returned = 0  # elements of one buffer's pieces, at most
     for buffer in by_muon:
         by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
         # Other ranks of the stage hold as many other experts.
         shapes += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
         runs = [held_elements_of(buffer, piece, 0, 0) for piece in buffer.pieces]
-        given += sum(run.given for run in runs)
-        returned = max(returned, sum(run.stop - run.start for run in runs))
+        num_given += sum(run.given for run in runs)
+        num_returned = max(num_returned, sum(run.stop - run.start for run in runs))
 
     owned = _most_owned(shapes, rule, ranks)
     # The peak is on the way to the owners, in an iteration, or on the way back.
@@ -266,10 +266,10 @@ def _muon_peak(
     tile = min(prod(largest), largest_block)
     # One rank alone receives what it gives, without a copy.
     copies = 2 if ranks > 1 else 1
-    to_owners = given + owned * copies + prod(largest)
-    back = owned + returned * copies
+    to_owners = num_given + owned * copies + prod(largest)
+    back = owned + num_returned * copies
     travelling = max(to_owners, back) * dtype.itemsize
-    updating = (max(given, owned) + returned) * dtype.itemsize + 4 * 4 * tile
+    updating = (max(num_given, owned) + num_returned) * dtype.itemsize + 4 * 4 * tile
     with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
     iterating = owned * dtype.itemsize + live.peak

@@ -34,6 +34,7 @@ SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 SHOWN_ERRORS = 5  # of a damaged index; more tell no more
 
 Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class _Table(BaseModel):
@@ -75,10 +76,19 @@ class _Tensor(_Table):
         return dtype
 
 
+class _Group(_Table):
+    """A group of parameters with a learning rate; a rule or a scheduler may have added keys."""
+
+    factors: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
+    lr: Rate = 0.0
+    weight_decay: Rate = 0.0
+
+
 class _Optimizer(_Table):
     steps: Count
     scaler: dict[str, FiniteFloat]
     rule: dict[str, FiniteFloat] = {}  # earlier versions saved none
+    param_groups: list[_Group] = []  # none if each step is given its rate
 
     @field_validator("scaler")
     @classmethod

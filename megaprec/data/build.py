@@ -11,7 +11,6 @@ or trains the tokenizer and builds.
 """
 
 import errno
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data import intact
-from megaprec.data.files import with_suffix, write_whole
+from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.readers import Piece
 from megaprec.data.text import Source, TextDigest, has_digest
@@ -38,7 +37,7 @@ from megaprec.data.tokenizer import (
 )
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
-from megaprec.durable import naming_file, reading
+from megaprec.durable import naming_file
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -226,8 +225,8 @@ def _digests(prefix: Path) -> dict[str, Any]:
     checks at its start."""
     bin_file = with_suffix(prefix, ".bin")
     digests: dict[str, Any] = {
-        "bin_sha256": _sha256(bin_file),
-        "idx_sha256": _sha256(with_suffix(prefix, ".idx")),
+        "bin_sha256": file_digest(bin_file),
+        "idx_sha256": file_digest(with_suffix(prefix, ".idx")),
     }
     if bin_file.stat().st_size > intact.WHOLE:
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
@@ -300,7 +299,7 @@ def _is_of(
         raise UserError.of("data.record_incomplete", missing=", ".join(sorted(missing)))
     if vocab_size not in (None, record["vocab_size"]) or record["eos"] != tokenizer.eos:
         return False
-    return record.get(FILE_DIGEST) == _sha256(tokenizer.path)
+    return record.get(FILE_DIGEST) == file_digest(tokenizer.path)
 
 
 def _is_known(record: dict[str, Any], source: Source) -> bool:
@@ -336,7 +335,7 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the inputs that determine every byte of a data set."""
     return {
         "source": source.identity(),
-        FILE_DIGEST: _sha256(tokenizer.path),
+        FILE_DIGEST: file_digest(tokenizer.path),
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos,
     }
@@ -499,8 +498,3 @@ def _may_replace(record: Path, beside_data: bool) -> bool:
         return True
     is_list_of_texts = isinstance(content, list) and len(content) > 0
     return beside_data and not is_list_of_texts
-
-
-def _sha256(path: Path) -> str:
-    with reading(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

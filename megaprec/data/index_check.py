@@ -7,7 +7,6 @@ data set reads a few places only: both ends, and some random places between. If 
 the whole index is checked again.
 """
 
-import hashlib
 import json
 import random
 import time
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprec.data.files import with_suffix, write_whole
-from megaprec.durable import reading
+from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
@@ -105,8 +103,7 @@ def _check_and_record(index: Index) -> None:
     began = time.time_ns()
     before = index.path.stat()
     _check_all(index)
-    with reading(index.path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_digest(index.path)
     after = index.path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if unchanged and began - after.st_mtime_ns > SETTLED:

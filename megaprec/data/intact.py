@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megaprec.data.files import with_suffix, write_whole
+from megaprec.data.files import cache_folder, with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.durable import reading
@@ -339,13 +339,13 @@ def _spread(count: int) -> Iterable[int]:
 
 def _cache_path(file: Path) -> Path | None:
     """Return the path of this machine's cache entry for a file; None without a home folder."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    cache = cache_folder()
+    if cache is None:
         return None
+    # with the machine's name: several machines may share a home folder
     identity = f"{platform.node()}\0{file.resolve()}"
     name = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
-    return cache / "megaprec" / "seen" / f"{name[:32]}.json"
+    return cache / "seen" / f"{name[:32]}.json"
 
 
 def _state(

@@ -144,7 +144,9 @@ class Store:
             problems = [Problem.of("checkpoint.index_digest_differs", path=path, index=INDEX)]
             for detail in error.errors()[:SHOWN_ERRORS]:
                 key = ".".join(map(str, detail["loc"]))
-                problems.append(Problem(f"{key}: {detail['msg']}"))
+                problems.append(
+                    Problem.of("checkpoint.index_field", key=key, problem=detail["msg"])
+                )
             raise UserError(*problems) from error
         self._check_files(world)
 

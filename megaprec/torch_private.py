@@ -23,6 +23,43 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_
 foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 scaled_product: Callable[..., Tensor] = torch._scaled_mm
+softmax_gradient: Callable[..., Tensor] = torch._softmax_backward_data
+
+# Fused attention with the logs of sums, which torch's public function neither returns nor takes.
+
+_ATEN = torch.ops.aten
+flash_attention: Callable[..., Any] = _ATEN._flash_attention_forward
+flash_attention_by_heads: Callable[..., Any] = _ATEN._scaled_dot_product_flash_attention
+flash_attention_gradients: Callable[..., Any] = _ATEN._scaled_dot_product_flash_attention_backward
+efficient_attention: Callable[..., Any] = _ATEN._scaled_dot_product_efficient_attention
+efficient_attention_gradients: Callable[..., Any] = (
+    _ATEN._scaled_dot_product_efficient_attention_backward
+)
+cpu_attention: Callable[..., Any] = _ATEN._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_gradients: Callable[..., Any] = (
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+)
+
+
+def has_grouped_products() -> bool:
+    """Return True if torch has products of rows with the matrices of their groups."""
+    return hasattr(torch, "_grouped_mm")
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of each group of rows with its matrix; int32 `ends` are the groups'
+    ends."""
+    return torch._grouped_mm(rows, matrices, offs=ends)
+
+
+def has_amx() -> bool:
+    """Return True if the CPU multiplies bf16 matrices in tiles (AMX)."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def has_avx512_bf16() -> bool:
+    """Return True if the CPU has the bf16 instructions of AVX512."""
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def has_bf16_products() -> bool:
@@ -36,6 +73,21 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
 
 
 # Tensors, parameters and autograd.
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass of Tensor whose results are plain tensors."""
+
+
+def tensor_on_device(kind: type[Tensor], tensor: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a subclass `kind`, over the storage of `tensor`, that operators take for
+    one on `device`."""
+    return Tensor._make_subclass(kind, tensor, dispatch_device=True, device_for_backend_keys=device)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return a number that tensors of one storage share; it is free again when the storage is."""
+    return tensor.untyped_storage()._cdata
 
 
 def num_writes(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """When two models compute the same: keys for training only, and keys without effect.
 
-Two models whose `as_computed` differ in keys of `TRAINING` alone compute the same logits from the
-same weights.
+Two models whose `with_idle_keys_reset` differ in `TRAINING_ONLY_KEYS` alone compute the same logits
+from the same weights.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megaprec.checkpoint.reader import INDEX
 from megaprec.durable import file_error, make_folder, sync
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 
 # more digits from step 100,000,000 on
 NAME = re.compile(r"step_\d{8,}")
@@ -46,12 +46,20 @@ def checkpoints(folder: Path) -> list[Path]:
     Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but
     is not one.
     """
-    damage = {path: _damage(path) for path in _entries(folder)}
-    # a run may have removed an old one in the meantime
-    paths = [path for path in damage if os.path.lexists(path)]
-    damaged = [path for path in paths if damage[path]]
-    if damaged:
-        raise UserError(*(f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in damaged))
+    paths: list[Path] = []
+    problems: list[Problem] = []
+    for path in _entries(folder):
+        damage = _damage(path)
+        # a run may have removed an old one in the meantime
+        if not os.path.lexists(path):
+            continue
+        paths.append(path)
+        if damage:
+            problems.append(
+                Problem.of("checkpoint.damaged", path=path, damage=damage, remedy=remedy(path))
+            )
+    if problems:
+        raise UserError(*problems)
     return paths
 
 
@@ -113,8 +121,9 @@ def replaced_since(moment: float, error_text: str, run: Path) -> bool:
     """Return True if an error is about a checkpoint of a run that was removed or replaced by
     another since `moment`.
 
-    moment: as of time.time(). error: its text. run: the run directory, or its folder of
-    checkpoints, in which the newest was looked for.
+    moment: as of time.time().
+    error_text: of the error.
+    run: the run directory, or its folder of checkpoints, in which the newest was looked for.
     """
     if NAME.fullmatch(run.name) or not run.is_dir():
         return False
@@ -139,9 +148,10 @@ def require_room(folder: Path) -> None:
     a hidden name."""
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise UserError.of("checkpoint.folder_not_writable", folder=folder)
-    for left in sorted(folder.glob(".step_*.partial")):
-        if left.is_symlink() or not left.is_dir():
-            raise UserError.of("checkpoint.unfinished_name_taken", left=left)
+    for leftover in sorted(folder.glob(".step_*.partial")):
+        # a link is not followed: what it leads to is not a save's to remove
+        if leftover.is_symlink() or not leftover.is_dir():
+            raise UserError.of("checkpoint.unfinished_name_taken", left=leftover)
 
 
 def remedy(path: Path) -> str:

@@ -37,17 +37,19 @@ def seal_index(index: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint.json: `index` and, at the end, its digest."""
     text = json.dumps(index, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
+    # last in the file, where `megaprec.checkpoint.keeping` finds it without reading megabytes
     without_brace = text[:-2]  # it ends with a line of "}"
-    return f'{without_brace},\n "{INDEX_DIGEST}": "{digest}"\n}}'.encode()
+    sealed_text = f'{without_brace},\n "{INDEX_DIGEST}": "{digest}"\n}}'
+    return sealed_text.encode()
 
 
 def is_sealed(content: bytes, index: Any) -> bool:
-    """Return True if `content`, which parses to `index`, is what `sealed` returns for it.
+    """Return True if `content`, which parses to `index`, is what `seal_index` returns for it.
 
     True also if there is no digest at all, as in checkpoints of earlier versions.
     """
-    if not isinstance(index, dict) or not {INDEX_DIGEST, FILE_DIGESTS} & index.keys():
+    has_digests = isinstance(index, dict) and {INDEX_DIGEST, FILE_DIGESTS} & index.keys()
+    if not has_digests:
         return True
-    return content == seal_index(
-        {key: value for key, value in index.items() if key != INDEX_DIGEST}
-    )
+    unsealed = {key: value for key, value in index.items() if key != INDEX_DIGEST}
+    return content == seal_index(unsealed)

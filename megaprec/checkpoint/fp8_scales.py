@@ -43,13 +43,16 @@ def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:
     state.roll()
     if not state.names:
         return
-    scales = state.dp.gather(state.bank.scale[None]).cpu()  # [replicas, tensors]
-    histories = state.dp.gather(state.bank.history[None]).cpu()  # [replicas, length, tensors]
+    bank = state.bank
+    scales = state.dp.gather(bank.scale.unsqueeze(0)).cpu()  # [replicas, tensors]
+    histories = state.dp.gather(bank.history.unsqueeze(0)).cpu()  # [replicas, length, tensors]
     if not writes:
         return
     for column, name in enumerate(state.names):
-        _add_tensor(snapshot, f"fp8/{name}.scale", scales[:, column].clone())
-        _add_tensor(snapshot, f"fp8/{name}.history", histories[:, :, column].clone())
+        scale = scales[:, column].clone()
+        history = histories[:, :, column].clone()
+        _add_tensor(snapshot, f"fp8/{name}.scale", scale)
+        _add_tensor(snapshot, f"fp8/{name}.history", history)
 
 
 def _add_tensor(snapshot: Snapshot, key: str, values: Tensor) -> None:
@@ -67,8 +70,9 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
             continue  # it was not in FP8 when it was saved
         scale = store.read("fp8", f"{name}.scale")
         history = store.read("fp8", f"{name}.history")
-        have_rows = scale.dim() == 1 and history.dim() == 2 and len(scale) == len(history)
-        if not have_rows or not history.numel():
+        has_dims = scale.dim() == 1 and history.dim() == 2
+        # a row of each for every replica that had its own
+        if not has_dims or len(scale) != len(history) or not history.numel():
             raise UserError.of(
                 "checkpoint.fp8_scales_shape",
                 path=store.path,
@@ -78,7 +82,8 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
             )
         # of other replicas, the lowest scale and the largest amaxes are safe for every rank
         scales[column] = ScaleAndHistory(
-            _local_row(scale, state.dp, torch.amin), _local_row(history, state.dp, torch.amax)
+            scale=_local_row(scale, state.dp, torch.amin),
+            history=_local_row(history, state.dp, torch.amax),
         )
     return scales
 

@@ -37,20 +37,19 @@ def require_intact(
     if not names:
         return
     # one flag a file: the maximum over ranks tells all of them what each has found
-    damaged = torch.zeros(len(names), device=device)
+    flags = torch.zeros(len(names), device=device)
     owners = _assign_files([sizes[name] for name in names], world.size)
     for number, (name, owner) in enumerate(zip(names, owners, strict=True)):
         if owner == world.rank and not _is_intact(store.file(name), store.digests[name]):
-            damaged[number] = 1
-    world.max_(damaged)
-    wrong = [name for name, is_damaged in zip(names, damaged.tolist(), strict=True) if is_damaged]
-    if wrong:
-        verb = "is" if len(wrong) == 1 else "are"
+            flags[number] = 1
+    world.max_(flags)
+    damaged = [names[number] for number in flags.nonzero().flatten().tolist()]
+    if damaged:
         raise UserError.of(
             "checkpoint.digest_differs_newest",
             path=store.path,
-            wrong=", ".join(wrong),
-            verb=verb,
+            wrong=", ".join(damaged),
+            verb="is" if len(damaged) == 1 else "are",
             remedy=remedy(store.path),
         )
 

@@ -39,8 +39,8 @@ SEAL = re.compile(rf'"{INDEX_DIGEST}": "([0-9a-f]{{64}})"\n}}$')
 class Keep:
     """The checkpoints that a save does not remove.
 
-    newest: how many of the newest that saves have made; None: all. every: also those of each
-    multiple of this step; 0: of none.
+    newest: how many of the newest that saves have made; None: all.
+    every: also those of each multiple of this step; 0: of none.
     """
 
     newest: int | None
@@ -56,10 +56,14 @@ class Keep:
         `later` more saves."""
         if self.newest is None:
             return []
-        retained = max(0, self.newest - later)
+        # each later save makes one that is newer
+        num_newest = max(0, self.newest - later)
+        num_older = max(0, len(steps) - num_newest)
         # those of `every` count among the newest too
-        older = steps[: max(0, len(steps) - retained)]
-        return [step for step in older if not self.every or step % self.every]
+        older = steps[:num_older]
+        if not self.every:
+            return list(older)
+        return [step for step in older if step % self.every]
 
 
 USUAL = Keep(2)  # a second one, should the newest be damaged
@@ -133,9 +137,9 @@ def make_way(folder: Path, step: int) -> list[str]:
 
 def _is_recorded(path: Path, records: Sequence[tuple[int, str]]) -> bool:
     """Return True if a checkpoint is no link and one of the recorded saves."""
-    return (
-        not path.is_symlink() and (step_of(path), _stored_digest_of_index(path / INDEX)) in records
-    )
+    if path.is_symlink():
+        return False
+    return (step_of(path), _stored_digest_of_index(path / INDEX)) in records
 
 
 def _read_records(folder: Path) -> list[tuple[int, str]]:

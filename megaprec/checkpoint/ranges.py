@@ -14,6 +14,7 @@ beginning of a row.
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import add
 from typing import Any, NamedTuple
 
 
@@ -36,8 +37,8 @@ def blocks(chunk: dict[str, Any]) -> Iterator[Block]:
         return
     first, last = chunk["range"]
     for block in _split_range(shape, first, last):
-        in_tensor = [outer + inner for outer, inner in zip(offset, block.offset, strict=True)]
-        yield Block(in_tensor, block.shape, block.start - first)
+        offset_in_tensor = list(map(add, offset, block.offset))
+        yield Block(offset_in_tensor, block.shape, block.start - first)
 
 
 def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]:
@@ -49,17 +50,20 @@ def _split_range(shape: Sequence[int], first: int, last: int) -> Iterator[Block]
     if not shape:
         yield Block([], [], 0)
         return
-    row_size = prod(shape[1:])
-    top = -(-first // row_size)  # the first full row
-    bottom = last // row_size  # the row after the last full one
-    if top > bottom:  # within one row
-        yield from _split_row(shape, bottom, first, last)
+    row_shape = shape[1:]
+    row_size = prod(row_shape)
+    first_full = -(-first // row_size)  # rounded up
+    end_full = last // row_size  # the row after the last full one
+    if first_full > end_full:  # within one row
+        yield from _split_row(shape, end_full, first, last)
         return
-    yield from _split_row(shape, top - 1, first, top * row_size)
-    if top < bottom:
-        offset = [top, *(0 for _ in shape[1:])]
-        yield Block(offset, [bottom - top, *shape[1:]], top * row_size)
-    yield from _split_row(shape, bottom, bottom * row_size, last)
+    start_of_full = first_full * row_size
+    yield from _split_row(shape, first_full - 1, first, start_of_full)
+    if first_full < end_full:
+        offset = [first_full] + [0] * len(row_shape)
+        full_rows = [end_full - first_full, *row_shape]
+        yield Block(offset, full_rows, start_of_full)
+    yield from _split_row(shape, end_full, end_full * row_size, last)
 
 
 def _split_row(
@@ -70,9 +74,10 @@ def _split_row(
 ) -> Iterator[Block]:
     """Yield the rectangles of elements [first, last), which lie in one row; none if it is
     empty."""
-    start = row * prod(shape[1:])
-    for block in _split_range(shape[1:], first - start, last - start):
-        yield Block([row, *block.offset], [1, *block.shape], start + block.start)
+    row_shape = shape[1:]
+    row_start = row * prod(row_shape)
+    for block in _split_range(row_shape, first - row_start, last - row_start):
+        yield Block([row, *block.offset], [1, *block.shape], row_start + block.start)
 
 
 def stored_shape(chunk: dict[str, Any]) -> list[int]:

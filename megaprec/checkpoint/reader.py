@@ -4,7 +4,7 @@ checkpoint's files."""
 import stat
 from collections.abc import Iterator, Sequence
 from math import prod
-from operator import lt
+from operator import add, lt, sub
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -34,6 +34,7 @@ SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 SHOWN_ERRORS = 5  # of a damaged index; more tell no more
 
 Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class _Table(BaseModel):
@@ -52,8 +53,12 @@ class _Chunk(_Table):
         """Raise ValueError unless `range` is a range of the elements of the rectangle."""
         if self.range is None:
             return self
-        if len(self.range) != 2 or not self.range[0] < self.range[1] <= prod(self.shape):
-            raise ValueError(f"{self.range} is no range of the elements of {self.shape}")
+        refusal = f"{self.range} is no range of the elements of {self.shape}"
+        if len(self.range) != 2:
+            raise ValueError(refusal)
+        first, last = self.range
+        if not first < last <= prod(self.shape):
+            raise ValueError(refusal)
         return self
 
 
@@ -71,10 +76,19 @@ class _Tensor(_Table):
         return dtype
 
 
+class _Group(_Table):
+    """A group of parameters with a learning rate; a rule or a scheduler may have added keys."""
+
+    factors: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
+    lr: Rate = 0.0
+    weight_decay: Rate = 0.0
+
+
 class _Optimizer(_Table):
     steps: Count
     scaler: dict[str, FiniteFloat]
     rule: dict[str, FiniteFloat] = {}  # earlier versions saved none
+    param_groups: list[_Group] = []  # none if each step is given its rate
 
     @field_validator("scaler")
     @classmethod
@@ -83,8 +97,11 @@ class _Optimizer(_Table):
         constant scale."""
         if not scaler:
             return scaler
-        if scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0:
-            raise ValueError(f"{scaler} is no state of a loss scaler")
+        refusal = f"{scaler} is no state of a loss scaler"
+        if scaler.keys() != SCALER:
+            raise ValueError(refusal)
+        if scaler["scale"] <= 0 or scaler["growth_tracker"] < 0:
+            raise ValueError(refusal)
         return scaler
 
 
@@ -124,27 +141,29 @@ class Store:
         try:
             _Index.model_validate(self.index)
         except ValidationError as error:
-            wrong = [
-                f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-                for detail in error.errors()[:SHOWN_ERRORS]
-            ]
-            raise UserError(
-                Problem.of("checkpoint.index_digest_differs", path=path, index=INDEX), *wrong
-            ) from error
+            problems = [Problem.of("checkpoint.index_digest_differs", path=path, index=INDEX)]
+            for detail in error.errors()[:SHOWN_ERRORS]:
+                key = ".".join(map(str, detail["loc"]))
+                problems.append(
+                    Problem.of("checkpoint.index_field", key=key, problem=detail["msg"])
+                )
+            raise UserError(*problems) from error
         self._check_files(world)
 
     def _check_files(self, world: Axis) -> None:
-        problems = [*self._check_tensors()]
-        for number, (name, size) in enumerate(self.index["files"].items()):
+        files: dict[str, int] = self.index["files"]
+        problems = list(self._check_tensors())
+        for number, (name, size) in enumerate(files.items()):
             file = self.path / name
+            is_in_share = number % world.size == world.rank
             if Path(name).name != name:  # such as ../../.ssh/key
                 problems.append(
                     Problem.of("checkpoint.file_outside", path=self.path, index=INDEX, name=name)
                 )
             # each rank looks at its share of the files
-            elif number % world.size == world.rank and _size(file) != size:
+            elif is_in_share and _size(file) != size:
                 problems.append(Problem.of("checkpoint.file_size", file=file, size=size))
-        if self.digests and self.digests.keys() != self.index["files"].keys():
+        if self.digests and self.digests.keys() != files.keys():
             problems.append(
                 Problem.of("checkpoint.digests_of_other_files", path=self.path, index=INDEX)
             )
@@ -157,15 +176,17 @@ class Store:
         sizes = self.index["files"]
         for key, entry in self.index["tensors"].items():
             itemsize = getattr(torch, entry["dtype"]).itemsize
-            elements = 0
-            fits = True
+            num_stored = 0
+            chunks_fit = True
             for chunk in entry["chunks"]:
-                count = prod(stored_shape(chunk))
-                elements += count
+                chunk_elements = prod(stored_shape(chunk))
+                num_stored += chunk_elements
                 # that each file is listed is checked when it is opened
-                if chunk["file"] in sizes and count * itemsize > sizes[chunk["file"]]:
-                    fits = False
-            if "/" not in key or not fits or elements != prod(entry["shape"]):
+                file_size = sizes.get(chunk["file"])
+                if file_size is not None and chunk_elements * itemsize > file_size:
+                    chunks_fit = False
+            has_kind = "/" in key  # kind/logical name
+            if not has_kind or not chunks_fit or num_stored != prod(entry["shape"]):
                 yield Problem.of(
                     "checkpoint.tensor_incomplete", path=self.path, index=INDEX, key=key
                 )
@@ -194,29 +215,32 @@ class Store:
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or
         exp_avg_sq."""
-        start = f"{prefix}/"
-        return {
-            key.removeprefix(start): tuple(entry["shape"])
-            for key, entry in self.index["tensors"].items()
-            if key.startswith(start)
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, entry in self.index["tensors"].items():
+            kind, _, name = key.partition("/")
+            if kind == prefix:
+                shapes[name] = tuple(entry["shape"])
+        return shapes
 
     def require(self, key: str, shape: Sequence[int]) -> None:
         """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its
         files."""
-        elements = 0
-        for chunk in self.index["tensors"].get(key, {"chunks": ()})["chunks"]:
-            stored = stored_shape(chunk)
+        entry = self.index["tensors"].get(key, {"chunks": ()})
+        num_stored = 0
+        for chunk in entry["chunks"]:
+            chunk_shape = stored_shape(chunk)
             # the header has another shape if a file was replaced by another
-            if self._open_tensor(chunk["file"], key).get_shape() == stored:
-                elements += prod(stored)
-        if elements != prod(shape):
+            if self._open_tensor(chunk["file"], key).get_shape() == chunk_shape:
+                num_stored += prod(chunk_shape)
+        if num_stored != prod(shape):
             raise self._lacks_a_part(key)
 
     def read(self, kind: str, name: str) -> Tensor:
         """Return a whole logical tensor, in the dtype in which it was saved."""
-        shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
-        return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
+        key = f"{kind}/{name}"
+        shape = self.index["tensors"][key]["shape"]
+        origin = [0] * len(shape)
+        return self.rectangle(key, origin, shape)
 
     def read_range(
         self,
@@ -229,14 +253,17 @@ class Store:
         contain them."""
         if not part.shape:
             return self.read(kind, part.name).reshape(1)
-        row_size = prod(part.local[1:])
-        top = first // row_size
-        bottom = -(-last // row_size)
-        offset = [part.start if dim == part.dim else 0 for dim in range(len(part.shape))]
-        offset[0] += top
+        row_shape = part.local[1:]
+        row_size = prod(row_shape)
         # full rows: a rectangle cannot begin in the middle of one
-        rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
-        skipped = top * row_size
+        first_row = first // row_size
+        end_row = -(-last // row_size)  # rounded up
+        offset = [0] * len(part.shape)
+        if part.dim is not None:
+            offset[part.dim] = part.start
+        offset[0] += first_row
+        rows = self.rectangle(f"{kind}/{part.name}", offset, (end_row - first_row, *row_shape))
+        skipped = first_row * row_size
         return rows.reshape(-1)[first - skipped : last - skipped]
 
     def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -250,7 +277,7 @@ class Store:
                 return values  # the usual case, without a copy
             if assembled is None:
                 assembled = torch.empty(*shape, dtype=values.dtype)
-            assembled[_slices(overlap.low, overlap.high, offset)] = values
+            assembled[_slices(overlap.start, overlap.stop, offset)] = values
             filled += values.numel()
         if assembled is None or filled != prod(shape):
             raise self._lacks_a_part(key)
@@ -261,37 +288,43 @@ class Store:
     ) -> Iterator["_Overlap"]:
         """Yield the parts of a rectangle that the chunks have."""
         end = _add(offset, shape)
+        dims = len(shape)
         for chunk in self.index["tensors"][key]["chunks"]:
-            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
+            has_dims = len(chunk["offset"]) == len(chunk["shape"]) == dims
+            if not has_dims:
                 raise UserError.of("checkpoint.part_dims", path=self.path, index=INDEX, key=key)
             for block in blocks(chunk):
-                low = list(map(max, offset, block.offset))
-                high = list(map(min, end, _add(block.offset, block.shape)))
-                if all(map(lt, low, high)):
-                    yield _Overlap(self._read_part(key, chunk, block, low, high), low, high)
+                block_end = _add(block.offset, block.shape)
+                start = list(map(max, offset, block.offset))
+                stop = list(map(min, end, block_end))
+                if all(map(lt, start, stop)):
+                    values = self._read_part(key, chunk, block, start, stop)
+                    yield _Overlap(values, start, stop)
 
     def _read_part(
         self,
         key: str,
         chunk: dict[str, Any],
         block: Block,
-        low: list[int],
-        high: list[int],
+        start: list[int],
+        stop: list[int],
     ) -> Tensor:
         """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
         stored = self._open_tensor(chunk["file"], key)
         if stored.get_shape() != stored_shape(chunk):
             raise self._lacks_a_part(key)
-        inner = _slices(low, high, block.offset)
+        in_block = _slices(start, stop, block.offset)
         if not chunk.get("range"):
-            return stored[inner]
-        if not block.shape:
+            return stored[in_block]
+        if not block.shape:  # a scalar, stored as one element
             return stored[block.start : block.start + 1].view(())
-        row_size = prod(block.shape[1:])
-        first = block.start + inner[0].start * row_size
-        last = block.start + inner[0].stop * row_size
-        rows = stored[first:last].view(-1, *block.shape[1:])
-        return rows[:, *inner[1:]]
+        row_shape = block.shape[1:]
+        row_size = prod(row_shape)
+        wanted_rows, *in_row = in_block
+        first = block.start + wanted_rows.start * row_size
+        last = block.start + wanted_rows.stop * row_size
+        rows = stored[first:last].view(-1, *row_shape)
+        return rows[:, *in_row]
 
     def _lacks_a_part(self, key: str) -> UserError:
         return UserError.of("checkpoint.part_missing", path=self.path, key=key)
@@ -312,23 +345,24 @@ class Store:
 class _Overlap(NamedTuple):
     """A part of a rectangle that a chunk has.
 
-    low, high: its first index, and its last + 1, in the logical tensor, along each dim.
+    start, stop: its first index, and its last + 1, in the logical tensor, along each dim.
     """
 
     values: Tensor
-    low: list[int]
-    high: list[int]
+    start: list[int]
+    stop: list[int]
 
 
-def _slices(low: Sequence[int], high: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    """Return the indices [low, high) of a logical tensor in a rectangle of it at `offset`."""
-    bounds = zip(low, high, offset, strict=True)
-    return tuple(slice(first - start, last - start) for first, last, start in bounds)
+def _slices(start: Sequence[int], stop: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Return the indices [start, stop) of a logical tensor in a rectangle of it at `offset`."""
+    first_indices = map(sub, start, offset)
+    end_indices = map(sub, stop, offset)
+    return tuple(map(slice, first_indices, end_indices))
 
 
 def _add(offset: Sequence[int], shape: Sequence[int]) -> list[int]:
     """Return the end of a rectangle along each dim."""
-    return [start + size for start, size in zip(offset, shape, strict=True)]
+    return list(map(add, offset, shape))
 
 
 def _size(file: Path) -> int | None:

@@ -3,7 +3,7 @@ and reads its slices.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.arguments import require_saveable, required_path
 from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up
-from megaprec.checkpoint.given import require_saveable, required_path
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.keeping import Keep
 from megaprec.checkpoint.reader import Store
@@ -21,7 +21,7 @@ from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
 from megaprec.errors import Problem, UserError
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name
 
@@ -54,15 +54,8 @@ def save(
     """
     folder = required_path(folder, optimizer, "folder")
     require_saveable(step, extra, keep, keep_every)
-    outcome = Saving(
-        folder,
-        step,
-        optimizer,
-        extra,
-        Keep.of(keep, keep_every),
-        files,
-        fp8,
-    ).finish()
+    rule = Keep.of(keep, keep_every)
+    outcome = Saving(folder, step, optimizer, extra, rule, files, fp8).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
     if outcome.problem:
@@ -86,8 +79,9 @@ def load(
     path = required_path(path, optimizer, "path")
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
     # Every rank has found the checkpoint loadable: from here on the state changes.
-    if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
-        warnings.warn(lost, stacklevel=2)
+    lost_precision = _precision_loss(store, optimizer.plan)
+    if lost_precision and optimizer.world.rank == 0:
+        warnings.warn(lost_precision, stacklevel=2)
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
             _read_into(store, kind, buffer)
@@ -107,18 +101,19 @@ def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
         if kind == "weight" and not entry.get("frozen"):
             saved_dtypes[name] = entry["dtype"]
     itemsizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
-    # a dtype that no plan has, such as FP8, counts as narrow
-    narrow = [
-        name
-        for name, dtype in saved_dtypes.items()
-        if itemsizes.get(dtype, 0) < _master_dtype(plan, name).itemsize
-    ]
+    narrow: list[str] = []
+    for name, dtype in saved_dtypes.items():
+        # a dtype that no plan has, such as FP8, counts as narrow
+        saved_itemsize = itemsizes.get(dtype, 0)
+        if saved_itemsize < _master_dtype(plan, name).itemsize:
+            narrow.append(name)
     if not narrow:
         return ""
-    saved = saved_dtypes[narrow[0]]
+    saved_dtype = saved_dtypes[narrow[0]]
     masters = dtype_name(_master_dtype(plan, narrow[0]))
+    num_narrow = f"{len(narrow)} of {len(saved_dtypes)}"
     return (
-        f"{store.path} holds {len(narrow)} of {len(saved_dtypes)} weights rounded to {saved} only: "
+        f"{store.path} holds {num_narrow} weights rounded to {saved_dtype} only: "
         f"{masters} masters begin at these, accumulated updates smaller than their last bit are "
         "lost, and the run does not resume bit for bit"
     )
@@ -163,11 +158,15 @@ def _open_on_all_ranks(
     """Return the checkpoint and its FP8 scales, after every rank has found that it can load it.
     Collective."""
 
+    def open_store() -> Store:
+        return Store(path, optimizer.world)
+
     def check_and_read_scales() -> Scales:
         check_same_model(store, optimizer)
         return read_fp8(store, fp8)
 
-    store = _on_all_ranks(path, optimizer, lambda: Store(path, optimizer.world))
+    # The index first: it says which files there are to hash, and which tensors to look for.
+    store = _on_all_ranks(path, optimizer, open_store)
     require_intact(store, store.digests, optimizer.world, optimizer.device)
     return store, _on_all_ranks(path, optimizer, check_and_read_scales)
 
@@ -182,10 +181,11 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
         results.append(make())
     except UserError as error:
         problem = error
-    failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
+    failed_here = torch.tensor(float(problem is not None), device=optimizer.device)
+    failed_somewhere = optimizer.world.max_(failed_here)
     if problem is not None:
         raise problem
-    if failed:
+    if failed_somewhere:
         raise UserError.of("checkpoint.load_failed_elsewhere", path=path)
     return results[0]
 
@@ -197,21 +197,25 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     local = _local_shapes(optimizer)
     different = [name for name, shape in local.items() if saved.get(name) != shape]
     if different:
-        lines = []
-        for name in different[:SHOWN_TENSORS]:
-            saved_shape = list(saved[name]) if name in saved else "not"
-            lines.append(
-                f"{name} is {list(local[name])} in the model, {saved_shape} in {store.path}"
-            )
-        raise UserError(
+        problems = [
             Problem.of(
                 "checkpoint.other_model_tensors",
                 path=store.path,
                 num_different=len(different),
                 num_local=len(local),
-            ),
-            *lines,
-        )
+            )
+        ]
+        for name in different[:SHOWN_TENSORS]:
+            problems.append(
+                Problem.of(
+                    "checkpoint.other_model_shape",
+                    path=store.path,
+                    name=name,
+                    shape=list(local[name]),
+                    saved_shape=list(saved[name]) if name in saved else "not",
+                )
+            )
+        raise UserError(*problems)
     expected = optimizer.num_elements + optimizer.num_frozen
     elements = sum(map(prod, saved.values()))
     if elements != expected:
@@ -223,11 +227,13 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
 
 def _local_shapes(optimizer: ParallelAMPOptimizer) -> dict[str, tuple[int, ...]]:
     """Return the shape of each logical tensor of which this rank has a slice, frozen ones too."""
-    parts: list[Part] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for buffer in optimizer.all_buffers():
-        parts += [piece.part for piece in buffer.pieces]
-    parts += [frozen.part for frozen in optimizer.frozen.slices()]
-    return {part.name: part.shape for part in parts}
+        for piece in buffer.pieces:
+            shapes[piece.part.name] = piece.part.shape
+    for frozen in optimizer.frozen.slices():
+        shapes[frozen.part.name] = frozen.part.shape
+    return shapes
 
 
 def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
@@ -237,14 +243,16 @@ def _require_moments(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     for buffer in optimizer.all_buffers():
         needed |= dict.fromkeys(buffer.state)
     # a kind that is not there at all is named once, not for each tensor
-    if lacking := [name for name in needed if not store.shapes(name)]:
+    lacking = [kind for kind in needed if not store.shapes(kind)]
+    if lacking:
         raise UserError.of(
             "checkpoint.state_missing", path=store.path, lacking=" and no ".join(lacking)
         )
     for buffer in optimizer.all_buffers():
-        for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
-            _require_same_rule(store, kind, piece.part.name, buffer)
-            store.require(f"{kind}/{piece.part.name}", piece.part.shape)
+        for kind, owned in product(buffer.saved_names, buffer.owned_pieces()):
+            part = owned.piece.part
+            _require_same_rule(store, kind, part.name, buffer)
+            store.require(f"{kind}/{part.name}", part.shape)
 
 
 def _require_same_rule(
@@ -263,8 +271,10 @@ def _require_same_rule(
             "checkpoint.state_of_frozen_missing", path=store.path, kind=kind, name=name
         )
     saved_kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
-    unused_kinds = [saved for saved in saved_kinds if saved not in buffer.saved_names]
-    others = [unused for unused in unused_kinds if f"{unused}/{name}" in tensors]
+    others: list[str] = []
+    for other_kind in saved_kinds:
+        if other_kind not in buffer.saved_names and f"{other_kind}/{name}" in tensors:
+            others.append(other_kind)
     if others:
         raise UserError.of(
             "checkpoint.state_of_other_rule",
@@ -275,21 +285,22 @@ def _require_same_rule(
         )
 
 
-def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of
-    the buffer."""
-    for owned in buffer.owned_pieces():
-        yield owned.piece, owned.span.start, owned.span.stop
-
-
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
-    for piece, first, last in _overlaps(buffer):
-        values = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
-        buffer.restore(kind, first - buffer.start, values)
+    """Read a kind of this rank's shard of a buffer."""
+    for owned in buffer.owned_pieces():
+        piece = owned.piece
+        first = owned.span.start - piece.start
+        last = owned.span.stop - piece.start
+        values = store.read_range(kind, piece.part, first, last)
+        buffer.restore(kind, owned.span.start - buffer.start, values)
 
 
 @torch.no_grad()
 def _read_frozen(store: Weights, optimizer: ParallelAMPOptimizer) -> None:
+    """Read this rank's slices of the parameters that are not trained, which are in no buffer."""
     for frozen in optimizer.frozen.slices():
-        if size := frozen.values.numel():
-            frozen.values.copy_(store.read_range("weight", frozen.part, 0, size))
+        num_elements = frozen.values.numel()
+        # a tensor of few rows leaves the last ranks none
+        if num_elements:
+            saved_values = store.read_range("weight", frozen.part, 0, num_elements)
+            frozen.values.copy_(saved_values)

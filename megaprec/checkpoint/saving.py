@@ -110,6 +110,7 @@ class Saving:
         self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
         self._partial: Path | None = None  # the hidden folder, once all ranks know it
         unsaved = unsaved_buffers(optimizer)
+        # one rank tells what all have gathered
         if self._world.rank == 0:
             self._warnings += [f"{name} {UNSAVED}" for name in unsaved]
         self._snapshot = take_snapshot(optimizer, copy=background)
@@ -257,12 +258,14 @@ class Saving:
         """Return the outcome, with the error of the first rank that has one."""
         problem = ""
         if failed:
-            local: dict[str, str] = {}
+            local_problems: dict[str, str] = {}
             if isinstance(self._error, OSError):
-                local[str(self._world.rank)] = file_error(self._error)
-            problem, *_ = gather_entries(local, self._world, self._device).values()
+                local_problems[str(self._world.rank)] = file_error(self._error)
+            problems = gather_entries(local_problems, self._world, self._device)
+            problem, *_ = problems.values()
         warnings = tuple(dict.fromkeys(self._warnings))  # each once
-        return Outcome(checkpoint_path(self.folder, self.step), problem, warnings)
+        path = checkpoint_path(self.folder, self.step)
+        return Outcome(path, problem, warnings)
 
 
 def require_own_names(files: Sequence[Path]) -> None:
@@ -271,8 +274,8 @@ def require_own_names(files: Sequence[Path]) -> None:
     names = [file.name for file in files]
     for file in files:
         is_list = file.name.startswith("index-") and file.suffix == ".json"  # see `_list_name`
-        reserved = file.name == INDEX or is_list or file.suffix == ".safetensors"
-        if reserved or names.count(file.name) > 1:
+        is_reserved = file.name == INDEX or is_list or file.suffix == ".safetensors"
+        if is_reserved or names.count(file.name) > 1:
             raise UserError.of("checkpoint.name_taken_in_checkpoint", file=file, name=file.name)
 
 
@@ -289,10 +292,12 @@ def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
             pass  # only to see if one of them raises
     except UserError as error:
         local = {str(problem): [problem.code, problem.fields] for problem in error.problems}
-    if not optimizer.world.max_(torch.tensor(float(bool(local)), device=optimizer.device)):
+    has_entries = torch.tensor(float(bool(local)), device=optimizer.device)
+    if not optimizer.world.max_(has_entries):
         return []  # as nearly always: the texts cost more messages
     entries = gather_entries(local, optimizer.world, optimizer.device)
-    if problems := [Problem(text, *entry) for text, entry in entries.items() if entry]:
+    problems = [Problem(text, *entry) for text, entry in entries.items() if entry]
+    if problems:
         raise UserError(*problems)
     return list(entries)
 
@@ -322,9 +327,11 @@ def _merge_lists(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
         file = partial / _list_name(rank)
         part = json.loads(read_whole(file))
         for key, entry in part["tensors"].items():
+            # several ranks have written chunks of one tensor
             merged = tensors.setdefault(key, {**entry, "chunks": []})
             merged["chunks"] += entry["chunks"]
         digests |= part[FILE_DIGESTS]
+        # whatever is left in the folder would be listed as a file of the checkpoint
         file.unlink()
     return {"tensors": tensors, FILE_DIGESTS: digests}
 
@@ -334,7 +341,8 @@ def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> 
     part = _merge_lists(partial, ranks)
     tensors: dict[str, Any] = part["tensors"]
     for key, entry in tensors.items():
-        if sum(map(_count_elements, entry["chunks"])) != prod(entry["shape"]):
+        num_written = sum(map(_count_elements, entry["chunks"]))
+        if num_written != prod(entry["shape"]):
             raise ValueError(
                 f"{key} was written in part or twice: do parameters of two stages have the "
                 "same name?"

@@ -53,13 +53,17 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of the file: the header, then the values in pieces."""
-    # the widest first, so that values are aligned
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    yield memoryview(_header({name: tensors[name] for name in order}))
-    for name in order:
-        values = tensor_bytes(tensors[name])
-        for start in range(0, len(values), PIECE):
-            yield values[start : start + PIECE]
+
+    def widest_first(name: str) -> tuple[int, str]:
+        return -tensors[name].itemsize, name
+
+    # so that values are aligned: each begins at a multiple of its own width
+    ordered = {name: tensors[name] for name in sorted(tensors, key=widest_first)}
+    yield memoryview(_header(ordered))
+    for values in ordered.values():
+        content = tensor_bytes(values)
+        for start in range(0, len(content), PIECE):
+            yield content[start : start + PIECE]
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megaprec.checkpoint.ranges import share
-from megaprec.comm.layout import Part, layout_of
+from megaprec.comm.layout import Layout, Part, layout_of
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 
 @dataclass
 class Snapshot:
-    """The tensors that rank `rank` writes, on the CPU. files: by file name and name in the file.
+    """The tensors that rank `rank` writes, on the CPU.
+
+    files: by file name and name in the file.
     entries: of checkpoint.json, by key.
     """
 
@@ -41,7 +43,8 @@ class Snapshot:
 
         A rank that saves several chunks of a tensor (of virtual ranks, or of tied copies) puts them
         in several files.
-        shape: of the logical tensor. chunk: see `megaprec.checkpoint.ranges`.
+        shape: of the logical tensor.
+        chunk: see `megaprec.checkpoint.ranges`.
         """
         dtype = str(values.dtype).removeprefix("torch.")
         entry = self.entries.setdefault(key, {"dtype": dtype, "shape": list(shape), "chunks": []})
@@ -70,17 +73,14 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
     for buffer in optimizer.all_buffers():
         _add_buffer(snapshot, buffer, optimizer.pp.rank, copy)
     for frozen in optimizer.frozen.slices():
-        if frozen.saved and frozen.values.numel():
-            key = f"weight/{frozen.part.name}"
-            values = _on_cpu(frozen.values, copy).view(frozen.part.local)
-            snapshot.add(
-                "model",
-                key,
-                values,
-                frozen.part.shape,
-                _rectangle(frozen.part),
-            )
-            snapshot.entries[key]["frozen"] = True
+        if not frozen.saved or not frozen.values.numel():
+            continue
+        part = frozen.part
+        key = f"weight/{part.name}"
+        values = _on_cpu(frozen.values, copy).view(part.local)
+        snapshot.add("model", key, values, part.shape, _rectangle(part))
+        # a resumed run that trains it finds no moments, and is told why
+        snapshot.entries[key]["frozen"] = True
     return snapshot
 
 
@@ -98,8 +98,9 @@ def _add_buffer(
     end = ranges[-1].last
     for kind, values in buffer.saved().items():
         file = "model" if kind == "weight" else "optimizer"
-        # one copy from the device for all ranges; `values` begins at the shard, `buffer.first`
-        on_cpu = _on_cpu(values[begin - buffer.start : end - buffer.start], copy)
+        # one copy from the device for all ranges; `values` begins at the shard, `buffer.start`
+        of_ranges = values[begin - buffer.start : end - buffer.start]
+        on_cpu = _on_cpu(of_ranges, copy)
         for saved_range in ranges:
             stored = on_cpu[saved_range.first - begin : saved_range.last - begin]
             _add_range(snapshot, file, kind, saved_range, stored)
@@ -108,15 +109,20 @@ def _add_buffer(
 def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[OwnedRange]:
     """Yield the pieces that this rank saves a part of, with the elements [first, last) of the
     buffer, in order."""
-    # a parameter with several stacked parts has a piece for each of them
-    layouts = (layout for layout in map(layout_of, buffer.parameters) for _ in layout.parts)
+    layouts: list[Layout] = []
+    for parameter in buffer.parameters:
+        layout = layout_of(parameter)
+        # a parameter with several stacked parts has a piece for each of them
+        layouts += [layout] * len(layout.parts)
+    share_start, share_stop = buffer.share
     for piece, layout in zip(buffer.pieces, layouts, strict=True):
-        first = max(piece.start, buffer.share[0])
-        last = min(piece.stop, buffer.share[1])
+        first = max(piece.start, share_start)
+        last = max(first, min(piece.stop, share_stop))
         # Each copy over tp, on each pipeline rank that holds a tied one, saves an equal part.
-        number = piece.part.copy + piece.part.copies * layout.holder(pp_rank)
-        count = piece.part.copies * max(1, len(layout.tied))
-        first, last = share(first, max(first, last), number, count)
+        copies = piece.part.copies
+        number = piece.part.copy + copies * layout.holder(pp_rank)
+        count = copies * max(1, len(layout.tied))
+        first, last = share(first, last, number, count)
         if first < last:
             yield OwnedRange(piece, first, last)
 
@@ -145,19 +151,12 @@ def _add_range(
         values = values.view(part.local)
     else:
         chunk["range"] = [first - piece.start, last - piece.start]
-    snapshot.add(
-        file,
-        f"{kind}/{part.name}",
-        values,
-        part.shape,
-        chunk,
-    )
+    snapshot.add(file, f"{kind}/{part.name}", values, part.shape, chunk)
 
 
 def _rectangle(part: Part) -> dict[str, Any]:
     """Return the rectangle of a slice in its logical tensor, as a chunk of checkpoint.json."""
-    dims = range(len(part.shape))
-    return {
-        "offset": [part.start if dim == part.dim else 0 for dim in dims],
-        "shape": list(part.local),
-    }
+    offset = [0] * len(part.shape)
+    if part.dim is not None:
+        offset[part.dim] = part.start
+    return {"offset": offset, "shape": list(part.local)}

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megaprec.data.indexed import IndexedDataset
-from megaprec.data.samples import Batch, Samples
+from megaprec.data.samples import Batch, SampleLocation, Samples
 from megaprec.errors import UserError
 
 LONGEST_PERIOD = 1_000_000  # samples; a blend holds two int64 for each of a period
@@ -48,12 +47,14 @@ class Blend:
         self.parts = parts
         self._names = names
         self._pattern = pattern(shares(weights))
-        self._offsets = np.concatenate(([0], np.cumsum(totals)))
-        self._per_period = np.bincount(self._pattern, minlength=len(parts))
+        # of all samples, held-out ones too: an id stays the same whatever is held out
+        self._id_offsets = np.concatenate(([0], np.cumsum(totals)))
+        self._samples_of_period = np.bincount(self._pattern, minlength=len(parts))
         # for each position in the period, the number of earlier samples of the same data set
-        self._earlier = np.empty_like(self._pattern)
-        for part, count in enumerate(self._per_period):
-            self._earlier[self._pattern == part] = np.arange(count)
+        self._num_earlier = np.empty_like(self._pattern)
+        for part, count in enumerate(self._samples_of_period):
+            is_of_part = self._pattern == part
+            self._num_earlier[is_of_part] = np.arange(count)
 
     def __len__(self) -> int:
         """Return the number of samples in all data sets together."""
@@ -67,53 +68,64 @@ class Blend:
         batches: list[Batch] = []
         rows_by_part: list[NDArray[np.int64]] = []
         for part, samples in enumerate(self.parts):
-            rows = (part_of_row == part).nonzero()[0]
-            if len(rows):
-                # a data set's samples in a blend follow each other
-                first = int(number_in_part[rows[0]])
-                batches.append(samples.batch(first, len(rows)))
-                rows_by_part.append(rows)
+            rows = np.flatnonzero(part_of_row == part)
+            if not len(rows):
+                continue
+            # a data set's samples in a blend follow each other
+            first = int(number_in_part[rows[0]])
+            batches.append(samples.batch(first, len(rows)))
+            rows_by_part.append(rows)
         # the batches are joined by data set; this brings their rows back into the blend's order
-        order = torch.from_numpy(np.argsort(np.concatenate(rows_by_part)))
-        offsets = torch.from_numpy(self._offsets[part_of_row])
+        joined_rows = np.concatenate(rows_by_part)
+        order = torch.from_numpy(np.argsort(joined_rows))
+        id_offsets = torch.from_numpy(self._id_offsets[part_of_row])
+        tokens = torch.cat([batch.tokens for batch in batches])
+        targets = torch.cat([batch.targets for batch in batches])
+        numbers_in_parts = torch.cat([batch.ids for batch in batches])
+        masks = [batch.mask for batch in batches]
+        documents = [batch.documents for batch in batches]
+        positions_in_documents = [batch.positions for batch in batches]
         return Batch(
-            _merge([batch.tokens for batch in batches], order),
-            _merge([batch.targets for batch in batches], order),
-            torch.cat([batch.ids for batch in batches])[order] + offsets,
-            _merge_optional([batch.mask for batch in batches], order),
-            _merge_optional([batch.documents for batch in batches], order),
-            _merge_optional([batch.positions for batch in batches], order),
+            tokens=tokens[order],
+            targets=targets[order],
+            ids=numbers_in_parts[order] + id_offsets,
+            mask=_join_optional(masks, order),
+            documents=_join_optional(documents, order),
+            positions=_join_optional(positions_in_documents, order),
         )
 
-    def location_of(self, position: int) -> tuple[IndexedDataset, int, int]:
-        """Return what `Samples.place` returns, for the sample's data set."""
+    def location_of(self, position: int) -> SampleLocation:
+        """Return what `Samples.location_of` returns, for the sample's data set."""
         part, number = self._locate(np.int64(position))
-        return self.parts[int(part)].location_of(int(number))
+        samples = self.parts[int(part)]
+        return samples.location_of(int(number))
 
     def _locate(self, positions: Any) -> tuple[Any, Any]:
         """Return the data set of the sample at each position, and its number among those.
 
         positions: int64, an array or a number, as are the results.
         """
-        periods, slots = np.divmod(positions, len(self._pattern))
-        parts = self._pattern[slots]
-        numbers = periods * self._per_period[parts] + self._earlier[slots]
-        return parts, numbers
+        periods, places_in_period = np.divmod(positions, len(self._pattern))
+        parts = self._pattern[places_in_period]
+        in_earlier_periods = periods * self._samples_of_period[parts]
+        return parts, in_earlier_periods + self._num_earlier[places_in_period]
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Return "name:number" for each sample: its data set and its number there."""
         # ids of a data set begin at its offset
-        parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
-        return [
-            f"{self._names[part]}:{int(id) - self._offsets[part]}"
-            for part, id in zip(parts, ids, strict=True)
-        ]
+        parts = np.searchsorted(self._id_offsets, ids.numpy(), side="right") - 1
+        labels: list[str] = []
+        for part, sample_id in zip(parts, ids.tolist(), strict=True):
+            number_in_part = sample_id - self._id_offsets[part]
+            labels.append(f"{self._names[part]}:{number_in_part}")
+        return labels
 
     def samples_taken(self, samples: int) -> list[int]:
         """Return, for each data set, how many of the first `samples` samples come from it."""
         periods, remainder = divmod(samples, len(self._pattern))
         of_last_period = np.bincount(self._pattern[:remainder], minlength=len(self.parts))
-        return (periods * self._per_period + of_last_period).tolist()
+        of_full_periods = periods * self._samples_of_period
+        return (of_full_periods + of_last_period).tolist()
 
 
 def shares(weights: Sequence[float]) -> list[int]:
@@ -121,8 +133,10 @@ def shares(weights: Sequence[float]) -> list[int]:
 
     Raises UserError if their sum, the period of the blend, is more than LONGEST_PERIOD.
     """
+    # by their decimals: 0.1 is one tenth, not the float nearest to it, whose period is 2^55
     fractions = [Fraction(repr(weight)) for weight in weights]
-    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    denominators = [fraction.denominator for fraction in fractions]
+    denominator = math.lcm(*denominators)
     numerators = [int(fraction * denominator) for fraction in fractions]
     divisor = math.gcd(*numerators)
     ratio = [numerator // divisor for numerator in numerators]
@@ -148,7 +162,9 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     for position in range(period):
         while waiting and waiting[0][0] <= position:
             _, part, number = heapq.heappop(waiting)
-            deadline = -(-(number + 1) * period // shares[part])  # rounded up
+            end_of_turn = (number + 1) * period
+            # rounded up
+            deadline = -(-end_of_turn // shares[part])
             heapq.heappush(ready, (deadline, part, number))
         _, part, number = heapq.heappop(ready)
         parts[position] = part
@@ -157,19 +173,15 @@ def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
     return parts
 
 
-def _merge(
-    tensors: Sequence[torch.Tensor],
-    order: torch.Tensor,
-) -> torch.Tensor:
-    """Return the rows of all tensors in the order of the blend."""
-    return torch.cat(list(tensors))[order]
-
-
-def _merge_optional(
+def _join_optional(
     tensors: Sequence[torch.Tensor | None],
     order: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Return what `_merge` does; None if the data sets have no such tensor, which all or none
-    have."""
+    """Return the rows of all tensors in the order of the blend; None if there are none.
+
+    All data sets have such a tensor, or none has: resets are the same for all.
+    """
     present = [tensor for tensor in tensors if tensor is not None]
-    return _merge(present, order) if present else None
+    if not present:
+        return None
+    return torch.cat(present)[order]

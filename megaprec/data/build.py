@@ -11,7 +11,6 @@ or trains the tokenizer and builds.
 """
 
 import errno
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data import intact
-from megaprec.data.files import with_suffix, write_whole
+from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.readers import Piece
 from megaprec.data.text import Source, TextDigest, has_digest
@@ -38,7 +37,7 @@ from megaprec.data.tokenizer import (
 )
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
-from megaprec.durable import naming_file, reading
+from megaprec.durable import naming_file
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -192,6 +191,7 @@ def build(
                 report,
             )
     except Exception as error:
+        # the writer has removed its files, so there is nothing to go on with
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise UserError.of("data.no_room", prefix=prefix, strerror=error.strerror) from error
@@ -225,8 +225,8 @@ def _digests(prefix: Path) -> dict[str, Any]:
     checks at its start."""
     bin_file = with_suffix(prefix, ".bin")
     digests: dict[str, Any] = {
-        "bin_sha256": _sha256(bin_file),
-        "idx_sha256": _sha256(with_suffix(prefix, ".idx")),
+        "bin_sha256": file_digest(bin_file),
+        "idx_sha256": file_digest(with_suffix(prefix, ".idx")),
     }
     if bin_file.stat().st_size > intact.WHOLE:
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(bin_file)}
@@ -299,7 +299,7 @@ def _is_of(
         raise UserError.of("data.record_incomplete", missing=", ".join(sorted(missing)))
     if vocab_size not in (None, record["vocab_size"]) or record["eos"] != tokenizer.eos:
         return False
-    return record.get(FILE_DIGEST) == _sha256(tokenizer.path)
+    return record.get(FILE_DIGEST) == file_digest(tokenizer.path)
 
 
 def _is_known(record: dict[str, Any], source: Source) -> bool:
@@ -335,7 +335,7 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the inputs that determine every byte of a data set."""
     return {
         "source": source.identity(),
-        FILE_DIGEST: _sha256(tokenizer.path),
+        FILE_DIGEST: file_digest(tokenizer.path),
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos,
     }
@@ -399,15 +399,17 @@ def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
         saved = parse_json(read_text(with_suffix(prefix, ".resume")))
         mark = Mark(**saved["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
+        # a file may be longer: what came after the mark is cut off and written again
         complete = all(
             with_suffix(prefix, f"{suffix}.part").stat().st_size >= size
             for suffix, size in sizes.items()
         )
+        # an earlier version counted other things
         same_counts = saved["counts"].keys() == asdict(_Counts()).keys()
         if complete and same_counts and saved["made_of"] == made_of:
             return _State(saved["chunks"], _Counts(**saved["counts"]), mark)
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        pass  # a state that cannot be read is as none
     return _State(0, _Counts(), None)
 
 
@@ -465,7 +467,9 @@ def _count_unknown(
         return 0
     count = int((ids == tokenizer.unk).sum())
     # one id may stand for both
-    return count - documents if tokenizer.unk == tokenizer.eos else count
+    if tokenizer.unk == tokenizer.eos:
+        return count - documents
+    return count
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
@@ -494,8 +498,3 @@ def _may_replace(record: Path, beside_data: bool) -> bool:
         return True
     is_list_of_texts = isinstance(content, list) and len(content) > 0
     return beside_data and not is_list_of_texts
-
-
-def _sha256(path: Path) -> str:
-    with reading(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

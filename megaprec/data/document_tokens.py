@@ -2,7 +2,7 @@
 each document.
 
 Weights that were trained with a begin token expect it. Files of tokens mostly lack it, and need not
-be written again: `Begun` reads them as if it stood there.
+be written again: `WithBeginTokens` reads them as if it stood there.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,7 @@ class DocumentTokens:
 def share_with(
     dataset: IndexedDataset,
     token: int | None,
-    place: int,
+    index_in_document: int,
 ) -> float:
     """Return the share of the documents that have `token` at an index: 0 is their first token, -1
     their last.
@@ -48,7 +48,8 @@ def share_with(
     documents = [document for document in map(dataset.document, numbers) if len(document)]
     if not documents:
         return 0.0
-    return sum(int(document[place]) == token for document in documents) / len(documents)
+    num_with_token = sum(int(document[index_in_document]) == token for document in documents)
+    return num_with_token / len(documents)
 
 
 def with_begin(
@@ -92,10 +93,10 @@ def document_tokens(
 
 
 class Piece(NamedTuple):
-    """Tokens [first, last) of a stream, all of document `number`."""
+    """Tokens [start, stop) of a stream, all of one document, by its number."""
 
-    number: int
-    first: int
+    document: int
+    start: int
     stop: int
 
 
@@ -135,23 +136,25 @@ class WithBeginTokens(IndexedDataset):
             )
         self.require_ids()
         ids = np.empty(length, np.int64)
-        for number, first, last in self._documents_within(start, length):
-            begin_place = self._start_of(number)
-            begun = number + 1  # begin tokens before the document's own, which the file lacks
-            first_stored = max(first, begin_place + 1) - begun
-            last_stored = max(last, begin_place + 1) - begun
-            stored = self._stream[first_stored:last_stored]
-            ids[last - start - len(stored) : last - start] = stored
-            if first == begin_place:
-                ids[first - start] = self.begin
+        for piece in self._documents_within(start, length):
+            begin_place = self._start_of(piece.document)
+            # the file lacks the begin tokens of the documents before, and the document's own
+            lacking = piece.document + 1
+            stored_start = max(piece.start, begin_place + 1) - lacking
+            stored_stop = max(piece.stop, begin_place + 1) - lacking
+            stored = self._stream[stored_start:stored_stop]
+            stop_in_ids = piece.stop - start
+            ids[stop_in_ids - len(stored) : stop_in_ids] = stored
+            if piece.start == begin_place:
+                ids[piece.start - start] = self.begin
         return ids
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64
         [length]."""
         numbers = np.empty(length, np.int64)
-        for number, first, last in self._documents_within(start, length):
-            numbers[first - start : last - start] = number
+        for piece in self._documents_within(start, length):
+            numbers[piece.start - start : piece.stop - start] = piece.document
         return numbers
 
     def stored_place(self, token: int) -> int:

@@ -112,8 +112,11 @@ def _special_tokens(tokenizer: dict[str, Any]) -> set[str]:
 
 
 def _vocabulary(model: dict[str, Any]) -> set[str]:
+    """Return the tokens of a model, which lists them by their id, or, Unigram, with a score."""
     vocab: dict[str, int] | list[tuple[str, float]] = model["vocab"]
-    return set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
+    if isinstance(vocab, dict):
+        return set(vocab)
+    return {token for token, _ in vocab}
 
 
 def _merges_without(tokens: set[str], model: dict[str, Any]) -> list[Any]:
@@ -133,16 +136,20 @@ def _rename_tokens(
     names: dict[str, str],
 ) -> None:
     """Give tokens new names wherever the definition has them."""
+
+    def new_name(token: str) -> str:
+        return names.get(token, token)
+
     model = tokenizer["model"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+        model["vocab"] = {new_name(token): number for token, number in vocab.items()}
     else:
-        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        model["vocab"] = [[new_name(token), score] for token, score in vocab]
     if model.get("unk_token"):
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        model["unk_token"] = new_name(model["unk_token"])
     for added in tokenizer["added_tokens"]:
-        added["content"] = names.get(added["content"], added["content"])
+        added["content"] = new_name(added["content"])
 
 
 def is_json(content: bytes) -> bool:
@@ -159,18 +166,18 @@ def encode_pieces(
 ) -> Encoded:
     """Return the ids of all texts back to back (int32), with `eos` after each that ends a document,
     and the ends of the documents (int64)."""
-    ids = [np.zeros(0, np.int32)]
+    ids_of_pieces = [np.zeros(0, np.int32)]  # so that there is something to join
     token_count = 0
     document_ends: list[int] = []
     for text, ends_document in zip(texts, ends, strict=True):
-        piece = encode(text)
+        ids = encode(text)
         if ends_document and eos is not None:
-            piece = [*piece, eos]
-        ids.append(np.array(piece, np.int32))
-        token_count += len(piece)
+            ids = [*ids, eos]
+        ids_of_pieces.append(np.array(ids, np.int32))
+        token_count += len(ids)
         if ends_document:
             document_ends.append(token_count)
-    return np.concatenate(ids), np.array(document_ends, np.int64)
+    return np.concatenate(ids_of_pieces), np.array(document_ends, np.int64)
 
 
 def send_request(
@@ -179,11 +186,12 @@ def send_request(
     ends: Sequence[bool],
 ) -> None:
     """Send a request to a worker; called in the main process."""
-    encoded = [text.encode() for text in texts]
-    sizes = np.array([len(text) for text in encoded], "<i8")
-    stream.write(HEAD.pack(len(texts), int(sizes.sum())))
-    stream.write(sizes.tobytes() + np.array(ends, "u1").tobytes())
-    stream.writelines(encoded)
+    pieces = [text.encode() for text in texts]
+    sizes = np.array([len(piece) for piece in pieces], "<i8")
+    stream.write(HEAD.pack(len(pieces), int(sizes.sum())))
+    stream.write(sizes.tobytes())
+    stream.write(np.array(ends, "u1").tobytes())
+    stream.writelines(pieces)
     stream.flush()
 
 
@@ -213,17 +221,18 @@ def serve(
     """
     # an empty read is the end of the input
     while head := requests.read(HEAD.size):
-        piece_count, size = HEAD.unpack(head + _read_bytes(requests, HEAD.size - len(head)))
-        piece_sizes = np.frombuffer(_read_bytes(requests, 8 * piece_count), "<i8").tolist()
-        ends = np.frombuffer(_read_bytes(requests, piece_count), "u1").astype(bool).tolist()
-        content = _read_bytes(requests, size)
+        head += _read_bytes(requests, HEAD.size - len(head))
+        num_pieces, num_bytes = HEAD.unpack(head)
+        piece_sizes = np.frombuffer(_read_bytes(requests, 8 * num_pieces), "<i8")
+        ends = np.frombuffer(_read_bytes(requests, num_pieces), "u1").astype(bool)
+        content = _read_bytes(requests, num_bytes)
         texts: list[str] = []
         first = 0
-        for piece_size in piece_sizes:
+        for piece_size in piece_sizes.tolist():
             texts.append(content[first : first + piece_size].decode())
             first += piece_size
         try:
-            ids, document_ends = encode_pieces(encode, texts, ends, eos)
+            ids, document_ends = encode_pieces(encode, texts, ends.tolist(), eos)
         except Exception as problem:  # the libraries raise bare Exception
             reason = str(problem).encode()
             answers.write(HEAD.pack(REFUSED, len(reason)) + reason)

@@ -10,6 +10,7 @@ All processes use the same temporary name, so only one process at a time may wri
 
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -17,12 +18,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megaprec.durable import make_folder, naming_file, sync
+from megaprec.durable import make_folder, naming_file, reading, sync
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """Return the path `PREFIX` + `suffix`; a dot in the prefix's name stays (`v1.2.bin`)."""
     return prefix.parent / (prefix.name + suffix)
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex."""
+    with reading(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of what this user's machine remembers; None without a home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megaprec"
+    except RuntimeError:  # there is no home folder
+        return None
 
 
 def open_part(path: Path, size: int = 0) -> BinaryIO:

@@ -7,7 +7,6 @@ data set reads a few places only: both ends, and some random places between. If 
 the whole index is checked again.
 """
 
-import hashlib
 import json
 import random
 import time
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprec.data.files import with_suffix, write_whole
-from megaprec.durable import reading
+from megaprec.data.files import file_digest, with_suffix, write_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
@@ -85,9 +83,10 @@ def known_check(path: Path, stored: int) -> Checked | None:
         checked = Checked(**parse_json(read_regular(_record_path(path))))
     except (OSError, ValueError, TypeError):
         return None
-    state = path.stat()
-    present = (state.st_size, state.st_mtime_ns, stored)
-    return checked if (checked.size, checked.changed, checked.stored) == present else None
+    file_status = path.stat()
+    recorded = (checked.size, checked.changed, checked.stored)
+    present = (file_status.st_size, file_status.st_mtime_ns, stored)
+    return checked if recorded == present else None
 
 
 def corrupt(path: Path, why: str) -> UserError:
@@ -104,8 +103,7 @@ def _check_and_record(index: Index) -> None:
     began = time.time_ns()
     before = index.path.stat()
     _check_all(index)
-    with reading(index.path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = file_digest(index.path)
     after = index.path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if unchanged and began - after.st_mtime_ns > SETTLED:
@@ -136,14 +134,16 @@ def _check_all(index: Index) -> None:
 
 def _check_spans(index: Index) -> None:
     """Check some random places of an index, and that its last sequence ends where the ids do."""
-    draw = random.SystemRandom()
+    generator = random.SystemRandom()
     last_start = len(index.lengths) - SPAN
-    for start in (draw.randrange(last_start) for _ in range(SPANS)):
+    for _ in range(SPANS):
+        start = generator.randrange(last_start)
         # one more: its begin is the end of the span
         _check_sequences(index, start, SPAN + 1, int(index.pointers[start]))
     end = _check_sequences(index, last_start, SPAN, int(index.pointers[last_start]))
     _require_stored(index, end)
-    for start in (draw.randrange(len(index.documents)) for _ in range(SPANS)):
+    for _ in range(SPANS):
+        start = generator.randrange(len(index.documents))
         _check_documents(index, start, SPAN)
 
 
@@ -167,7 +167,9 @@ def _check_sequences(
 ) -> int:
     """Check that up to `count` sequences from `start` on follow each other from byte `begin`;
     return their end."""
-    sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize
+    lengths = index.lengths[start : start + count]
+    # in int64: the bytes of a long sequence do not fit an i32
+    sizes = lengths.astype(np.int64) * index.itemsize
     negative = np.flatnonzero(sizes < 0)
     if len(negative):
         raise corrupt(index.path, f"sequence {start + negative[0]} has a negative length")
@@ -182,7 +184,8 @@ def _check_sequences(
         )
     # where each sequence begins if all follow each other
     begins = begin + np.cumsum(sizes) - sizes
-    wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
+    pointers = index.pointers[start : start + count]
+    wrong = np.flatnonzero(pointers != begins)
     if len(wrong):
         sequence = start + int(wrong[0])
         raise corrupt(

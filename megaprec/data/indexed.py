@@ -100,17 +100,6 @@ class IndexedWriter:
         if not mark.documents:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
-    def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens to the open document.
-
-        Raises UserError if an id is outside [0, vocab_size).
-        """
-        self.extend(ids, np.zeros(0, np.int64))
-
-    def end_document(self) -> None:
-        """Close the open document: one sequence, or several if its length does not fit an i32."""
-        self.extend([], np.zeros(1, np.int64))
-
     def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens and close the document."""
         self.extend(ids, np.array([len(ids)]))
@@ -124,9 +113,11 @@ class IndexedWriter:
 
         ends: the first document ends after ends[0] of the tokens, the next after ends[1], ...
 
-        Tokens after the last end belong to a document that stays open. Raises UserError if an id is
-        outside [0, vocab_size).
+        Tokens after the last end belong to a document that stays open. A document is one sequence,
+        or several if its length does not fit an i32. Raises UserError if an id is outside
+        [0, vocab_size).
         """
+        # of an empty list numpy would make floats
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
         if len(tokens):
             low = int(tokens.min())
@@ -140,31 +131,36 @@ class IndexedWriter:
         if self._open + continued > LONGEST_SEQUENCE:
             self._write_lengths(np.array([self._open]))
             self._open = 0
-        self._bin.write(tokens.astype(DTYPES[self._code]).tobytes())
+        stored_tokens = tokens.astype(DTYPES[self._code])
+        self._bin.write(stored_tokens.tobytes())
         self._open += continued
-        if len(ends):
-            first = self._sequences + 1
-            self._write_lengths(np.concatenate(([self._open], np.diff(ends))))
-            next_sequences = np.arange(first, self._sequences + 1, dtype="<i8")
-            self._documents.write(next_sequences.tobytes())
-            self._open = len(tokens) - int(ends[-1])
+        if not len(ends):
+            return
+        num_before = self._sequences
+        lengths = np.concatenate(([self._open], np.diff(ends)))
+        self._write_lengths(lengths)
+        # each document is one more sequence; the next one begins at the sequence after it
+        next_sequences = np.arange(num_before + 1, self._sequences + 1, dtype="<i8")
+        self._documents.write(next_sequences.tobytes())
+        self._open = len(tokens) - int(ends[-1])
 
     def _outside_vocabulary(
         self,
         tokens: NDArray[np.integer],
         ends: NDArray[np.int64],
     ) -> UserError:
-        wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-        ended_documents = self._documents.tell() // 8 - 1
-        document = ended_documents + int(np.searchsorted(ends, wrong, side="right"))
+        is_wrong = (tokens < 0) | (tokens >= self._vocab_size)
+        first_wrong = int(np.flatnonzero(is_wrong)[0])
+        written_documents = self._documents.tell() // 8 - 1
+        ended_before = int(np.searchsorted(ends, first_wrong, side="right"))
         return UserError.of(
             "data.ids_outside_vocabulary",
             prefix=self._prefix,
             min=tokens.min(),
             max=tokens.max(),
             vocab_size=self._vocab_size,
-            tokens=tokens[wrong],
-            document=document,
+            tokens=tokens[first_wrong],
+            document=written_documents + ended_before,
         )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
@@ -210,24 +206,19 @@ class IndexedWriter:
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
+        # in chunks: an index may be larger than the memory
         lengths = _map_written(self._lengths, "<i4")
         documents = _map_written(self._documents, "<i8")
-        write(
-            HEADER.pack(
-                MAGIC,
-                VERSION,
-                self._code,
-                len(lengths),
-                len(documents),
-            )
-        )
+        itemsize = DTYPES[self._code].itemsize
+        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         for start in range(0, len(lengths), CHUNK):
             write(lengths[start : start + CHUNK].tobytes())
         begin = 0  # byte of the .bin
         for start in range(0, len(lengths), CHUNK):
             token_counts = np.cumsum(lengths[start : start + CHUNK], dtype="<i8")
-            ends = begin + token_counts * DTYPES[self._code].itemsize
-            write(np.concatenate(([begin], ends[:-1])).astype("<i8").tobytes())
+            ends = begin + token_counts * itemsize
+            begins = np.concatenate(([begin], ends[:-1]))
+            write(begins.astype("<i8").tobytes())
             begin = int(ends[-1])
         for start in range(0, len(documents), CHUNK):
             write(documents[start : start + CHUNK].tobytes())
@@ -276,7 +267,8 @@ class IndexedDataset:
                 raise UserError.of("data.data_set_missing", path=path)
         self.dtype, index = _read_index(idx_path, bin_path.stat().st_size)
         self.notes: tuple[str, ...] = ()
-        if len(index.lengths) and index.documents[:2].tolist() == [0]:
+        has_no_ends = index.documents[:2].tolist() == [0]
+        if has_no_ends and len(index.lengths):
             every_sequence = np.arange(len(index.lengths) + 1, dtype=np.int64)
             index = replace(index, documents=every_sequence)
             self.notes = (
@@ -302,9 +294,9 @@ class IndexedDataset:
                 prefix=self.prefix,
                 num_documents=self.num_documents,
             )
-        first = self._begin(self._documents[index])
-        last = self._begin(self._documents[index + 1])
-        return self._stream[first:last]
+        start = self._begin(self._documents[index])
+        stop = self._begin(self._documents[index + 1])
+        return self._stream[start:stop]
 
     def document_lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each document, int64 [num_documents].
@@ -331,15 +323,18 @@ class IndexedDataset:
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
         """Return the document number of each of the tokens [start, start + length), int64
         [length]."""
-        first = self._sequence_of(start)
-        last = self._sequence_of(start + length - 1)
-        begins = self._pointers[first : last + 1] // self.dtype.itemsize
-        places = np.arange(start, start + length)
-        sequences = first + np.searchsorted(begins, places, side="right") - 1
-        first_document = bisect_right(self._documents, first) - 1
-        end = bisect_right(self._documents, last)
-        first_sequences = self._documents[first_document:end]
-        return first_document + np.searchsorted(first_sequences, sequences, side="right") - 1
+        # only the few sequences and documents that have these tokens are searched
+        first_sequence = self._sequence_of(start)
+        last_sequence = self._sequence_of(start + length - 1)
+        begins = self._pointers[first_sequence : last_sequence + 1] // self.dtype.itemsize
+        tokens = np.arange(start, start + length)
+        begun_sequences = np.searchsorted(begins, tokens, side="right")
+        sequences = first_sequence + begun_sequences - 1
+        first_document = bisect_right(self._documents, first_sequence) - 1
+        end_document = bisect_right(self._documents, last_sequence)
+        first_sequences = self._documents[first_document:end_document]
+        begun_documents = np.searchsorted(first_sequences, sequences, side="right")
+        return first_document + begun_documents - 1
 
     def stored_place(self, token: int) -> int:
         """Return the place of a token in the file, which is that in the stream."""
@@ -356,13 +351,13 @@ class IndexedDataset:
         Reads the whole file in chunks.
         """
         self.require_ids()
-        low: list[int] = []
-        high: list[int] = []
+        smallest: list[int] = []
+        largest: list[int] = []
         for start in range(0, len(self._stream), CHUNK):
             chunk = self._stream[start : start + CHUNK]
-            low.append(int(chunk.min()))
-            high.append(int(chunk.max()))
-        return min(low, default=0), max(high, default=-1)
+            smallest.append(int(chunk.min()))
+            largest.append(int(chunk.max()))
+        return min(smallest, default=0), max(largest, default=-1)
 
     def max_token(self) -> int:
         """Return the largest token id; -1 if there is no token."""
@@ -395,7 +390,8 @@ class IndexedDataset:
 def _map_written(part: BinaryIO, dtype: str) -> np.ndarray:
     """Return the content of a temporary file as a memory-mapped array."""
     part.flush()
-    return _map(Path(part.name), np.dtype(dtype), 0, part.tell() // np.dtype(dtype).itemsize)
+    element = np.dtype(dtype)
+    return _map(Path(part.name), element, 0, part.tell() // element.itemsize)
 
 
 def _map(

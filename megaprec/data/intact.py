@@ -28,11 +28,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megaprec.data.files import with_suffix, write_whole
+from megaprec.data.files import cache_folder, with_suffix, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.durable import reading
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import parse_json, read_regular
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
@@ -44,7 +44,7 @@ NUMBERS = ("vocab_size", "documents", "tokens", "chars", "bytes", "unknown")
 
 
 @dataclass(frozen=True)
-class Seen:
+class FileScan:
     """The result of reading a file.
 
     sha256: the digest of the file, or of some of its blocks.
@@ -89,20 +89,20 @@ def contents_of(
     _compare(record, idx_file, idx_digest, remedy)
     is_small = bin_file.stat().st_size <= WHOLE
     sampled = False
-    if is_small or _remembered(bin_file, dataset.dtype) is not None:
-        seen = scan_file(bin_file, dataset.dtype)
-        _compare(record, bin_file, seen.sha256, remedy)
-        bin_digest = seen.sha256
+    if is_small or _cached_scan(bin_file, dataset.dtype) is not None:
+        scan = scan_file(bin_file, dataset.dtype)
+        _compare(record, bin_file, scan.sha256, remedy)
+        bin_digest = scan.sha256
     elif record is not None:
-        seen = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
+        scan = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
         bin_digest = record["bin_sha256"]
     else:
-        seen = _remembered(bin_file, dataset.dtype, sampled=True)
-        if seen is None:
-            seen = _check_some_blocks(bin_file, dataset.dtype, None, remedy)
-        bin_digest = seen.sha256
+        scan = _cached_scan(bin_file, dataset.dtype, sampled=True)
+        if scan is None:
+            scan = _check_some_blocks(bin_file, dataset.dtype, None, remedy)
+        bin_digest = scan.sha256
         sampled = True
-    low, high = _range_with_record(seen, record)
+    low, high = _range_with_record(scan, record)
     return Contents(
         dataset.num_tokens, dataset.num_documents, bin_digest, idx_digest, sampled, low, high
     )
@@ -117,21 +117,24 @@ def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
     return scan_file(idx_file).sha256
 
 
-def _range_with_record(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
+def _range_with_record(scan: FileScan, record: dict[str, Any] | None) -> tuple[int, int]:
     """Return the smallest and largest of the ids that were read and those that the record of the
     build names."""
-    built_range = (record or {}).get("ids") or [seen.low, seen.high]
-    return min(seen.low, built_range[0]), max(seen.high, built_range[1])
+    # of a large file only some blocks were read, and the build has seen every id
+    if record is None or not record.get("ids"):
+        return scan.low, scan.high
+    built_low, built_high = record["ids"]
+    return min(scan.low, built_low), max(scan.high, built_high)
 
 
 def check_vocabulary(
     dataset: IndexedDataset,
-    seen: Contents,
+    contents: Contents,
     vocab: int,
 ) -> None:
     """Raise UserError if an id that was read is outside [0, vocab); the line names the first such
     id and its place."""
-    if seen.low >= 0 and seen.high < vocab:
+    if contents.low >= 0 and contents.high < vocab:
         return
     token = dataset.first_outside(vocab)
     if token is None:
@@ -143,11 +146,11 @@ def check_vocabulary(
     raise UserError.of(
         "data.vocabulary_too_small",
         prefix=dataset.prefix,
-        low=seen.low,
-        high=seen.high,
+        low=contents.low,
+        high=contents.high,
         vocab=vocab,
         first=first,
-        needed=seen.high + 1,
+        needed=contents.high + 1,
     )
 
 
@@ -177,25 +180,25 @@ def scan_file(
     file: Path,
     dtype: np.dtype | None = None,
     again: bool = False,
-) -> Seen:
+) -> FileScan:
     """Return the SHA-256 of a whole file, and the range of its ids.
 
     dtype: of the ids; None: the file has none.
     again: read the file even if its result is cached on this machine.
     """
     if not again:
-        cached = _remembered(file, dtype)
+        cached = _cached_scan(file, dtype)
         if cached is not None:
             return cached
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype)
-        seen = _scan(opened, dtype)
+        scan = _scan(opened, dtype)
         after = _state(os.fstat(opened.fileno()), dtype)
     # a file that changed a moment ago may change again without new times
     if before == after and began - max(before["changed"]) > SETTLED:
-        _remember(file, before, seen)
-    return seen
+        _cache_scan(file, before, scan)
+    return scan
 
 
 def block_digests(file: Path) -> list[str]:
@@ -213,22 +216,23 @@ def describe_bad_id(
     first: int,
     length: int,
     vocab: int,
-) -> str:
-    """Return an error line if a sample has an id outside the vocabulary; empty if it has none.
+) -> Problem | None:
+    """Return the problem of a sample that has an id outside the vocabulary; None if it has none.
 
-    The sample has the `length` tokens from token `first` on. The line names the first such id and
-    its place.
+    The sample has the `length` tokens from token `first` on. The problem names the first such id
+    and its place.
     """
     ids = dataset.tokens(first, length)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if not len(wrong):
-        return ""
-    token = first + int(wrong[0])
-    place = describe_token_place(dataset, token)
-    return (
-        f"sample {sample} has token id {ids[wrong[0]]} {place}, which a "
-        f"vocabulary of {vocab} does not hold; no step was taken with it: restore the file, or "
-        "build it again"
+        return None
+    index = int(wrong[0])
+    return Problem.of(
+        "data.sample_outside_vocabulary",
+        sample=sample,
+        token_id=int(ids[index]),
+        place=describe_token_place(dataset, first + index),
+        vocab=vocab,
     )
 
 
@@ -250,10 +254,10 @@ def _compare(
         raise UserError.of("data.digest_differs", file=file, remedy=remedy)
 
 
-def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
+def _scan(file: BinaryIO, dtype: np.dtype | None) -> FileScan:
     digest = hashlib.sha256()
     low, high = _scan_into(digest, file, dtype)
-    return Seen(digest.hexdigest(), low, high)
+    return FileScan(digest.hexdigest(), low, high)
 
 
 def _scan_into(
@@ -266,17 +270,17 @@ def _scan_into(
 
     The range is (0, -1) if there are none.
     """
-    low: list[int] = []
-    high: list[int] = []
+    smallest: list[int] = []
+    largest: list[int] = []
     remaining = limit
     while chunk := file.read(int(min(READ, remaining))):
         remaining -= len(chunk)
         digest.update(chunk)
         if dtype is not None:
             ids = np.frombuffer(chunk, dtype)
-            low.append(int(ids.min()))
-            high.append(int(ids.max()))
-    return min(low, default=0), max(high, default=-1)
+            smallest.append(int(ids.min()))
+            largest.append(int(ids.max()))
+    return min(smallest, default=0), max(largest, default=-1)
 
 
 def _check_some_blocks(
@@ -284,7 +288,7 @@ def _check_some_blocks(
     dtype: np.dtype,
     record: dict[str, Any] | None,
     remedy: str,
-) -> Seen:
+) -> FileScan:
     """Check some blocks of a large file: random ones, or, without a record, always the same ones.
 
     Without a record, the digest returned is that of the blocks read, and is cached on this machine.
@@ -297,8 +301,8 @@ def _check_some_blocks(
     else:
         numbers = _spread(block_count)
     digest = hashlib.sha256()
-    lows: list[int] = []
-    highs: list[int] = []
+    smallest: list[int] = []
+    largest: list[int] = []
     began = time.time_ns()
     with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
@@ -311,18 +315,20 @@ def _check_some_blocks(
                 raise UserError.of(
                     "data.block_digest_differs", file=file, number=number, remedy=remedy
                 )
-            lows.append(low)
-            highs.append(high)
-    seen = Seen(digest.hexdigest(), min(lows), max(highs))
+            smallest.append(low)
+            largest.append(high)
+    scan = FileScan(digest.hexdigest(), min(smallest), max(largest))
     if record is None and began - max(before["changed"]) > SETTLED:
-        _remember(file, before, seen)
-    return seen
+        _cache_scan(file, before, scan)
+    return scan
 
 
 def _recorded_blocks(record: dict[str, Any] | None) -> list[str]:
     """Return the digests of all blocks; empty if the record has none of blocks of this size."""
     blocks = (record or {}).get("blocks") or {}
-    return blocks.get("sha256", []) if blocks.get("bytes") == BLOCK else []
+    if blocks.get("bytes") != BLOCK:
+        return []
+    return blocks.get("sha256", [])
 
 
 def _spread(count: int) -> Iterable[int]:
@@ -333,13 +339,13 @@ def _spread(count: int) -> Iterable[int]:
 
 def _cache_path(file: Path) -> Path | None:
     """Return the path of this machine's cache entry for a file; None without a home folder."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
+    cache = cache_folder()
+    if cache is None:
         return None
+    # with the machine's name: several machines may share a home folder
     identity = f"{platform.node()}\0{file.resolve()}"
     name = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()
-    return cache / "megaprec" / "seen" / f"{name[:32]}.json"
+    return cache / "seen" / f"{name[:32]}.json"
 
 
 def _state(
@@ -362,25 +368,25 @@ def _state(
     return state
 
 
-def _remember(
+def _cache_scan(
     file: Path,
     state: dict[str, Any],
-    seen: Seen,
+    scan: FileScan,
 ) -> None:
     """Keep in the cache what was read of a file in this state."""
     cache_path = _cache_path(file)
     if cache_path is None:
         return
-    entry = {"file": str(file), "state": state, "seen": asdict(seen)}
+    entry = {"file": str(file), "state": state, "seen": asdict(scan)}
     with suppress(OSError):  # without a cache entry the file is read again
         write_whole(cache_path, json.dumps(entry).encode())
 
 
-def _remembered(
+def _cached_scan(
     file: Path,
     dtype: np.dtype | None,
     sampled: bool = False,
-) -> Seen | None:
+) -> FileScan | None:
     """Return what the cache has of a file as it now is; None if it has nothing."""
     cache_path = _cache_path(file)
     if cache_path is None:
@@ -388,7 +394,7 @@ def _remembered(
     try:
         entry = parse_json(read_regular(cache_path))
         if entry["state"] == _state(file.stat(), dtype, sampled):
-            return Seen(**entry["seen"])
+            return FileScan(**entry["seen"])
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -15,7 +15,8 @@ def once(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """
 
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if sum(key == field for key, _ in pairs) > 1:
+        keys = [key for key, _ in pairs]
+        if keys.count(field) > 1:
             raise ValueError(f"field {field!r} is given twice in an object")
         return dict(pairs)
 

@@ -34,11 +34,12 @@ def order(
     epochs, indices = np.divmod(positions, samples)
     if not shuffle:
         return indices
-    numbers = np.empty_like(indices)
+    sample_numbers = np.empty_like(indices)
     for epoch in set(epochs.ravel().tolist()):  # np.unique imports numpy.ma first, in every process
-        of_epoch = epochs == epoch
-        numbers[of_epoch] = permute(indices[of_epoch], samples, seed, epoch)
-    return numbers
+        is_of_epoch = epochs == epoch
+        indices_of_epoch = indices[is_of_epoch]
+        sample_numbers[is_of_epoch] = permute(indices_of_epoch, samples, seed, epoch)
+    return sample_numbers
 
 
 def permute(
@@ -49,33 +50,40 @@ def permute(
 ) -> NDArray[np.int64]:
     """Return the images of `indices` (each in [0, n)) under the permutation of [0, n) keyed by
     (seed, epoch)."""
-    half = np.uint64(((n - 1).bit_length() + 1) // 2)  # bits of half a number, rounded up
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    num_bits = (n - 1).bit_length()
+    half_bits = np.uint64((num_bits + 1) // 2)  # rounded up
+    # a key for each round, of eight bytes
+    name = f"{seed}:{epoch}".encode()
+    digest = hashlib.blake2b(name, digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8")
-    images = _feistel(indices.astype(np.uint64), half, keys)
+    images = _feistel(indices.astype(np.uint64), half_bits, keys)
+    # cycle walking
     while (outside := images >= n).any():
-        images[outside] = _feistel(images[outside], half, keys)
+        images[outside] = _feistel(images[outside], half_bits, keys)
     return images.astype(np.int64)
 
 
 def _feistel(
     numbers: NDArray[np.uint64],
-    half: np.uint64,
+    half_bits: np.uint64,
     keys: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """Return the images of `numbers` under a permutation of all numbers of 2 * `half` bits."""
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left = numbers >> half
+    """Return the images of `numbers` under a permutation of all numbers of 2 * `half_bits` bits."""
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left = numbers >> half_bits
     right = numbers & mask
     for key in keys:
         # can be undone for any function of `right`, so it is a permutation
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << half) | right
+        masked_mix = _mix(right ^ key) & mask
+        left, right = right, left ^ masked_mix
+    return (left << half_bits) | right
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return numbers in which each bit depends on all 64 bits of the input (SplitMix64's finaliser;
     products wrap)."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers = numbers ^ (numbers >> np.uint64(30))
+    numbers = numbers * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = numbers ^ (numbers >> np.uint64(27))
+    numbers = numbers * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

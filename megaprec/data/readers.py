@@ -292,10 +292,12 @@ def _cut(document: str, text: str) -> Iterator[Piece]:
     """Yield a document's text in pieces, cut at line ends where there are some."""
     start = 0
     while len(text) - start > PIECE_CHARS:
-        line_end = text.find("\n", start + PIECE_CHARS, start + 2 * PIECE_CHARS)
-        end = start + 2 * PIECE_CHARS if line_end < 0 else line_end + 1
+        latest_end = start + 2 * PIECE_CHARS
+        line_end = text.find("\n", start + PIECE_CHARS, latest_end)
+        end = latest_end if line_end < 0 else line_end + 1
         yield document, text[start:end]
         start = end
+    # an empty document is a document too
     if start < len(text) or not text:
         yield document, text[start:]
 

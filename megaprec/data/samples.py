@@ -12,6 +12,7 @@ pure function. A rank asks for its own positions, and the result depends on noth
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +64,14 @@ class Batch:
     positions: torch.Tensor | None = None
 
 
+class SampleLocation(NamedTuple):
+    """The place of a sample on disk: its data set, its number and its first token there."""
+
+    dataset: IndexedDataset
+    sample: int
+    first_token: int
+
+
 class Samples:
     """The samples [first, first + count) of a data set (by default all that fit), in an order that
     `seed` determines.
@@ -99,11 +108,10 @@ class Samples:
         """Return the number of samples in one epoch."""
         return self._count
 
-    def location_of(self, position: int) -> tuple[IndexedDataset, int, int]:
-        """Return, for the sample at a position of the run, its data set, its number and its first
-        token there."""
+    def location_of(self, position: int) -> SampleLocation:
+        """Return where the sample at a position of the run is on disk."""
         number = int(self.batch(position, 1).ids)
-        return self._dataset, number, number * self._seq_length
+        return SampleLocation(self._dataset, number, number * self._seq_length)
 
     def labels(self, ids: torch.Tensor) -> list[int]:
         """Return the names of samples for messages: their numbers."""
@@ -114,13 +122,16 @@ class Samples:
         epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._first + order(positions, self._count, self._seed, self._shuffle)
-        seq = self._seq_length
+        seq_length = self._seq_length
         # one token more: inputs and targets are shifted against each other
-        rows = np.empty((count, seq + 1), dtype=np.int64)
+        rows = np.empty((count, seq_length + 1), dtype=np.int64)
         for row, sample in zip(rows, ids, strict=True):
-            row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
+            row[:] = self._dataset.tokens(int(sample) * seq_length, seq_length + 1)
         text = torch.from_numpy(rows)
-        batch = Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids))
+        inputs = text[:, :-1].contiguous()
+        targets = text[:, 1:].contiguous()
+        batch = Batch(inputs, targets, torch.from_numpy(ids))
+        # the boundaries of documents cost a search in the index, so only if somebody asks
         return batch if self._resets == NO_RESETS else self._with_structure(batch, ids)
 
     def require_counted(self, what: str) -> None:
@@ -140,10 +151,11 @@ class Samples:
 
     def _with_structure(self, batch: Batch, ids: NDArray[np.int64]) -> Batch:
         """Return the batch with mask, documents and positions, each if its reset is on."""
-        seq = self._seq_length
+        seq_length = self._seq_length
+        starts = [int(sample) * seq_length for sample in ids]
         # int64 [count, seq + 1]
         documents = np.stack(
-            [self._dataset.documents_of(int(sample) * seq, seq + 1) for sample in ids]
+            [self._dataset.documents_of(start, seq_length + 1) for start in starts]
         )
         resets = self._resets
         same_as_next = documents[:, 1:] == documents[:, :-1]
@@ -153,13 +165,15 @@ class Samples:
             numbers = documents[:, :-1] - documents[:, :1]
             batch = replace(batch, documents=torch.from_numpy(numbers))
         if resets.position_ids:
-            # the place at which each token's document begins: the largest begin so far
-            places = np.arange(seq)
-            continues = np.concatenate(
-                (np.ones_like(same_as_next[:, :1]), same_as_next[:, :-1]), axis=1
-            )
-            begins = np.maximum.accumulate(np.where(continues, 0, places), axis=1)
-            batch = replace(batch, positions=torch.from_numpy(places - begins))
+            positions_in_sample = np.arange(seq_length)
+            # the first token of a sample begins at 0 anyway
+            first_column = np.ones_like(same_as_next[:, :1])
+            continues = np.concatenate((first_column, same_as_next[:, :-1]), axis=1)
+            # where each token's document begins: the largest begin so far
+            begins = np.where(continues, 0, positions_in_sample)
+            begins = np.maximum.accumulate(begins, axis=1)
+            positions = torch.from_numpy(positions_in_sample - begins)
+            batch = replace(batch, positions=positions)
         return batch
 
 
@@ -186,25 +200,12 @@ def split(
     if total < needed:
         raise _too_short(dataset, seq_length, needed)
     count = max(1, total - held_out_count)
-    training = Samples(
-        dataset,
-        seq_length,
-        seed,
-        shuffle,
-        0,
-        count,
-        resets,
-    )
+    training = Samples(dataset, seq_length, seed, shuffle, first=0, count=count, resets=resets)
     if not held_out_count:
         return training, None
+    # never shuffled: an evaluation takes the same samples each time
     evaluation = Samples(
-        dataset,
-        seq_length,
-        seed,
-        False,
-        count,
-        total - count,
-        resets,
+        dataset, seq_length, seed, shuffle=False, first=count, count=total - count, resets=resets
     )
     return training, evaluation
 

@@ -32,7 +32,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from megaprec.data.readers import (
@@ -49,7 +48,7 @@ from megaprec.data.readers import (
     require_read,
     stop,
 )
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.parsing import home_expanded
 
 SHOWN = 20  # lines about bad files and rows
@@ -117,29 +116,37 @@ class Source:
         The whole source is read for it, for at most SEARCH_SECONDS seconds.
         first: the error that reading stopped at.
         """
-        first_lines: dict[tuple[str, str], str] = {}  # by file and reason
+        first_problems: dict[tuple[str, str], Problem] = {}  # by file and reason
         counts = Counter[tuple[str, str]]()
 
         def note(error: UserError) -> None:
             for problem in error.problems:
                 row = ROW.fullmatch(problem)
                 key = (row[1], row[2]) if row else (problem, "")
-                first_lines.setdefault(key, problem)
+                first_problems.setdefault(key, problem)
                 counts[key] += 1
 
         deadline = time.monotonic() + SEARCH_SECONDS
         for _ in self._read(note):
             if time.monotonic() > deadline:
                 break
-        if not first_lines:  # it can be read by now
+        if not first_problems:  # it can be read by now
             return first
-        shown = islice(first_lines.items(), SHOWN)
-        lines = [_with_others(line, counts[key] - 1) for key, line in shown]
-        others = sum(counts[key] for key in islice(first_lines, SHOWN, None))
-        if others:
+        problems: list[Problem] = []
+        num_others = 0
+        for key, problem in first_problems.items():
+            if len(problems) < SHOWN:
+                problems.append(_with_others(problem, counts[key] - 1))
+            else:
+                num_others += counts[key]
+        if num_others:
             at_least = "at least " if time.monotonic() > deadline else ""
-            lines.append(f"{self.name}: and {at_least}{others:,} other bad files or rows")
-        return UserError(*lines)
+            problems.append(
+                Problem.of(
+                    "data.other_bad_rows", name=self.name, at_least=at_least, num_others=num_others
+                )
+            )
+        return UserError(*problems)
 
     def total_chars(self) -> int | None:
         """Return an estimate of the number of characters, from file sizes.
@@ -266,16 +273,20 @@ def _require_file_or_folder(name: str, path: Path) -> None:
         raise UserError.of("data.source_not_file", name=name)
 
 
-def _with_others(line: str, others: int) -> str:
-    """Return the line about a bad row, with the number of other rows of its file that have the same
+def _with_others(problem: Problem, others: int) -> Problem:
+    """Return the problem of a bad row, with the number of other rows of its file that have the same
     fault."""
-    return f"{line}; so {others:,} other rows of this file" if others else line
+    return problem.within(after=f"; so {others:,} other rows of this file") if others else problem
 
 
 def left_out_words(left_out: Mapping[str, int]) -> list[str]:
     """Return the counts of files that are not read: 3 .html, 1 .pdf."""
-    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
-    return [f"{count:,} {reason}" for reason, count in most_first]
+
+    def most_first(reason: str) -> tuple[int, str]:
+        return -left_out[reason], reason
+
+    reasons = sorted(left_out, key=most_first)
+    return [f"{left_out[reason]:,} {reason}" for reason in reasons]
 
 
 def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
@@ -283,7 +294,7 @@ def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
     reason."""
     files: list[Path] = []
     left_out = Counter[str]()
-    unreadable: list[str] = []
+    unreadable: list[Problem] = []
     for folder, subfolders, names in os.walk(root):
         left_out["links to folders"] += sum(Path(folder, name).is_symlink() for name in subfolders)
         left_out["hidden"] += sum(_is_hidden(name) for name in [*subfolders, *names])
@@ -304,11 +315,11 @@ def _text_files(root: Path) -> tuple[list[Path], dict[str, int]]:
                 files.append(file)
                 left_out["empty"] += not file.stat().st_size
     if unreadable:
-        lines = sorted(unreadable)[:SHOWN]
+        problems = sorted(unreadable)[:SHOWN]
         if len(unreadable) > SHOWN:
-            others = len(unreadable) - SHOWN
-            lines.append(f"{root}: and {others:,} other files that cannot be read")
-        raise UserError(*lines)
+            num_others = len(unreadable) - SHOWN
+            problems.append(Problem.of("data.other_bad_files", root=root, num_others=num_others))
+        raise UserError(*problems)
     return sorted(files), dict(+left_out)  # + leaves out what was not found
 
 

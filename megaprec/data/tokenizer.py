@@ -371,6 +371,7 @@ def _usual_eos(
     Raises UserError if there are several.
     """
     present = [name for name in USUAL_EOS if name in vocabulary]
+    # a special token before one that a text may spell
     candidates = [name for name in present if name in special] or present
     if len(candidates) > 1:
         raise UserError.of(
@@ -407,11 +408,12 @@ def _end_in_texts(
 def _checked_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids. Raises UserError for one beyond the vocabulary."""
     numbers = [int(number) for number in ids]
-    if numbers and not (min(numbers) >= 0 and max(numbers) < tokenizer.vocab_size):
-        wrong = next(number for number in numbers if not 0 <= number < tokenizer.vocab_size)
-        raise UserError.of(
-            "data.token_missing", path=tokenizer.path, wrong=wrong, vocab_size=tokenizer.vocab_size
-        )
+    vocab_size = tokenizer.vocab_size
+    for number in numbers:
+        if not 0 <= number < vocab_size:
+            raise UserError.of(
+                "data.token_missing", path=tokenizer.path, wrong=number, vocab_size=vocab_size
+            )
     return numbers
 
 

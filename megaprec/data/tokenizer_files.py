@@ -99,7 +99,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
     map_file = path.with_name(SPECIAL_MAP)
     added_file = path.with_name(ADDED)
 
-    notes = [*_not_followed(path, config, definition)]
+    notes = list(_not_followed(path, config, definition))
     in_config = dict(_named_tokens(config, config_file))
     in_map = dict(_named_tokens(special_map, map_file))
     # transformers prefers the configuration if it has the added tokens, too
@@ -117,11 +117,11 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
 
     further = dict(_listed_tokens(config, config_file))
     further |= _listed_tokens(special_map, map_file)
-    added = {
-        token: (number, added_file)
-        for token, number in _added_tokens(tables.get(ADDED, {}), added_file)
-    }
+    added: dict[str, tuple[int, Path]] = {}
+    for token, number in _added_tokens(tables.get(ADDED, {}), added_file):
+        added[token] = (number, added_file)
     special: set[str] = set()
+    # after the older file, whose ids it replaces
     for token, number, is_special in _decoder_tokens(config, config_file):
         added[token] = (number, config_file)
         if is_special:
@@ -171,9 +171,9 @@ def require_agreeing(
     transformers adds such a token to the vocabulary, so that texts have other ids there.
     """
     for token, (number, file) in settings.added.items():
-        own_number = vocabulary.get(token)
-        if own_number != number:
-            has = "does not have" if own_number is None else f"has as {own_number}"
+        tokenizer_number = vocabulary.get(token)
+        if tokenizer_number != number:
+            has = "does not have" if tokenizer_number is None else f"has as {tokenizer_number}"
             raise UserError.of(
                 "data.added_token_conflict",
                 file=file,
@@ -323,8 +323,11 @@ def another_kind(path: Path, content: bytes) -> str:
 def _is_tiktoken(content: bytes) -> bool:
     """Return True if each line is a word and a number."""
     lines = content[:4096].split(b"\n")[:-1]  # the last one may be cut
-    fields = [line.split() for line in lines]
-    return bool(fields) and all(len(line) == 2 and line[1].isdigit() for line in fields)
+    for line in lines:
+        fields = line.split()
+        if len(fields) != 2 or not fields[1].isdigit():
+            return False
+    return bool(lines)
 
 
 def protobuf_fields(content: bytes) -> Iterator[tuple[int, Any]]:
@@ -373,9 +376,11 @@ def _named_tokens(table: Mapping[str, Any], file: Path) -> Iterator[tuple[str, t
     """Yield each role with its token. null names none."""
     for role, value in table.items():
         token = _token_of(value)
-        if role in ROLES and value is not None and not isinstance(token, str):
+        is_text = isinstance(token, str)
+        if role in ROLES and value is not None and not is_text:
             raise UserError.of("data.special_not_text", file=file, role=role, value=value)
-        if role.endswith("_token") and isinstance(token, str) and token:
+        # other keys have texts too, such as the name of a class
+        if role.endswith("_token") and is_text and token:
             yield role, (token, file)
 
 
@@ -409,7 +414,8 @@ def _decoder_tokens(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str
         token = _token_of(value)
         if not number.isdecimal() or not isinstance(token, str):
             raise UserError.of("data.decoder_entry", file=file, number=number, value=value)
-        yield token, int(number), isinstance(value, dict) and value.get("special") is True
+        is_special = isinstance(value, dict) and value.get("special") is True
+        yield token, int(number), is_special
 
 
 def _not_followed(

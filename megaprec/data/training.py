@@ -20,7 +20,7 @@ from megaprec.data.files import with_suffix, write_whole
 from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.tried_tokenizers import remember
 from megaprec.durable import read_whole
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 
 # of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
 SAMPLE_CHARS = 4_000_000
@@ -48,7 +48,7 @@ MAX_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of t
 class ImpossibleVocabulary(UserError):
     """A text does not allow a size of vocabulary. nearest: the nearest size that it allows."""
 
-    def __init__(self, problem: str, nearest: int) -> None:
+    def __init__(self, problem: Problem, nearest: int) -> None:
         super().__init__(problem)
         self.nearest = nearest
 
@@ -90,9 +90,10 @@ def train_sentencepiece(
         )
     except RuntimeError as problem:
         reason, nearest = _why_untrainable(str(problem))
-        line = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
-        error = UserError(line) if nearest is None else ImpossibleVocabulary(line, nearest)
-        raise error from problem
+        refusal = Problem.of("data.vocabulary_not_learnable", vocab_size=vocab_size, problem=reason)
+        if nearest is None:
+            raise UserError(refusal) from problem
+        raise ImpossibleVocabulary(refusal, nearest) from problem
     return _publish(with_suffix(prefix, ".model"), content.getvalue() + _lossless(), overwrite)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaprec.data import tokenizer_trial
 from megaprec.data.encoding import is_json
-from megaprec.data.files import write_whole
+from megaprec.data.files import cache_folder, write_whole
 from megaprec.errors import UserError
 
 PROGRAM = Path(tokenizer_trial.__file__)
@@ -86,11 +86,13 @@ def _record_path(content: bytes) -> Path | None:
 
     None if there is no home folder for a cache.
     """
+    cache = cache_folder()
     library = _library_of(content)
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         installed = version(library)
-    except (RuntimeError, PackageNotFoundError):
+    except PackageNotFoundError:
+        return None
+    if cache is None:
         return None
     digest = hashlib.sha256(content).hexdigest()
-    return cache / "megaprec" / "tokenizers" / f"{digest[:32]}-{library}-{installed}"
+    return cache / "tokenizers" / f"{digest[:32]}-{library}-{installed}"

@@ -50,6 +50,7 @@ def encode_chunks(
             encoded = encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)
             yield chunk, encoded
         return
+    # a thread for each worker, which waits for the answer: the work is done in the other process
     with _start_workers(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
 
         def encode(chunk: Chunk) -> Encoded:
@@ -96,6 +97,7 @@ def _start_workers(
     They end with the block, or with this process, however it ends.
     """
     eos = "" if tokenizer.eos is None else str(tokenizer.eos)
+    # -P: the folder of the program is not searched, whose modules would hide others of their names
     command = [sys.executable, "-P", str(PROGRAM), str(tokenizer.path), eos]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -26,11 +26,11 @@ GRADIENT = "gradient"
 class HeldDigest:
     """The digest of elements that a rank holds.
 
-    key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of
-        an optimizer state.
-    copies: number of neighbouring tensor-parallel ranks that hold the same. tied: True if other
-        pipeline ranks do too.
-    own: True if replicas that share a copy of the state (ZeRO-1) hold different elements.
+    key: equal on all ranks that hold the same elements.
+    kind: WEIGHT, GRADIENT or the name of an optimizer state.
+    copies: number of neighbouring tensor-parallel ranks that hold the same.
+    tied: True if other pipeline ranks do too.
+    sharded: True if replicas that share a copy of the state (ZeRO-1) hold different elements.
     expert: True for weights of experts that lie on ranks of their own.
     """
 
@@ -38,7 +38,7 @@ class HeldDigest:
     kind: str
     copies: int
     tied: bool
-    own: bool
+    sharded: bool
     digest: Tensor
     expert: bool = False
 
@@ -58,7 +58,7 @@ def _weights(flat_buffer: Buffer) -> Iterator[HeldDigest]:
     layout = layout_of(flat_buffer.parameters[0])
     for buffer_piece in flat_buffer.pieces:
         held_values = flat_buffer.weights[buffer_piece.start : buffer_piece.stop]
-        yield _digest_of(WEIGHT, buffer_piece.part, held_values, layout, own=False)
+        yield _digest_of(WEIGHT, buffer_piece.part, held_values, layout, sharded=False)
 
 
 def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
@@ -78,7 +78,7 @@ def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
                     buffer_piece.part,
                     elements,
                     layout,
-                    own=True,
+                    sharded=True,
                     span=span,
                 )
 
@@ -110,7 +110,7 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
                 # stacked parts are logical tensors of their own
                 for span, span_start, span_stop in layout.spans():
                     held_values = parameter.detach().reshape(-1)[span_start:span_stop]
-                    yield _digest_of(WEIGHT, span, held_values, layout, own=False)
+                    yield _digest_of(WEIGHT, span, held_values, layout, sharded=False)
 
 
 def _digest_of(
@@ -118,7 +118,7 @@ def _digest_of(
     logical_part: Part,
     held_values: Tensor,
     layout: Layout,
-    own: bool,
+    sharded: bool,
     span: str = "",
 ) -> HeldDigest:
     shard = f" [{logical_part.shard} of {logical_part.shards}]" if logical_part.shards > 1 else ""
@@ -127,7 +127,7 @@ def _digest_of(
         kind=state_kind,
         copies=logical_part.copies,
         tied=bool(layout.tied),
-        own=own,
+        sharded=sharded,
         digest=digest(held_values),
         expert=layout.expert,
     )
@@ -147,16 +147,19 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
         if flat_buffer.masters.dtype == flat_buffer.weights.dtype:
             continue
         for buffer_tile in flat_buffer.tiles(0, flat_buffer.stop - flat_buffer.start):
-            rounded = replace(buffer_tile, weights=torch.empty_like(buffer_tile.weights))
+            weights = buffer_tile.weights
+            rounded = replace(buffer_tile, weights=torch.empty_like(weights))
             rounded.keep_weights(buffer_tile.wide_weights(), steps)
             # bytes are compared, since NaN is not equal to itself
-            differ = rounded.weights.view(torch.uint8) != buffer_tile.weights.view(torch.uint8)
-            size = buffer_tile.weights.itemsize
+            differ = rounded.weights.view(torch.uint8) != weights.view(torch.uint8)
+            size = weights.itemsize
             for logical_part, _, span_start, span_stop in buffer_tile.draw.spans:
+                name = logical_part.name
                 any_differs = differ[span_start * size : span_stop * size].any()
-                if logical_part.name in strayed_weights:
-                    any_differs = any_differs | strayed_weights[logical_part.name]
-                strayed_weights[logical_part.name] = any_differs
+                # a part that lies in several tiles
+                if name in strayed_weights:
+                    any_differs = any_differs | strayed_weights[name]
+                strayed_weights[name] = any_differs
     return strayed_weights
 
 
@@ -173,8 +176,9 @@ class Agreement:
 class Holders:
     """The ranks that hold the same weights: those of experts on ranks of their own, or all others.
 
-    replicas: the ranks that hold the same slices. sharing: number of neighbouring ones that share
-    one copy of the state. tp: the ranks that hold the other slices.
+    replicas: the ranks that hold the same slices.
+    sharing: number of neighbouring ones that share one copy of the state.
+    tp: the ranks that hold the other slices.
     """
 
     replicas: Axis
@@ -191,35 +195,32 @@ def compare(
 ) -> Agreement:
     """Compare digests with those of the ranks that must hold the same. Collective over all axes.
 
-    others: the holders of all but the experts. experts: those of experts on ranks of their own;
-    None if there are none.
+    others: the holders of all but the experts.
+    experts: those of experts on ranks of their own; None if there are none.
     """
     differs = torch.zeros(2, dtype=torch.bool, device=device)  # of weights and of gradients
     groups = [(others, False)]
     if experts is not None:
         groups.append((experts, True))
     for holders, of_experts in groups:
-        of_group = [held_digest for held_digest in all_held if held_digest.expert == of_experts]
+        of_group = [held for held in all_held if held.expert == of_experts]
         # the same on all ranks, so that all enter the same gathers
-        copy_counts = sorted({held_digest.copies for held_digest in of_group} - {1})
+        copy_counts = sorted({held.copies for held in of_group} - {1})
         for result_index, gradients in enumerate((False, True)):
             held_digests = _select(of_group, gradients)
             differs[result_index] |= _differ(held_digests, holders, copy_counts, device)
     for result_index, gradients in enumerate((False, True)):
-        tied = [held_digest for held_digest in _select(all_held, gradients) if held_digest.tied]
+        tied = [held for held in _select(all_held, gradients) if held.tied]
         digest_rows = pp.gather(_fold(tied, device))
-        digest_rows = digest_rows[
-            digest_rows.any(1)
-        ]  # pipeline ranks without tied parameters have zeros
+        # pipeline ranks without tied parameters have zeros
+        digest_rows = digest_rows[digest_rows.any(1)]
         differs[result_index] |= (digest_rows != digest_rows[:1]).any()
     return Agreement(*differs.unbind())
 
 
 def _select(held_digests: Sequence[HeldDigest], gradients: bool) -> list[HeldDigest]:
-    """Return the items that are gradients, or those that are not."""
-    return [
-        held_digest for held_digest in held_digests if (held_digest.kind == GRADIENT) == gradients
-    ]
+    """Return the digests of gradients, or all others."""
+    return [held for held in held_digests if (held.kind == GRADIENT) == gradients]
 
 
 def _differ(
@@ -236,14 +237,13 @@ def _differ(
     differs = torch.zeros((), dtype=torch.bool, device=device)
     # Of `sharing` neighbouring replicas each holds another shard: compare every `sharing`-th one.
     for sharded, group_size in ((False, 1), (True, holders.sharing)):
-        of_layout = [held_digest for held_digest in held_digests if held_digest.own == sharded]
+        of_layout = [held for held in held_digests if held.sharded == sharded]
         digest_rows = holders.replicas.gather(_fold(of_layout, device)).view(-1, group_size, 2)
         differs |= (digest_rows != digest_rows[:1]).any()
     for copies in copy_counts:
-        copied = _fold(
-            [held_digest for held_digest in held_digests if held_digest.copies == copies], device
-        )
-        runs = holders.tp.gather(copied).view(-1, copies, 2)
+        copied = [held for held in held_digests if held.copies == copies]
+        # neighbouring ranks are copies of each other
+        runs = holders.tp.gather(_fold(copied, device)).view(-1, copies, 2)
         differs |= (runs != runs[:, :1]).any()
     return differs
 
@@ -251,7 +251,7 @@ def _differ(
 def _fold(held_digests: Sequence[HeldDigest], device: torch.device) -> Tensor:
     """Return one digest of many: int64 [1, 2]; zeros if there is none."""
     if held_digests:
-        digests = torch.stack([held_digest.digest for held_digest in held_digests])
+        digests = torch.stack([held.digest for held in held_digests])
     else:
         digests = torch.zeros(0, dtype=torch.int64, device=device)
     return digest(digests).unsqueeze(0)

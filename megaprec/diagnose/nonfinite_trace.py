@@ -116,9 +116,10 @@ class Trace(AbstractContextManager["Trace"]):
         """
         detached_values = tensor.detach()
         finite = detached_values.isfinite()
-        largest = (
-            detached_values.where(finite, 0).abs().max().item() if detached_values.numel() else 0.0
-        )
+        largest = 0.0
+        # an empty tensor has no maximum
+        if detached_values.numel():
+            largest = detached_values.where(finite, 0).abs().max().item()
         # only what comes before the first finding is kept
         if self.found is None and finite.all():
             self.seen.append(CheckedTensor(description, largest))
@@ -144,9 +145,7 @@ class Trace(AbstractContextManager["Trace"]):
         parameters: tuple[str, ...] = ()
         entering = 0.0
         if module_path is not None:
-            parameters = tuple(
-                parameter_name for parameter_name, _ in self._parameters(module_path)
-            )
+            parameters = tuple(name for name, _ in self._parameters(module_path))
             entering = self._entering.get(module_path, 0.0)
         return Finding(
             module=module_path,
@@ -216,14 +215,17 @@ class Trace(AbstractContextManager["Trace"]):
             main_grad = getattr(parameter, "main_grad", None)
             # beside main_grad, reading grad may raise
             gradient = parameter.grad if main_grad is None else main_grad
-            if gradient is not None and self.found is None and not gradient.isfinite().all():
+            # after the first finding nothing else is kept, so nothing else is read
+            if gradient is None or self.found is not None:
+                continue
+            if not gradient.isfinite().all():
                 self.look(f"gradient of {parameter_name}", gradient, module_path, parameter.dtype)
 
     def _parameters(self, module_path: str) -> Iterator[tuple[str, nn.Parameter]]:
-        for parameter_name, parameter in self._modules[module_path].named_parameters(
-            module_path, recurse=False
-        ):
+        module = self._modules[module_path]
+        for parameter_name, parameter in module.named_parameters(module_path, recurse=False):
             layout = getattr(parameter, "megaprec_layout", None)
+            # the parallel layers' parameters have names that do not depend on the layout
             if layout is not None:
                 parameter_name = " + ".join(part.name for part in layout.parts)
             yield parameter_name, parameter

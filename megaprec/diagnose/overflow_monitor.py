@@ -40,15 +40,17 @@ class OverflowMonitor:
         overflows."""
         if report.outcome == NO_TOKENS:
             return
-        # a speculative step that was rolled back changed nothing
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)
         self.ever_applied |= not skipped
         if not skipped:
-            self.in_a_row = self.at_floor = self.bad_losses = 0
+            self.in_a_row = 0
+            self.at_floor = 0
+            self.bad_losses = 0
             return
         self.in_a_row += 1
+        # counted apart: a step may have a bad loss with a scale that can still fall
         self.at_floor = self.at_floor + 1 if self._is_floor(report.loss_scale) else 0
         self.bad_losses = 0 if self._loss_finite else self.bad_losses + 1
 

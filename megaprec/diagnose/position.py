@@ -50,14 +50,14 @@ SIZE = 256  # bytes of the shared memory
 class _Account(NamedTuple):
     """The time that a rank has computed in training steps.
 
-    before: seconds computed until `computing_since`. since: the monotonic time from which
-        on the rank computes; None where it does not: outside of steps, and while records are
-        written.
+    before: seconds computed until `computing_since`.
+    computing_since: the monotonic time from which on the rank computes; None where it does not:
+        outside of steps, and while records are written.
     waited: seconds that the rank had waited in all at `computing_since`.
     """
 
     before: float = 0.0
-    since: float | None = None
+    computing_since: float | None = None
     waited: float = 0.0
 
 
@@ -137,10 +137,10 @@ class Position:
 
     def _computed_at(self, current_time: float) -> float:
         account = self._account
-        if account.since is None:
+        if account.computing_since is None:
             return account.before
         waited = self.waits.seconds(current_time) - account.waited
-        return account.before + max(0.0, current_time - account.since - waited)
+        return account.before + max(0.0, current_time - account.computing_since - waited)
 
     def _keep_account(self, current_time: float, computes: bool) -> None:
         computing_since = current_time if computes else None

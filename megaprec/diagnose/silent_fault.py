@@ -39,14 +39,16 @@ ReplicaTrace = Mapping[tuple[int, int], RankTrace]  # of a replica's ranks, by (
 class RankEvidence:
     """The digests that one rank contributes to the verdict.
 
-    place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose
-    weights are not their masters, rounded. messages: digests by message and side, "sent" or
-    "received". traces: by name.
+    coordinates: its (pp, dp, tp).
+    weights, gradients: digests by key.
+    strayed: parameters whose weights are not their masters, rounded.
+    messages: digests by message and side, "sent" or "received".
+    traces: by name.
     """
 
     rank: int
     host: str
-    place: tuple[int, int, int]
+    coordinates: tuple[int, int, int]
     weights: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[str, str] = field(default_factory=dict)
     strayed: Sequence[str] = ()
@@ -56,18 +58,20 @@ class RankEvidence:
     @property
     def replica(self) -> int:
         """Return the data-parallel rank."""
-        return self.place[1]
+        return self.coordinates[1]
 
     @property
-    def place_in_replica(self) -> tuple[int, int]:
+    def coordinates_in_replica(self) -> tuple[int, int]:
         """Return (pp, tp)."""
-        return (self.place[0], self.place[2])
+        return (self.coordinates[0], self.coordinates[2])
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> "RankEvidence":
-        """Return the testimony of which `asdict` made JSON values."""
+        """Return the evidence of which `asdict` made JSON values."""
         traces = {trace_name: _parse_trace(trace) for trace_name, trace in values["traces"].items()}
-        return RankEvidence(**{**values, "place": tuple(values["place"]), "traces": traces})
+        # JSON has lists in place of tuples
+        coordinates = tuple(values["coordinates"])
+        return RankEvidence(**{**values, "coordinates": coordinates, "traces": traces})
 
 
 def _parse_trace(rows: Iterable[Sequence[Any]]) -> RankTrace:
@@ -90,11 +94,14 @@ def read_trace(entries: Iterable[TraceEntry]) -> RankTrace:
 class Fault:
     """A fault, and who is to blame for it.
 
-    kind: "weights", "message", "computation", "gradients". what: the tensor in which
-    it is first seen. module: its module, "" if there is none. direction: "forward", "backward" or
-    "". ranks, hosts: those to blame. certain: False if only some of them are, and nothing tells
-    which. transient: True if it did not happen again. sound: True if all that the ranks hold
-    agrees, so that it can be saved.
+    kind: "weights", "message", "computation", "gradients".
+    what: the tensor in which it is first seen.
+    module: its module, "" if there is none.
+    direction: "forward", "backward" or "".
+    ranks, hosts: those to blame.
+    certain: False if only some of them are, and nothing tells which.
+    transient: True if it did not happen again.
+    can_be_saved: True if all that the ranks hold agrees.
     """
 
     kind: str
@@ -105,11 +112,13 @@ class Fault:
     hosts: tuple[str, ...]
     certain: bool
     transient: bool
-    sound: bool
+    can_be_saved: bool
 
     def fields(self) -> dict[str, Any]:
-        """Return the fault as JSON values."""
-        return {**asdict(self), "ranks": list(self.ranks), "hosts": list(self.hosts)}
+        """Return the fault as JSON values, under the names that events have."""
+        values = asdict(self)
+        values["sound"] = values.pop("can_be_saved")
+        return {**values, "ranks": list(self.ranks), "hosts": list(self.hosts)}
 
     def __str__(self) -> str:
         names = [
@@ -149,7 +158,7 @@ class _WrongReplica(NamedTuple):
 
 
 def judge(
-    testimonies: Sequence[RankEvidence],
+    evidence: Sequence[RankEvidence],
     suspect: int | None,
     comparable: bool,
     exact: bool,
@@ -157,34 +166,36 @@ def judge(
     """Return the verdict; None if the micro-batch cannot be judged, because its computation is not
     deterministic.
 
-    testimonies: of all ranks, by rank. suspect: the data-parallel rank whose micro-batch was not
-    computed again as it was; None if there is none. comparable: True if all replicas compute alike.
-    exact: True if a sound rank is known to compute the same bits each time.
+    evidence: of all ranks, by rank.
+    suspect: the data-parallel rank whose micro-batch was not computed again as it was; None if
+        there is none.
+    comparable: True if all replicas compute alike.
+    exact: True if a rank without a fault is known to compute the same bits each time.
     """
     # In order of cause: wrong weights or messages make computations and gradients wrong too.
-    if (fault := _weights_fault(testimonies)) is not None:
+    if (fault := _weights_fault(evidence)) is not None:
         return fault
-    if (fault := _message_fault(testimonies)) is not None:
+    if (fault := _message_fault(evidence)) is not None:
         return fault
     if suspect is not None:
-        return _computation_fault(testimonies, suspect, comparable, exact)
-    unequal = _first_disagreement(testimonies, [testimony.gradients for testimony in testimonies])
+        return _computation_fault(evidence, suspect, comparable, exact)
+    unequal = _first_disagreement(evidence, [of_rank.gradients for of_rank in evidence])
     if unequal is not None:
         return _fault(
             "gradients",
             unequal.key,
             unequal.blamed,
             unequal.certain,
-            sound=True,
+            can_be_saved=True,
         )
     return None
 
 
-def _weights_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
+def _weights_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
     """Return the fault of weights or state that ranks hold unequally, or that stray from their
     masters."""
-    unequal = _first_disagreement(testimonies, [testimony.weights for testimony in testimonies])
-    strayed = [testimony for testimony in testimonies if testimony.strayed]
+    unequal = _first_disagreement(evidence, [of_rank.weights for of_rank in evidence])
+    strayed = [of_rank for of_rank in evidence if of_rank.strayed]
     if unequal is not None:
         # Without a majority, ranks whose weights are not their masters are the wrong ones.
         if not unequal.certain and strayed:
@@ -193,18 +204,18 @@ def _weights_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
                 unequal.key,
                 strayed,
                 certain=True,
-                sound=False,
+                can_be_saved=False,
             )
         return _fault(
             "weights",
             unequal.key,
             unequal.blamed,
             unequal.certain,
-            sound=False,
+            can_be_saved=False,
         )
     if strayed:
         tensor_description = f"weight {strayed[0].strayed[0]}, which are not its masters rounded"
-        return _fault("weights", tensor_description, strayed, certain=True, sound=False)
+        return _fault("weights", tensor_description, strayed, certain=True, can_be_saved=False)
     return None
 
 
@@ -213,7 +224,7 @@ def _fault(
     tensor_description: str,
     blamed: Sequence[RankEvidence],
     certain: bool,
-    sound: bool,
+    can_be_saved: bool,
     transient: bool = False,
     module: str = "",
     direction: str = "",
@@ -223,84 +234,90 @@ def _fault(
         what=tensor_description,
         module=module,
         direction=direction,
-        ranks=tuple(testimony.rank for testimony in blamed),
-        hosts=tuple(testimony.host for testimony in blamed),
+        ranks=tuple(of_rank.rank for of_rank in blamed),
+        hosts=tuple(of_rank.host for of_rank in blamed),
         certain=certain,
         transient=transient,
-        sound=sound,
+        can_be_saved=can_be_saved,
     )
 
 
 def _first_disagreement(
-    testimonies: Sequence[RankEvidence], digests: Sequence[Mapping[str, str]]
+    evidence: Sequence[RankEvidence], digests: Sequence[Mapping[str, str]]
 ) -> _Disagreement | None:
     """Return the first thing that ranks hold unequally. digests: of each rank, by key."""
-    keys: dict[str, None] = {}
-    for of_rank in digests:
-        keys |= dict.fromkeys(of_rank)
-    for held_name in keys:
-        holders = [
-            (testimony, of_rank[held_name])
-            for testimony, of_rank in zip(testimonies, digests, strict=True)
-            if held_name in of_rank
-        ]
-        (common, count), *others = Counter(digest_text for _, digest_text in holders).most_common()
+    keys: dict[str, None] = {}  # without repetition, in their order
+    for held in digests:
+        keys |= dict.fromkeys(held)
+    for key in keys:
+        holders: list[RankEvidence] = []
+        digests_of_holders: list[str] = []
+        for of_rank, held in zip(evidence, digests, strict=True):
+            if key in held:
+                holders.append(of_rank)
+                digests_of_holders.append(held[key])
+        (common, count), *others = Counter(digests_of_holders).most_common()
         if not others:  # all holders agree, or there is one only
             continue
         certain = 2 * count > len(holders)
-        if certain:
-            blamed = [testimony for testimony, digest_text in holders if digest_text != common]
-        else:
-            blamed = [testimony for testimony, _ in holders]
-        return _Disagreement(held_name, blamed, certain)
+        if not certain:
+            return _Disagreement(key, holders, certain)
+        blamed = [
+            holder
+            for holder, digest in zip(holders, digests_of_holders, strict=True)
+            if digest != common
+        ]
+        return _Disagreement(key, blamed, certain)
     return None
 
 
-def _message_fault(testimonies: Sequence[RankEvidence]) -> Fault | None:
+def _message_fault(evidence: Sequence[RankEvidence]) -> Fault | None:
     """Return the fault of the first message that was received with other bits than it was sent
     with."""
     sent: dict[tuple[tuple[int, int], str], tuple[RankEvidence, str]] = {}
-    for sender in testimonies:
+    for sender in evidence:
         for message_name, sides in sender.messages.items():
             if "sent" in sides:
                 # a message's name is unique within its pipeline, which dp and tp name
-                sent[sender.place[1:], message_name] = (sender, sides["sent"])
-    for receiver in testimonies:
+                sent[sender.coordinates[1:], message_name] = (sender, sides["sent"])
+    for receiver in evidence:
         for message_name, sides in receiver.messages.items():
-            if "received" not in sides or (receiver.place[1:], message_name) not in sent:
+            key = (receiver.coordinates[1:], message_name)
+            # the other end of a link between stages of one rank is noted once only
+            if "received" not in sides or key not in sent:
                 continue
-            sender, sent_digest = sent[receiver.place[1:], message_name]
+            sender, sent_digest = sent[key]
             if sides["received"] != sent_digest:
                 return _fault(
                     "message",
                     message_name,
                     [sender, receiver],
                     certain=False,
-                    sound=True,
+                    can_be_saved=True,
                     transient=True,
                 )
     return None
 
 
 def _computation_fault(
-    testimonies: Sequence[RankEvidence],
+    evidence: Sequence[RankEvidence],
     suspect: int,
     comparable: bool,
     exact: bool,
 ) -> Fault | None:
     """Return the fault of the replicas that computed the suspect's micro-batch wrongly, by the
     order of evidence in the module's docstring."""
-    replicas = 1 + max(testimony.replica for testimony in testimonies)
+    replicas = 1 + max(of_rank.replica for of_rank in evidence)
     judged = range(replicas) if comparable else [suspect]
-    first = {replica: _replica_traces(testimonies, replica, "first") for replica in judged}
-    second = {replica: _replica_traces(testimonies, replica, "second") for replica in judged}
+    first = {replica: _replica_traces(evidence, replica, "first") for replica in judged}
+    second = {replica: _replica_traces(evidence, replica, "second") for replica in judged}
 
     unsteady = _find_differing(first, second)
     if unsteady:
         # If none is steady, and none needs to be, the computation is not deterministic.
         if not exact and len(unsteady) == len(judged):
             return None
-        return _blame(testimonies, unsteady, transient=True)
+        return _blame(evidence, unsteady, transient=True)
 
     right_trace = _majority(first.values())
     if right_trace is None:
@@ -310,18 +327,18 @@ def _computation_fault(
             _WrongReplica(accused, first[accused], first[accuser]),
             _WrongReplica(accuser, first[accuser], first[accused]),
         ]
-        return _blame(testimonies, wrong, certain=False)
+        return _blame(evidence, wrong, certain=False)
 
     wrong = _find_differing(first, dict.fromkeys(judged, right_trace))
     if wrong:
-        return _blame(testimonies, wrong)
+        return _blame(evidence, wrong)
 
     borrower = (suspect + 1) % replicas if comparable else suspect
-    return _transient_fault(testimonies, suspect, borrower, right_trace)
+    return _transient_fault(evidence, suspect, borrower, right_trace)
 
 
 def _transient_fault(
-    testimonies: Sequence[RankEvidence],
+    evidence: Sequence[RankEvidence],
     suspect: int,
     borrower: int,
     right_trace: ReplicaTrace,
@@ -332,21 +349,21 @@ def _transient_fault(
     """
     erred = []
     for replica, trace_name in ((suspect, "real"), (borrower, "again")):
-        trace = _replica_traces(testimonies, replica, trace_name)
+        trace = _replica_traces(evidence, replica, trace_name)
         if trace != right_trace:
             erred.append(_WrongReplica(replica, trace, right_trace))
     if not erred:
         return None
-    return _blame(testimonies, erred, transient=True)
+    return _blame(evidence, erred, transient=True)
 
 
 def _replica_traces(
-    testimonies: Sequence[RankEvidence], replica: int, trace_name: str
+    evidence: Sequence[RankEvidence], replica: int, trace_name: str
 ) -> ReplicaTrace:
     return {
-        testimony.place_in_replica: testimony.traces[trace_name]
-        for testimony in testimonies
-        if testimony.replica == replica
+        of_rank.coordinates_in_replica: of_rank.traces[trace_name]
+        for of_rank in evidence
+        if of_rank.replica == replica
     }
 
 
@@ -371,26 +388,26 @@ def _majority(traces: Collection[ReplicaTrace]) -> ReplicaTrace | None:
 
 
 def _blame(
-    testimonies: Sequence[RankEvidence],
+    evidence: Sequence[RankEvidence],
     wrong: Sequence[_WrongReplica],
     certain: bool = True,
     transient: bool = False,
 ) -> Fault:
     """Return the fault of replicas whose trace differs from a right one."""
     first_rows: list[TraceRow] = []
-    places: set[tuple[int, int, int]] = set()
+    at_fault: set[tuple[int, int, int]] = set()  # by (pp, dp, tp)
     for replica, trace, right_trace in wrong:
-        trace_row, places_in_replica = _first_difference(trace, right_trace)
+        trace_row, at_fault_in_replica = _first_difference(trace, right_trace)
         first_rows.append(trace_row)
-        places |= {(pp, replica, tp) for pp, tp in places_in_replica}
+        at_fault |= {(pp, replica, tp) for pp, tp in at_fault_in_replica}
     # the earliest of all replicas names the tensor; ranks of each replica are to blame
     earliest = min(first_rows, key=lambda trace_row: trace_row.point)
     return _fault(
         "computation",
         earliest.description,
-        [testimony for testimony in testimonies if testimony.place in places],
+        [of_rank for of_rank in evidence if of_rank.coordinates in at_fault],
         certain,
-        sound=True,
+        can_be_saved=True,
         transient=transient,
         module=earliest.module,
         direction="backward" if earliest.point.direction == BACKWARD else "forward",
@@ -403,16 +420,16 @@ def _first_difference(
     """Return the first row in which two replicas differ, and the (pp, tp) of the ranks that differ
     at that point of the computation."""
     differing: dict[tuple[int, int], TraceRow] = {}
-    for rank_place, rows_of_rank in trace.items():
-        trace_row = _first_differing_row(rows_of_rank, right_trace[rank_place])
+    for coordinates, rows_of_rank in trace.items():
+        trace_row = _first_differing_row(rows_of_rank, right_trace[coordinates])
         if trace_row is not None:
-            differing[rank_place] = trace_row
+            differing[coordinates] = trace_row
     # later ranks computed on wrong inputs
     earliest = min(trace_row.point for trace_row in differing.values())
-    places = [
-        rank_place for rank_place, trace_row in differing.items() if trace_row.point == earliest
+    first_to_differ = [
+        coordinates for coordinates, trace_row in differing.items() if trace_row.point == earliest
     ]
-    return differing[places[0]], places
+    return differing[first_to_differ[0]], first_to_differ
 
 
 def _first_differing_row(trace: RankTrace, right_trace: RankTrace) -> TraceRow | None:

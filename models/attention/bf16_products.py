@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaprec.torch_private import has_amx, has_avx512_bf16, softmax_gradient
 from models.attention.packing import bias_of_mask
 
 # Heads at a time: fewer and larger calls. The scores of more do not stay in one core's cache.
@@ -38,9 +39,9 @@ def is_faster(query: Tensor, rounded: bool) -> bool:
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
         return False
     # With AMX torch's fused kernel uses the bf16 instructions itself.
-    if torch.cpu._is_amx_tile_supported():
+    if has_amx():
         return rounded
-    return torch.cpu._is_avx512_bf16_supported()
+    return has_avx512_bf16()
 
 
 def attend(
@@ -110,9 +111,8 @@ class _AttendInBlocks(torch.autograd.Function):
             weights = _weights(block_query, block_key, block.bias, scale)
             block.add_to_keys(grad_value, torch.bmm(weights.mT, block_grad), 1.0)
             # Of the scaled scores: the products below multiply by the scale.
-            grad_scores = torch._softmax_backward_data(
-                torch.bmm(block_grad, block.of_keys(value).mT), weights, -1, weights.dtype
-            )
+            grad_weights = torch.bmm(block_grad, block.of_keys(value).mT)
+            grad_scores = softmax_gradient(grad_weights, weights, -1, weights.dtype)
             # beta = 0 overwrites: each query row is in one block only.
             block.of_queries(grad_query).baddbmm_(grad_scores, block_key, beta=0, alpha=scale)
             block.add_to_keys(grad_key, torch.bmm(grad_scores.mT, block_query), scale)
@@ -156,7 +156,9 @@ def _blocks(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> 
     """Yield what is computed together: for each range of query rows, some heads of each sample."""
     samples, heads, length, _ = query.shape
     queries_of_key = heads // key.shape[1]
-    head_slices = [slice(first, min(first + _HEADS, heads)) for first in range(0, heads, _HEADS)]
+    head_slices: list[slice] = []
+    for first_head in range(0, heads, _HEADS):
+        head_slices.append(slice(first_head, min(first_head + _HEADS, heads)))
     heads_of_samples = list(product(range(samples), head_slices))
     first_rows = range(0, length, rows)
     if type(query) is not Tensor:

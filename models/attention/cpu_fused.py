@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaprec.precision.gemm import slow_bf16
+from megaprec.torch_private import cpu_attention, cpu_attention_gradients
 from models.attention.packing import bias_of_mask
-
-# torch has no public function that returns the logs of sums, or takes them.
-_ATEN = torch.ops.aten
 
 
 def attend(
@@ -38,7 +36,7 @@ def forward(
 
     bias: [s, t] or [b, 1, s, t], which is added to the scores; None: causal attention.
     """
-    return _ATEN._scaled_dot_product_flash_attention_for_cpu(
+    return cpu_attention(
         _widen(query),
         _widen(key),
         _widen(value),
@@ -63,7 +61,7 @@ def backward(
     output, log_sums: of the attention, as `forward` returns them.
     """
     query, key, value = inputs
-    grad_query, grad_key, grad_value = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+    grad_query, grad_key, grad_value = cpu_attention_gradients(
         _widen(grad),
         _widen(query),
         _widen(key),

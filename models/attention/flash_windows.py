@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaprec.torch_private import flash_attention
 from models.attention.packing import causal_mask
 
 # Features of a head: the kernel takes no more, and these in multiples of 8.
 WIDEST = 256
-_kernel = torch.ops.aten._flash_attention_forward
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _flash(
 
     longest: the number of tokens of the longest sequence, or more.
     """
-    return _kernel(
+    output, *_ = flash_attention(
         query,
         key,
         value,
@@ -137,4 +137,5 @@ def _flash(
         scale=scale,
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,
-    )[0]
+    )
+    return output

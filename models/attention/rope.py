@@ -117,9 +117,9 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
     """Return the frequencies of slow pairs (slowness 1) divided by `factor`, of fast pairs (0) as
     they are, and of pairs between blended."""
-    kept = plain * (1 - slowness)
-    slowed = plain / factor * slowness
-    return kept + slowed
+    fast_part = plain * (1 - slowness)
+    slow_part = plain / factor * slowness
+    return fast_part + slow_part
 
 
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:

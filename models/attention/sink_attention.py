@@ -22,6 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaprec.torch_private import (
+    efficient_attention,
+    efficient_attention_gradients,
+    flash_attention_by_heads,
+    flash_attention_gradients,
+)
 from models.attention import cpu_fused
 from models.attention.packing import bias_of_mask
 
@@ -29,7 +35,6 @@ from models.attention.packing import bias_of_mask
 _BIAS_ALIGNMENT = 16
 # Features of a head: flash attention takes no more.
 _FLASH_WIDEST = 256
-_ATEN = torch.ops.aten
 
 
 def fuses(query: Tensor) -> bool:
@@ -159,12 +164,10 @@ def _fused_forward(
         output, log_sums = cpu_fused.forward(query, key, value, bias, scale)
         return _FusedAttention(output, log_sums, ())
     if _takes_flash(query, bias):
-        results = _ATEN._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, scale=scale
-        )
+        results = flash_attention_by_heads(query, key, value, 0.0, causal, scale=scale)
         # The last result is a mask of dropout, which torch returns for debugging.
         return _FusedAttention(results[0], results[1], tuple(results[2:8]))
-    output, log_sums, *others = _ATEN._scaled_dot_product_efficient_attention(
+    output, log_sums, *others = efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
     )
     return _FusedAttention(output, log_sums, tuple(others))
@@ -190,11 +193,11 @@ def _fused_backward(
     if _takes_flash(query, bias):
         # The kernel takes dropout and `causal` between these inputs.
         *lengths, seed, offset = backward_inputs
-        return _ATEN._scaled_dot_product_flash_attention_backward(
+        return flash_attention_gradients(
             grad, *attended, output, log_sums, *lengths, 0.0, causal, seed, offset, scale=scale
         )
     wanted_gradients = (True, True, True, False)  # none of the bias
-    grads = _ATEN._scaled_dot_product_efficient_attention_backward(
+    grads = efficient_attention_gradients(
         grad,
         *attended,
         bias,

@@ -39,7 +39,7 @@ from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import Schedule, forward_only
-from parallel.pipeline.simulation import Span, sends_under_way
+from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 
@@ -276,23 +276,15 @@ class Engine:
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
-        spans = recording.spans if recording else None
-        run, executor = self.begin_passes(share, number, spans)
+        run = self.passes.begin(share, number, self.optimizer.scale)
+        executor = self.passes.executor(run, spans=recording.spans if recording else None)
+        if self.watch is not None:
+            self.watch(executor)
         # The outermost autocast of FP8's state is one pass of its histories, so one for the step.
         with self.passes.in_fp8():
             executor.run()
         self.passes.position.note_action("gradient reduction")
         return run
-
-    def begin_passes(
-        self, share: Share, number: int, spans: list[Span] | None
-    ) -> tuple[Running, Executor]:
-        """Prepare the passes of training step `number`, and the executor that is to run them."""
-        run = self.passes.begin(share, number, self.optimizer.scale)
-        executor = self.passes.executor(run, spans=spans)
-        if self.watch is not None:
-            self.watch(executor)
-        return run, executor
 
     def update(self, run: Running, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""

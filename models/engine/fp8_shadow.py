@@ -129,7 +129,11 @@ def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Te
     dp.
     """
     run = passes.begin(share, number, passes.optimizer.scale)
-    program = [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]
+    program = [
+        instruction
+        for instruction in passes.program
+        if instruction.microbatch == 0 and instruction.op is not Op.REDUCE
+    ]
     passes.executor(run, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
@@ -174,7 +178,9 @@ def _count_lost_values(
     names: as in `_weight_gradients`.
     """
     zeros = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
-    counts = {f"{name}.{role}": zeros for name in names for role in ROLES}
+    counts: dict[str, Tensor] = {}
+    for name in names:
+        counts |= {f"{name}.{role}": zeros for role in ROLES}
     counts |= casts
     for buffer in buffers:
         for shard in buffer.fp8_shards:
@@ -191,17 +197,18 @@ def _sum_over_ranks(
     """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the
     same names."""
     sums: dict[str, Tensor] = {}
-    for name, values in wide.items():
-        sums[name] = _scalar_products(values.double(), narrow[name].double())
+    for name, gradient in wide.items():
+        sums[name] = _scalar_products(gradient.double(), narrow[name].double())
     sums |= lost
-    names = sorted(sums)
-    if not names:
+    if not sums:
         return {}
-    # One message over each axis for all of them.
+    # One message over each axis for all of them, in an order that all ranks share.
+    names = sorted(sums)
     packed = torch.cat([sums[name] for name in names])
     for axis in axes:
         axis.sum_(packed)
-    parts = packed.split([len(sums[name]) for name in names])
+    lengths = [len(sums[name]) for name in names]
+    parts = packed.split(lengths)
     return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
 
 

@@ -28,6 +28,10 @@ from parallel.pipeline.instructions import (
 )
 
 TRACED_MICROBATCH = 0  # the number of the traced micro-batch
+# sides of a message
+SENT = 0
+RECEIVED = 1
+SIDES = ("sent", "received")
 
 
 def message_name(number: int) -> str:
@@ -42,18 +46,17 @@ class MicrobatchTrace:
     """Traces the first micro-batch while an executor runs `program`, or its instructions for this
     micro-batch alone.
 
-    last: number of the model's last stage.
+    last_stage: number of the model's last stage.
     alone: True if the micro-batch runs alone.
     in_flight: True if its backward pass already reduces gradients: they are then given to `look_at`
         before.
-    messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as
-        received.
+    messages: digests by message (a number, see `message_name`) and side, SENT or RECEIVED.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        last: int,
+        last_stage: int,
         program: Program,
         *,
         alone: bool,
@@ -61,10 +64,14 @@ class MicrobatchTrace:
     ) -> None:
         turns: dict[int, int] = {}
         for stage in stages:
-            order = [i.microbatch for i in program if i.op is Op.FORWARD and i.stage == stage]
+            order = [
+                instruction.microbatch
+                for instruction in program
+                if instruction.op is Op.FORWARD and instruction.stage == stage
+            ]
             turns[stage] = 0 if alone else order.index(TRACED_MICROBATCH)
         self._borders = DigestTrace(stages, turns)
-        self._last = last
+        self._last_stage = last_stage
         self._in_flight = in_flight
         self._parameters = _readable_parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
@@ -84,32 +91,33 @@ class MicrobatchTrace:
     def watch(self, executor: Executor) -> None:
         """Trace what `executor` is going to run."""
 
-        def look(i: Instruction) -> None:
-            if i.microbatch == TRACED_MICROBATCH:
-                self._look(executor, i)
-            elif i.op in INPUT_GRADIENTS:
+        def look(instruction: Instruction) -> None:
+            if instruction.microbatch == TRACED_MICROBATCH:
+                self._look(executor, instruction)
+            elif instruction.op in INPUT_GRADIENTS:
                 # what it adds to no longer holds the traced micro-batch alone
-                parameters = self._parameters.get(i.stage, ())
+                parameters = self._parameters.get(instruction.stage, ())
                 self._noted.update(filter(has_gradient, parameters))
 
         executor.observer = look
 
-    def _look(self, executor: Executor, i: Instruction) -> None:
-        if i.op in RECEIVES:
-            self._note_message(executor, Message.of(i), 1)
-        if i.op is Op.FORWARD and i.stage < self._last:
-            self._note_message(
-                executor, Message(MessageType.ACTIVATION, i.stage, TRACED_MICROBATCH), 0
-            )
-        if i.op in INPUT_GRADIENTS and i.stage > 0:
-            self._note_message(
-                executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED_MICROBATCH), 0
-            )
-        if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
-            self._note_gradients(i.stage)
+    def _look(self, executor: Executor, instruction: Instruction) -> None:
+        """Trace what an instruction for the traced micro-batch has received and computed."""
+        op = instruction.op
+        stage = instruction.stage
+        if op in RECEIVES:
+            self._note_message(executor, Message.of(instruction), RECEIVED)
+        if op is Op.FORWARD and stage < self._last_stage:
+            activation = Message(MessageType.ACTIVATION, stage, TRACED_MICROBATCH)
+            self._note_message(executor, activation, SENT)
+        if op in INPUT_GRADIENTS and stage > 0:
+            gradient = Message(MessageType.GRADIENT, stage - 1, TRACED_MICROBATCH)
+            self._note_message(executor, gradient, SENT)
+        if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
+            self._note_gradients(stage)
 
     def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
-        """Note a message that this rank holds. side: 0 as sent, 1 as received."""
+        """Note a message that this rank holds. side: SENT or RECEIVED."""
         assert message is not None
         tensor = executor.find_message(message)
         if tensor is None:
@@ -118,8 +126,9 @@ class MicrobatchTrace:
         number = 2 * message.stage + is_gradient
         self.messages[number, side] = digest(tensor)
         # the stage on this rank: an activation comes from the lower one, a gradient from the upper
-        stage = message.stage + (is_gradient != bool(side))
-        name = f"{message_name(number)}, as {('sent', 'received')[side]}"
+        is_upper_stage = is_gradient != (side == RECEIVED)
+        stage = message.stage + is_upper_stage
+        name = f"{message_name(number)}, as {SIDES[side]}"
         self._borders.note(BACKWARD if is_gradient else FORWARD, stage, name, tensor)
 
     def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -135,15 +144,15 @@ class MicrobatchTrace:
         for position, parameter in enumerate(self._parameters.get(stage, ())):
             if parameter in self._noted or (among is not None and parameter not in among):
                 continue
-            if has_gradient(parameter):
-                self._noted.add(parameter)
-                parts = layout_of(parameter).parts
-                name = " and ".join(part.name for part in parts)
-                module = parts[0].name.rpartition(".")[0]
-                main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-                self._borders.note(
-                    BACKWARD, stage, f"the gradient of {name}", main, module, position
-                )
+            # not computed yet
+            if not has_gradient(parameter):
+                continue
+            self._noted.add(parameter)
+            parts = layout_of(parameter).parts
+            description = f"the gradient of {' and '.join(part.name for part in parts)}"
+            module, _, _ = parts[0].name.rpartition(".")
+            main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            self._borders.note(BACKWARD, stage, description, main_grad, module, position)
 
 
 def _readable_parameters(
@@ -154,14 +163,18 @@ def _readable_parameters(
     These are not shared with another stage of the rank, and the traced micro-batch is the first
     that has a backward pass in the stage.
     """
-    # by identity
-    uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
-    readable = {}
+    uses: Counter[nn.Parameter] = Counter()  # by identity
+    for stage in stages.values():
+        uses.update(stage.parameters())
+    readable: dict[int, list[nn.Parameter]] = {}
     for number, stage in stages.items():
-        instructions = [i for i in program if i.stage == number]
-        first_input = next(i for i in instructions if i.op in INPUT_GRADIENTS)
-        first_weight = next(i for i in instructions if i.op in WEIGHT_GRADIENTS)
-        if first_input.microbatch == first_weight.microbatch == TRACED_MICROBATCH:
-            trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-            readable[number] = [parameter for parameter in trained if uses[parameter] == 1]
+        of_stage = [instruction for instruction in program if instruction.stage == number]
+        inputs = [one.microbatch for one in of_stage if one.op in INPUT_GRADIENTS]
+        weights = [one.microbatch for one in of_stage if one.op in WEIGHT_GRADIENTS]
+        if inputs[0] == weights[0] == TRACED_MICROBATCH:
+            readable[number] = [
+                parameter
+                for parameter in stage.parameters()
+                if parameter.requires_grad and uses[parameter] == 1
+            ]
     return readable

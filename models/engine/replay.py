@@ -32,7 +32,7 @@ def trace_offenders(
             onset.look(instruction.microbatch * optimizer.dp.size + optimizer.dp.rank)
 
     # Gradients that are reduced would no longer tell the ranks apart.
-    program = [i for i in passes.program if i.op is not Op.REDUCE]
+    program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.gradients_aside(), passes.fp8.replayed():
         passes.executor(run, program, after_each=look).run()
     first_sample = torch.tensor([skipped.share.first], device=optimizer.device)

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.main_grad import begin_accumulation, has_gradient
@@ -39,7 +39,12 @@ from megaprec.optim.ranks import sharing_replicas
 from megaprec.optim.step_report import StepObserver
 from models.attention.context_limits import require_uncut_sequences
 from models.engine.engine import Engine
-from models.engine.microbatch_trace import TRACED_MICROBATCH, MicrobatchTrace, message_name
+from models.engine.microbatch_trace import (
+    SIDES,
+    TRACED_MICROBATCH,
+    MicrobatchTrace,
+    message_name,
+)
 from models.engine.passes import Share, require_steady_scales
 from parallel.pipeline.instructions import Op
 
@@ -194,9 +199,8 @@ class Sentinel(StepObserver):
     def _messages_differ(self) -> Tensor:
         """Return bool [], True if a message of this pipeline was received with other bits than it
         was sent with."""
-        messages = (
-            2 * self.engine.last_stage
-        )  # an activation and a gradient at each border of stages
+        # An activation and a gradient at each border of stages.
+        messages = 2 * self.engine.last_stage
         # By message and side: the digest, and 1 if this rank has noted it.
         table = torch.zeros(messages, 2, 3, dtype=torch.int64, device=self.optimizer.device)
         for (number, side), bits in self._real.messages.items():
@@ -226,19 +230,20 @@ class Sentinel(StepObserver):
         for held_values in all_held:
             digests = gradients if held_values.kind == GRADIENT else weights
             digests[held_values.key] = hexadecimal(held_values.digest)
-        testimony = RankEvidence(
+        local_evidence = RankEvidence(
             rank=world.rank,
             host=socket.gethostname(),
-            place=self._coordinates(),
+            coordinates=self._coordinates(),
             weights=weights,
             gradients=gradients,
             strayed=[name for name, strayed_here in strays.items() if strayed_here],
             messages=_digests_of_messages(self._real),
             traces={name: read_trace(trace.entries) for name, trace in traces.items()},
         )
-        records = gather_entries({str(world.rank): asdict(testimony)}, world, optimizer.device)
-        testimonies = [RankEvidence.read(records[str(rank)]) for rank in range(world.size)]
-        return judge(testimonies, suspect, self.recomputes_neighbour, self.exact)
+        local_record = {str(world.rank): asdict(local_evidence)}
+        records = gather_entries(local_record, world, optimizer.device)
+        evidence = [RankEvidence.read(records[str(rank)]) for rank in range(world.size)]
+        return judge(evidence, suspect, self.recomputes_neighbour, self.exact)
 
     def _recompute(self, lender: int) -> MicrobatchTrace:
         """Compute the traced micro-batch of data-parallel rank `lender` with the weights and scales
@@ -255,8 +260,11 @@ class Sentinel(StepObserver):
         lent.end()
         run = replace(lent, token_count=local.token_count)
         trace = self._make_trace(alone=True)
+        # Nothing is reduced: that would add this gradient to those of other replicas.
         program = [
-            i for i in passes.program if i.microbatch == TRACED_MICROBATCH and i.op is not Op.REDUCE
+            instruction
+            for instruction in passes.program
+            if instruction.microbatch == TRACED_MICROBATCH and instruction.op is not Op.REDUCE
         ]
         # What draws from torch's generators draws the same in the step itself.
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []
@@ -285,15 +293,13 @@ class Sentinel(StepObserver):
     @contextmanager
     def _restored_gradients(self) -> Iterator[None]:
         """Restore the gradients of the step at the end. Needs as much memory as they do."""
-        saved = [(buffer, buffer.grads.clone()) for buffer in self.optimizer.all_buffers()]
-        with_gradient = [
-            parameter
-            for buffer, _ in saved
-            for parameter in buffer.parameters
-            if has_gradient(parameter)
-        ]
+        buffers = self.optimizer.all_buffers()
+        saved_gradients = [buffer.grads.clone() for buffer in buffers]
+        with_gradient: list[nn.Parameter] = []
+        for buffer in buffers:
+            with_gradient += filter(has_gradient, buffer.parameters)
         yield
-        for buffer, gradients in saved:
+        for buffer, gradients in zip(buffers, saved_gradients, strict=True):
             buffer.grads.copy_(gradients)
         for parameter in with_gradient:
             begin_accumulation(parameter)
@@ -323,7 +329,7 @@ def _digests_of_messages(trace: MicrobatchTrace) -> dict[str, dict[str, str]]:
     digests: dict[str, dict[str, str]] = {}
     for (number, side), bits in trace.messages.items():
         of_message = digests.setdefault(message_name(number), {})
-        of_message[("sent", "received")[side]] = hexadecimal(bits)
+        of_message[SIDES[side]] = hexadecimal(bits)
     return digests
 
 

@@ -13,7 +13,6 @@ does not depend on it, for no token is dropped, but the largest expert's share o
 peak does.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 
@@ -86,21 +85,6 @@ class ActivationBytes:
             Op.BACKWARD_WEIGHT: self.weight,
         }
         return peaks.get(instruction.op, 0)
-
-
-def kept_bytes(
-    config: ModelConfig,
-    plan: PrecisionPlan,
-    cuts: Sequence[Cut],
-    options: EngineOptions,
-    tp: int = 1,
-    device: Device = "cpu",
-    cp: int = 1,
-) -> list[ActivationBytes]:
-    """Return the bytes that each stage keeps on each of `tp` x `cp` ranks; arguments as for
-    `StageMemory`."""
-    memory = StageMemory(config, plan, options, tp=tp, cp=cp, device=device)
-    return [memory.kept(cut) for cut in cuts]
 
 
 @dataclass(frozen=True)

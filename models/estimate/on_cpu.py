@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaprec.torch_private import no_torch_function, tensor_on_device
+
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
@@ -26,7 +28,7 @@ class _OnCPU(Tensor):
 
     @staticmethod
     def __new__(cls: type["_OnCPU"], meta: Tensor) -> "_OnCPU":
-        self = Tensor._make_subclass(cls, meta, dispatch_device=True, device_for_backend_keys=_CPU)
+        self = tensor_on_device(cls, meta, _CPU)
         self.meta = meta
         return self
 
@@ -37,7 +39,7 @@ class _OnCPU(Tensor):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride] (torch's reads the numbers)
         return f"{self.meta!r} on a CPU"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,8 +46,6 @@ class StateBytes:
         are reduced.
     update: the peak that the update of one block adds, or the orthogonalization of matrices by
         Muon.
-    copies: of everything that an update changes, kept if steps are validated after they are
-        applied.
     saved: what this rank writes to a checkpoint, of which a save in the background makes a copy in
         host memory.
     """
@@ -58,7 +56,6 @@ class StateBytes:
     moments: int
     reduction: int
     update: int
-    copies: int
     saved: int
 
     @property
@@ -203,7 +200,6 @@ def _measure(
     """Return the bytes of a rank with these buffers."""
     totals = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
     reduction = 0
-    owned_weights = 0
     saved = 0
     for buffer in buffers:
         by_kind = buffer.bytes_by_kind()
@@ -212,9 +208,6 @@ def _measure(
         # Gradients that travel as they are need no copy.
         if buffer.dp.size > 1 and buffer.reduce_dtype != buffer.grads.dtype:
             reduction += buffer.size * buffer.reduce_dtype.itemsize
-        # FP8 codes are made again of the masters.
-        if not buffer.has_fp8_weights:
-            owned_weights += buffer.local_part(buffer.weights).nbytes
         saved += sum(tensor.nbytes for tensor in buffer.saved().values())
     # Elements of a block of the update; 0: a whole buffer.
     block = BLOCK if device == "cpu" else 0
@@ -225,7 +218,6 @@ def _measure(
         **totals,
         reduction=reduction,
         update=max(peaks),
-        copies=totals["masters"] + totals["moments"] + owned_weights,
         saved=saved,
     )
 
@@ -256,15 +248,15 @@ def _muon_peak(
         return 0
     ranks = sharding.tp * sharding.dp
     shapes = list[tuple[int, ...]]()
-    given = 0  # elements that the rank gives to the owners of matrices
-    returned = 0  # elements of one buffer's pieces, at most
+    num_given = 0  # elements that the rank gives to the owners of matrices
+    num_returned = 0  # elements of one buffer's pieces, at most
     for buffer in by_muon:
         by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
         # Other ranks of the stage hold as many other experts.
         shapes += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
         runs = [held_elements_of(buffer, piece, 0, 0) for piece in buffer.pieces]
-        given += sum(run.given for run in runs)
-        returned = max(returned, sum(run.stop - run.start for run in runs))
+        num_given += sum(run.given for run in runs)
+        num_returned = max(num_returned, sum(run.stop - run.start for run in runs))
 
     owned = _most_owned(shapes, rule, ranks)
     # The peak is on the way to the owners, in an iteration, or on the way back.
@@ -274,10 +266,10 @@ def _muon_peak(
     tile = min(prod(largest), largest_block)
     # One rank alone receives what it gives, without a copy.
     copies = 2 if ranks > 1 else 1
-    to_owners = given + owned * copies + prod(largest)
-    back = owned + returned * copies
+    to_owners = num_given + owned * copies + prod(largest)
+    back = owned + num_returned * copies
     travelling = max(to_owners, back) * dtype.itemsize
-    updating = (max(given, owned) + returned) * dtype.itemsize + 4 * 4 * tile
+    updating = (max(num_given, owned) + num_returned) * dtype.itemsize + 4 * 4 * tile
     with torch.device("meta"), LiveMemory() as live:
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
     iterating = owned * dtype.itemsize + live.peak

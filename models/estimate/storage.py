@@ -20,6 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
+from megaprec.torch_private import (
+    efficient_attention,
+    flash_attention_by_heads,
+    storage_address,
+)
 from models.estimate.on_cpu import OnCPU, tensors_of
 
 Device = Literal["cpu", "cuda"]
@@ -77,15 +82,13 @@ def _fused_attention(
     kernel.
     """
     if attn_mask is None and query.dtype.itemsize == 2:
-        output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, scale=scale
-        )
+        output, *_ = flash_attention_by_heads(query, key, value, 0.0, is_causal, scale=scale)
         return output
     if attn_mask is not None:
         # torch makes a bias of a mask of booleans.
         bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
-    output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output, *_ = efficient_attention(
         query, key, value, attn_mask, query.requires_grad, 0.0, is_causal, scale=scale
     )
     return output
@@ -155,18 +158,17 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = tensors_of((*args, *kwargs.values()))
-        argument_storages = {tensor.untyped_storage()._cdata for tensor in arguments}
+        argument_storages = {storage_address(tensor) for tensor in arguments}
         result = func(*args, **kwargs)
         for tensor in tensors_of((result,)):
-            storage = tensor.untyped_storage()
+            address = storage_address(tensor)
             # The result of a view or of an operator in place has the storage of an argument.
-            if storage._cdata not in argument_storages:
-                self._count(storage)
+            if address not in argument_storages:
+                self._count(address, tensor.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, address: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until its last reference is dropped."""
-        address = storage._cdata
         size = storage.nbytes()
         if address not in self._storages:
             reference = weakref.ref(storage, lambda _: self._forget(address, size))

@@ -29,6 +29,7 @@ from megaprec.comm.main_grad import (
     note_weights_read,
     require_unchanged_weights,
 )
+from megaprec.torch_private import grouped_product, has_grouped_products, storage_address
 from parallel.weight_grad_queue import WeightGradQueue
 
 # torch's grouped product wants rows and columns that start at multiples of so many bytes.
@@ -45,7 +46,7 @@ def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) ->
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes)
-    return aligned and hasattr(torch, "_grouped_mm")
+    return aligned and has_grouped_products()
 
 
 class GroupedLinear(torch.autograd.Function):
@@ -64,7 +65,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, ends)
         ctx.weights = weights
         ctx.deferred = deferred
-        return _grouped_product(x, stack_weights(weights).transpose(1, 2), ends)
+        return grouped_product(x, stack_weights(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -77,7 +78,7 @@ class GroupedLinear(torch.autograd.Function):
         weights = ctx.weights
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _grouped_product(grad, stack_weights(weights), ends)
+            grad_x = grouped_product(grad, stack_weights(weights), ends)
         # Numbers count the tensors among the inputs: x, ends, and then the weights.
         destinations = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
         if Destination.AUTOGRAD in destinations:
@@ -95,7 +96,7 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     # A single weight has no distance to a next one; its own size serves as well as any.
     distances = {after - before for before, after in pairwise(offsets)} or {first.numel()}
     distance = min(distances)
-    storages = {weight.untyped_storage()._cdata for weight in weights}
+    storages = {storage_address(weight) for weight in weights}
     in_one_memory = len(storages) == 1 and all(weight.is_contiguous() for weight in weights)
     if in_one_memory and len(distances) == 1 and distance > 0:
         size = (len(weights), *first.shape)
@@ -104,13 +105,9 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight.detach() for weight in weights])
 
 
-def _grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(a, b, offs=ends)
-
-
 def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
-    gradients = _grouped_product(grad.t(), x, ends)
+    gradients = grouped_product(grad.t(), x, ends)
     starts = F.pad(ends, (1, 0))[:-1]
     has_no_rows = ends == starts
     # Where an expert has no rows, torch may leave what it finds in memory (issue 172439 of

@@ -291,6 +291,13 @@ def of_another_shape(index: dict[str, Any]) -> None:
     index["tensors"]["weight/linear.weight"]["chunks"][0]["shape"] = [5, 3]
 
 
+def set_groups(*groups: object) -> Callable[[Path], object]:
+    """A checkpoint whose learning rates are these."""
+    return partial(change_index, lambda index: index["optimizer"].update(param_groups=[*groups]))
+
+
+GROUP = {"factors": [1.0, 1.0], "lr": 0.1, "weight_decay": 0.0}
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "is not a checkpoint"),
     "no index": (lambda path: (path / INDEX).unlink(), "is not a checkpoint"),
@@ -316,6 +323,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no scaler": (
         partial(change_index, lambda index: index["optimizer"].pop("scaler")),
         "damaged.*\noptimizer.scaler",
+    ),
+    "a rate of truth": (
+        set_groups({**GROUP, "lr": True}),
+        r"damaged.*\noptimizer.param_groups.0.lr",
+    ),
+    "a rate below zero": (
+        set_groups(GROUP, {**GROUP, "weight_decay": -0.1}),
+        r"damaged.*\noptimizer.param_groups.1.weight_decay",
+    ),
+    "a group of another kind": (
+        set_groups([]),
+        r"damaged.*\noptimizer.param_groups.0: Input should be",
+    ),
+    "a group without factors": (
+        set_groups({"lr": 0.1}),
+        r"damaged.*\noptimizer.param_groups.0.factors: Field required",
     ),
     "no moment": (partial(change_index, lose_moment), "lacks a part of exp_avg_sq/scale"),
     "no chunk": (

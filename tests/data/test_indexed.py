@@ -93,8 +93,8 @@ def test_a_document_longer_than_a_sequence_can_say_becomes_several(
     monkeypatch.setattr(indexed, "LONGEST_SEQUENCE", 5)
     with IndexedWriter(tmp_path / "x", 1000) as writer:
         for part in ([1, 2, 3], [4, 5, 6], [7]):
-            writer.append(part)
-        writer.end_document()
+            writer.extend(part, np.zeros(0, np.int64))
+        writer.extend([], np.zeros(1, np.int64))
     dataset = IndexedDataset(tmp_path / "x")
     assert (dataset.num_documents, dataset.num_sequences) == (1, 2)
     assert dataset.document(0).tolist() == [1, 2, 3, 4, 5, 6, 7]

@@ -101,7 +101,7 @@ def test_a_document_may_be_empty_or_many_sequences(
     with IndexedWriter(folder / "x", 100) as writer:
         for number, sequences in enumerate(lengths):
             for length in sequences:
-                writer.append([1] * length)
+                writer.extend([1] * length, np.zeros(0, np.int64))
                 writer._write_lengths(np.array([length]))  # so that it is a sequence of its own
                 writer._open = 0
             writer._documents.write(np.array([writer._sequences], "<i8").tobytes())

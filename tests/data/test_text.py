@@ -489,6 +489,7 @@ def test_of_many_bad_files_the_first_are_told_and_the_others_counted(tmp_path: P
     assert error.value.problems[0].startswith(f"{tmp_path}/100.jsonl:1: ")
     assert error.value.problems[0].endswith("; so 2 other rows of this file")
     assert error.value.problems[-1] == f"{tmp_path}: and 30 other bad files or rows"
+    assert error.value.codes == ("data.row_not_object",) * 20 + ("data.other_bad_rows",)
 
 
 def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.engine import Engine
 from models.engine.options import EngineOptions
-from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
+from tests.activation_bytes import kept_bytes
 from tests.fp8.test_training import MODEL
 from tests.layouts import LENGTH, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks

@@ -24,9 +24,9 @@ from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.engine.options import EngineOptions
-from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import Recompute
 from tests import transformer_engine as stand_in
+from tests.activation_bytes import kept_bytes
 from tests.fp8.test_products import SHAPES, bound, matrix
 from tests.fp8.test_state import grads, pair
 from tests.fp8.test_training import EXPERTS, MODEL, alone, fp8, run, states

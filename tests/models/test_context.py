@@ -32,7 +32,6 @@ from models.config import ModelConfig
 from models.decoder.stages import Cut, Stage
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
-from models.estimate.memory import kept_bytes
 from models.estimate.storage import LiveMemory
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
@@ -40,6 +39,7 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
 from parallel.sequence_cut import chunks, positions, take, unit
 from tests import oracle
+from tests.activation_bytes import kept_bytes
 from tests.layouts import Result, Run, batches, make_engine, train_all
 from tests.models.test_parity import MODELS, SIZES, differing
 from tests.ranks import on_ranks, run_ranks

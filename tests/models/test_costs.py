@@ -18,10 +18,10 @@ from models.decoder.cutting import cuts
 from models.decoder.stages import Stage
 from models.engine.options import EngineOptions
 from models.estimate.flops import stage_costs, training_flops
-from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from tests.activation_bytes import kept_bytes
 
 SIZES: dict[str, Any] = {
     "layers": 5,

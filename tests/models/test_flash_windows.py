@@ -84,7 +84,7 @@ def _sequence(
 def test_the_kernel_is_asked_for_what_the_mask_says(
     seed: int | None, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_windows, "_kernel", plain_kernel)
+    monkeypatch.setattr(flash_windows, "flash_attention", plain_kernel)
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(S, 2, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2))
     # strides as those of the model

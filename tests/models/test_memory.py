@@ -25,7 +25,7 @@ from models.engine.engine import Engine
 from models.engine.options import EngineOptions
 from models.engine.passes import Share
 from models.estimate import memory
-from models.estimate.memory import ActivationBytes, StageMemory, kept_bytes, message_bytes
+from models.estimate.memory import ActivationBytes, StageMemory, message_bytes
 from models.estimate.storage import Device
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
@@ -33,6 +33,7 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.simulation import peak
+from tests.activation_bytes import kept_bytes
 from tests.families import CASES, config_of
 from tests.other_systems import usually
 from tests.ranks import run_ranks

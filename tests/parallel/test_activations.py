@@ -17,8 +17,8 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.decoder.stages import Cut
 from models.engine.options import EngineOptions
-from models.estimate.memory import kept_bytes
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
+from tests.activation_bytes import kept_bytes
 from tests.project.test_readme import ROOT
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 4, "vocab": 101, "max_positions": 512}

@@ -218,7 +218,7 @@ class Trainer:
         if it is sound.
         """
         with self.position.in_phase(Phase.SAVE):
-            if error.fault.sound and self.progress.step > self._saved_step:
+            if error.fault.can_be_saved and self.progress.step > self._saved_step:
                 self._save()
             self._saves.finish(self.progress.step, str(error))
         event, stop = self._checks.outcome(error, self.progress.step, self._saved_step)
@@ -344,8 +344,8 @@ class Trainer:
             start = self.progress.samples if first_sample is None else first_sample
             location = samples.location_of(start + error.sample)
             length = self.config.train.seq_length + 1
-            message = describe_bad_id(*location, length, error.vocab) or str(error)
-            raise UserError(message) from error
+            problem = describe_bad_id(*location, length, error.vocab) or error.problems[0]
+            raise UserError(problem) from error
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step."""

@@ -39,5 +39,5 @@ def test_a_value_named_by_another_is_that_value(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("case", OPEN)
 def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -> None:
     (path := tmp_path / "config.yaml").write_text(OPEN[case] + MODEL)
-    with raises("precision_file.unknown_value", key="precision", name="trainer.precision"):
+    with raises("precision_file.unknown_value", setting="precision of trainer.precision"):
         read_precision(path)

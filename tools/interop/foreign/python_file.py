@@ -279,7 +279,7 @@ class PythonFile:
                 self._doubt(value, node)
         if isinstance(function, Symbol) and function.name in SETTING_ENVIRONMENT and given:
             names = given[0].entries if isinstance(given[0], Table) else given[:1]
-            why = "sets it: write os.environ[...] = ..."
+            why = "may set it"
             for name in names:
                 self.environment[str(name)] = Entry(_unknown(node, why), node.lineno)
 
@@ -532,7 +532,9 @@ def _described(node: ast.AST) -> str:
     """Return a condition or loop for a message, with its line."""
     head = getattr(node, "test", None) or getattr(node, "type", None)
     text = shortened(head or node).partition(":")[0]
-    return f"`{text}` (line {getattr(node, 'lineno', 0)})"
+    # a case has no line of its own, but its pattern has
+    line = getattr(node, "lineno", 0) or getattr(getattr(node, "pattern", None), "lineno", 0)
+    return f"`{text}` (line {line})"
 
 
 def _always_runs(parent: ast.AST, node: ast.AST) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from megaprec.dialects import nemo
-from tools.interop.foreign.findings import Findings, Settings
+from tools.interop.foreign.findings import RUN_FILE, Findings, Settings
 from tools.interop.foreign.nemo_recipes import bridge_fields, overwritten, recipe_settings
 from tools.interop.foreign.plain import (
+    ATTRIBUTES,
     FP8_RECIPES,
     Call,
     Entry,
@@ -20,6 +21,7 @@ from tools.interop.foreign.plain import (
     is_dtype,
     spread,
 )
+from tools.interop.foreign.precision_words import shown
 from tools.interop.foreign.systems import (
     BRIDGE,
     COLOSSALAI,
@@ -111,7 +113,7 @@ class Gatherer:
             self.findings.note(call.line, f"{call.text}: {why}; precision.keep_fp32 says it of any")
         elif elsewhere and MAKERS[last][0].table:
             self._take_call(call)
-            why = f"{last} comes from {elsewhere}: what it does is not known here"
+            why = f"{last} comes from {elsewhere}: what it does is not known here; {RUN_FILE}"
             self.findings.refuse(call.line, why)
         elif maker is not None:
             self._made(call, maker)
@@ -122,8 +124,15 @@ class Gatherer:
 
     def _made(self, call: Call, maker: Maker) -> None:
         """Read the arguments of a class or function of a system."""
-        self._take_call(call)
         fields = fields_of(call, maker.order)
+        self.read.add(id(call))
+        self.findings.take(Entry(call, node=call.node))
+        if maker.strict:
+            # of the others only what is read is accounted for
+            self.findings.take(*fields.values())
+        for name in fields.keys() & maker.remarks.keys():
+            line = fields[name].line or call.line
+            self.findings.note(line, f"{name}: not used, for {maker.remarks[name]}")
         for name, table in maker.tables.items():
             if name in fields:
                 self._table_argument(table, fields.pop(name), name, call)
@@ -133,8 +142,8 @@ class Gatherer:
         own = {
             maker.keys.get(name, name): replace(entry, line=entry.line or call.line)
             for name, entry in fields.items()
-            if name in (*maker.keys, "its attributes")
-            or (maker.strict and name not in maker.unrelated)
+            if name in (*maker.keys, ATTRIBUTES)
+            or (maker.strict and name not in {*maker.unrelated, *maker.remarks})
         }
         own |= {key: Entry(value, call.line) for key, value in maker.adds.items()}
         if call.function.name.startswith(BRIDGE) or "library" in own:
@@ -165,6 +174,7 @@ class Gatherer:
         or None."""
         line = entry.line or holder.line
         values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
+        self.findings.take(entry)
         settled = [value for value in values if isinstance(value, Call) and _is_made(value)]
         for value in values:
             if value is None:
@@ -173,6 +183,9 @@ class Gatherer:
                 self._say(table, value, name, is_used=True)
             elif isinstance(value, str):
                 self._name(table, Entry(value, line, entry.node), name, holder)
+            elif settled and value not in settled:
+                text = f"{shown(value)}: beside what sets {name}, and not read"
+                self.findings.note(line, text)
             elif not settled:
                 whose = f"{holder.function.last}(...)"
                 fields = {f"argument {name}": Entry(value, line)}
@@ -199,8 +212,7 @@ class Gatherer:
             return
         table = NEMO if table == NEMO else COLOSSALAI
         is_used = table == NEMO
-        text = f'{name} "{entry.value}"'
-        settings = Settings(table, fields, entry.line, text, holder.guard, is_used, not is_used)
+        settings = Settings(table, fields, entry.line, name, holder.guard, is_used, not is_used)
         self.findings.add(settings)
 
     # dicts and variables
@@ -238,7 +250,7 @@ class Gatherer:
             table = TABLES.get(name, "")
             is_meant = name not in MARKS or table.partition(".")[0] in systems
             if table and is_meant:
-                self.findings.add(Settings(table, {"its keys": entry}, entry.line, name))
+                self.findings.add(Settings(table, {"the keys": entry}, entry.line, name))
 
     def _loose(self, system: str, beside: Mapping[str, Entry]) -> None:
         """Add the single settings of a system that stand beside its dicts."""
@@ -257,7 +269,7 @@ class Gatherer:
             is_default = table == NXD and text == DEFAULT_OF_NXD
             fields[key] = replace(entry, value=None) if is_default else entry
         if content.doubt:
-            fields["its keys"] = Entry(content, content.line)
+            fields["the keys"] = Entry(content, content.line)
         self._take_within(content)
         self.findings.add(Settings(table, fields, content.line, name, is_used=is_used))
 

@@ -40,7 +40,8 @@ class Maker:
 
     table: whose keys its arguments are; empty if it only holds tables. order: parameters by
     position. packages: modules that it is imported from. keys: argument -> key, where the names
-    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies.
+    differ. unrelated: arguments that do not concern precision. remarks: arguments that
+    are understood but not used, and why. adds: keys that the call implies.
     tables: arguments that are tables themselves. strict: any other argument is passed on as a key.
     completes: its keys complete those of another call for the same table.
     """
@@ -50,6 +51,7 @@ class Maker:
     packages: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     unrelated: frozenset[str] = frozenset()
+    remarks: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     strict: bool = True
@@ -128,6 +130,14 @@ PRECISION_OF_PLUGINS = frozenset(
         "master_weights cast_inputs force_outputs_fp32 use_fp8 fp8_communication tp_size pp_size"
     )
 )
+LAYOUT_OF_PLUGINS = dict.fromkeys(
+    _words(
+        "sp_size ep_size enable_sequence_parallelism sequence_parallelism_mode pp_style "
+        "num_model_chunks num_microbatches microbatch_size num_layers_per_stage"
+    ),
+    "the layout besides tp_size and pp_size, and schedules, are the run file's",
+)
+WITHOUT_BUFFERS = "the trainer's models have no buffers that ranks could differ in"
 BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
     "loss_scale": "fp16_loss_scale",
@@ -144,9 +154,15 @@ OPTIMIZER_KEYS = _words(
 
 
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
-    # the layout besides tp_size and pp_size, and schedules, are the run file's
     unrelated = frozenset(order) - PRECISION_OF_PLUGINS | {"moe_dp_outside"}
-    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, adds={"kind": kind})
+    return Maker(
+        PLUGIN,
+        order,
+        ("colossalai",),
+        unrelated=unrelated,
+        remarks=LAYOUT_OF_PLUGINS,
+        adds={"kind": kind},
+    )
 
 
 def _scaler(order: tuple[str, ...], packages: tuple[str, ...]) -> Maker:
@@ -220,8 +236,8 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
             INTERNEVO,
             _words("model output_to_fp32 parallel_mode sync_buffer dtype"),
             ("internlm", "internevo", "megaprec"),
-            # the trainer's models have no buffers that ranks could differ in
-            unrelated=frozenset({"model", "parallel_mode", "sync_buffer"}),
+            unrelated=frozenset({"model"}),
+            remarks=dict.fromkeys(("parallel_mode", "sync_buffer"), WITHOUT_BUFFERS),
         ),
     ),
     "MegatronMixedPrecision": (Maker(NEMO, MEGATRON_PLUGIN, NEMO_PACKAGES),),

@@ -243,7 +243,8 @@ def _fields_of_nemo(arguments: Arguments, half: str) -> dict[str, Any]:
 
 def _typed_name(problem: str) -> str:
     """Return a problem of the dialect by the name that is typed."""
-    key, sign, rest = problem.removeprefix("precision.nemo.").partition(" ")
+    text = problem.removeprefix("precision.nemo.").removesuffix(" (NeMo)")
+    key, sign, rest = text.partition(" ")
     name = "fp8_format" if key == "fp8" else key.removeprefix("fp16_")
     return f"{option(name)}{sign}{rest}"
 

@@ -29,34 +29,50 @@ OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStra
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
-    own = dict[str, Entry]()
-    flags = list[str]()
     line = next((entry.line for entry in fields.values() if entry.line), 0)
-    for key, entry in fields.items():
-        if key in FLAGS:
-            if entry.value is not False:
-                flags.append(key)
-                own["precision"] = replace(
-                    entry, value=FLAGS[key] if entry.value is True else entry.value
-                )
-        elif key != "library":
-            own[BRIDGE_KEYS.get(key, key)] = entry
-    if len(flags) > 1:
-        own["precision"] = Entry(" and ".join(flags), line)
-    window = own.get("fp16_loss_scale_window")
+    switches = {key: entry for key, entry in fields.items() if key in FLAGS}
+    plugin = {
+        BRIDGE_KEYS.get(key, key): entry
+        for key, entry in fields.items()
+        if key not in FLAGS and key != "library"
+    }
+    precision = _precision_of(switches, line)
+    if precision is not None:
+        plugin["precision"] = precision
+    window = plugin.get("fp16_loss_scale_window")
     if window is not None and isinstance(window.value, float) and window.value.is_integer():
-        own["fp16_loss_scale_window"] = replace(window, value=int(window.value))
-    recipe = own.get("recipe")
+        plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
+    _add_fp8_defaults(plugin, line)
+    return plugin
+
+
+def _precision_of(switches: Mapping[str, Entry], line: int) -> Entry | None:
+    """Return the precision that the switches bf16, fp16 and fp32 stand for; None if all are off."""
+    on = [key for key, entry in switches.items() if entry.value is not False]
+    if not on:
+        return None
+    if len(on) > 1:
+        # no precision has this name, and it is refused by it
+        return Entry(" and ".join(on), line)
+    (key,) = on
+    entry = switches[key]
+    return replace(entry, value=FLAGS[key]) if entry.value is True else entry
+
+
+def _add_fp8_defaults(plugin: dict[str, Entry], line: int) -> None:
+    """Add what Megatron-Bridge has where NeMo's plugin has another default."""
+    recipe = plugin.get("recipe")
     if recipe is not None and isinstance(recipe.value, str):
         name = recipe.value.replace("-", "_")
-        own["recipe"] = replace(recipe, value=name)
+        plugin["recipe"] = replace(recipe, value=name)
         if "mxfp8" in name:
-            own.setdefault("fp8", Entry("e4m3", line))  # NeMo's recipe of this name is hybrid
-    elif "fp8" in own and own["fp8"].value is not None:
-        own.setdefault("fp8_recipe", Entry("tensorwise", line))
-    elif "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise":
-        own.pop("fp8_recipe")  # its default, which changes nothing
-    return own
+            # NeMo's recipe of this name is hybrid
+            plugin.setdefault("fp8", Entry("e4m3", line))
+    elif "fp8" in plugin and plugin["fp8"].value is not None:
+        plugin.setdefault("fp8_recipe", Entry("tensorwise", line))
+    elif "fp8_recipe" in plugin and plugin["fp8_recipe"].value == "tensorwise":
+        # its default, which changes nothing without FP8
+        plugin.pop("fp8_recipe")
 
 
 def overwritten(call: Call) -> dict[str, Entry]:

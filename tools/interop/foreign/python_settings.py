@@ -130,26 +130,19 @@ class Gatherer:
         if maker.strict:
             # of the others only what is read is accounted for
             self.findings.take(*fields.values())
-        for name in fields.keys() & maker.remarks.keys():
-            line = fields[name].line or call.line
-            self.findings.note(line, f"{name}: not used, for {maker.remarks[name]}")
+        for name, why in maker.remarks.items():
+            if name in fields:
+                self.findings.note(fields[name].line or call.line, f"{name}: not used, for {why}")
         for name, table in maker.tables.items():
             if name in fields:
                 self._table_argument(table, fields.pop(name), name, call)
         if not maker.table:
             self._holder(call, fields)
             return
-        own = {
-            maker.keys.get(name, name): replace(entry, line=entry.line or call.line)
-            for name, entry in fields.items()
-            if name in (*maker.keys, ATTRIBUTES)
-            or (maker.strict and name not in {*maker.unrelated, *maker.remarks})
-        }
-        own |= {key: Entry(value, call.line) for key, value in maker.adds.items()}
-        if call.function.name.startswith(BRIDGE) or "library" in own:
-            own = bridge_fields(own)
-        if own or maker.table not in (COLOSSALAI, NEMO):
-            self._add(maker.table, own, call, maker.completes)
+        keys = _keys_of(call, maker, fields)
+        # without keys of their own they leave the dtype to others
+        if keys or maker.table not in (COLOSSALAI, NEMO):
+            self._add(maker.table, keys, call, maker.completes)
 
     def _add(self, table: str, fields: dict[str, Entry], call: Call, completes: bool) -> None:
         name = f"{call.function.last}(...)"
@@ -299,7 +292,8 @@ class Gatherer:
                 fields = fields_of(call, order)
                 self._take_call(call)
                 own = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
-                self._add("smp", own, replace_guard(call), completes=True)
+                # a gradient is clipped in a step that is taken, whatever the condition
+                self._add("smp", own, replace(call, guard=""), completes=True)
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
@@ -312,9 +306,19 @@ class Gatherer:
                 self.findings.refuse(own[0].line, f"{own[0].name}: {why}")
 
 
-def replace_guard(call: Call) -> Call:
-    """Return a call without its condition: a gradient is clipped in a step that is taken."""
-    return replace(call, guard="")
+def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the keys that the arguments of a call set in its maker's table."""
+    keys = dict[str, Entry]()
+    for name, entry in fields.items():
+        is_other = maker.strict and name not in {*maker.unrelated, *maker.remarks}
+        if name in (*maker.keys, ATTRIBUTES) or is_other:
+            key = maker.keys.get(name, name)
+            keys[key] = replace(entry, line=entry.line or call.line)
+    for key, value in maker.adds.items():
+        keys[key] = Entry(value, call.line)
+    if call.function.name.startswith(BRIDGE) or "library" in keys:
+        return bridge_fields(keys)
+    return keys
 
 
 def _is_made(call: Call) -> bool:

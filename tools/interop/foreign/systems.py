@@ -315,10 +315,16 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
         return ""
     if name == "grad_scaler" and {"mixed_precision", "mp_policy"} & set(beside):
         return SMP_SCALER
-    marks = keys & MARKS.get(name, frozenset(keys))
+    if name not in MARKS or (name == "optimizer_config" and "mixed_precision_config" in beside):
+        return TABLES[name]
+    marks = keys & MARKS[name]
     if name == "model" and marks == {"dtype"}:
-        # InternEvo takes a text for a dtype only with its "torch."
-        dtype = content.get("dtype")
-        return TABLES[name] if not isinstance(dtype, str) or dtype.startswith("torch.") else ""
-    is_nxds = name == "optimizer_config" and "mixed_precision_config" in beside
-    return TABLES[name] if marks or name not in MARKS or is_nxds else ""
+        return _table_of_dtype(content.get("dtype"))
+    return TABLES[name] if marks else ""
+
+
+def _table_of_dtype(dtype: object) -> str:
+    """Return the table of a `model` that has only a dtype: InternEvo takes a text for one only with
+    its "torch."."""
+    is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
+    return "" if is_other else TABLES["model"]

@@ -173,21 +173,14 @@ def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
     smp = tree.entries.get("use_smp_model")
     if not isinstance(model, Table) or not (smp or set(model.entries) >= HYPERPOD):
         return
-    of_model = model.entries.get("precision", Entry(None, model.line))
-    of_trainer = find(tree, "trainer.precision") or of_model
-    precision = of_trainer if of_model.value is None else of_model
-    findings.take(of_model, of_trainer, smp or of_model)
-    held = precision
-    if not isinstance(precision.value, Unknown):
-        if precision.value not in HYPERPOD_DTYPES:
-            why = "SMP's recipes take bf16, 16 or 32"
-            findings.refuse(precision.line, f"precision = {precision.value}: {why}")
-            return
-        held = replace(precision, value=HYPERPOD_DTYPES[precision.value])
     with_smp = smp is None or bool(smp.value)
-    fields = {"param_dtype": held, "reduce_dtype": held, "buffer_dtype": held}
-    if with_smp:
-        fields["buffer_dtype"] = replace(held, value="float32")
+    if smp is not None:
+        findings.take(smp)
+    precision = _dtype_of_hyperpod(tree, model, findings)
+    if precision is None:
+        return
+    buffers = replace(precision, value="float32") if with_smp else precision
+    fields = {"param_dtype": precision, "reduce_dtype": precision, "buffer_dtype": buffers}
     adapter = find(tree, "model.peft.peft_type") or Entry(None)
     if adapter.value == "qlora_4bit":
         why = "weights of 4 bits are not supported"
@@ -198,15 +191,37 @@ def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
     yield Settings(SMP_POLICY, fields, precision.line, "model.precision")
     clip = model.entries.get("grad_clip") or Entry(1.0, model.line)
     yield Settings("smp", {"max_grad_norm": clip}, clip.line, "model.grad_clip", completes=True)
-    switches = {key: f"model.{key}" for key in ("fp8", *HYPERPOD_FP8)}
-    given = _moved(tree, switches)
-    findings.take(*given.values())
-    if with_smp:
-        if "fp8" not in given:
-            why = "the schema of SMP's recipes takes true"
-            findings.note(model.line, f"model.fp8 is not given: {why}")
-        own = {key: given[name] for name, key in HYPERPOD_FP8.items() if name in given}
-        yield _delayed(given.get("fp8", Entry(True, model.line)), own, "model.fp8")
+    yield from _fp8_of_hyperpod(tree, model, findings, with_smp)
+
+
+def _dtype_of_hyperpod(tree: Table, model: Table, findings: Findings) -> Entry | None:
+    """Return the dtype of a recipe of HyperPod, of the model before that of the trainer; None for
+    one that is refused."""
+    of_model = model.entries.get("precision", Entry(None, model.line))
+    of_trainer = find(tree, "trainer.precision") or of_model
+    findings.take(of_model, of_trainer)
+    precision = of_trainer if of_model.value is None else of_model
+    if isinstance(precision.value, Unknown):
+        return precision
+    if precision.value not in HYPERPOD_DTYPES:
+        why = "SMP's recipes take bf16, 16 or 32"
+        findings.refuse(precision.line, f"precision = {precision.value}: {why}")
+        return None
+    return replace(precision, value=HYPERPOD_DTYPES[precision.value])
+
+
+def _fp8_of_hyperpod(
+    tree: Table, model: Table, findings: Findings, with_smp: bool
+) -> Iterator[Settings]:
+    switches = _moved(tree, {key: f"model.{key}" for key in ("fp8", *HYPERPOD_FP8)})
+    findings.take(*switches.values())
+    if not with_smp:
+        return
+    if "fp8" not in switches:
+        findings.note(model.line, "model.fp8 is not given: the schema of SMP's recipes takes true")
+    enabled = switches.get("fp8", Entry(True, model.line))
+    recipe = {key: switches[name] for name, key in HYPERPOD_FP8.items() if name in switches}
+    yield _delayed(enabled, recipe, "model.fp8")
 
 
 def _delayed(enabled: Entry, fields: Mapping[str, Entry], name: str) -> Settings:

@@ -24,7 +24,7 @@ OPEN = {
     "a table": "a: {b: bf16}\ntrainer: {precision: '${a}'}\n",
     "a part of a text": "a: bf\ntrainer: {precision: '${a}16'}\n",
     "a function": "trainer: {precision: '${oc.env:PRECISION}'}\n",
-    "above the file": "trainer: {precision: '${....kind}'}\n",
+    "above the file": "kind: bf16\ntrainer: {precision: '${....kind}'}\n",
     "not filled in": "a: ???\ntrainer: {precision: '${a}'}\n",
 }
 

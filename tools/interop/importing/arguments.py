@@ -123,32 +123,42 @@ class Arguments:
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:
     """Add the arguments of a command line. What is wrong is added to their problems."""
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        end = next((i for i in range(at, len(words)) if _is_option(words[i])), len(words))
-        typed, equals, value = word.text.partition("=")
-        name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
-        form = form_of(name)
-        values = words[at:end]
-        wrong = ""
-        if form is None and name not in arguments.dropped:
-            wrong = word.unknown or _why_unknown(word)
-            arguments.open |= bool(word.unknown) or _is_several(word)
-        elif equals:
-            values = []
-            wrong = "is a flag, which takes no value" if form == "flag" else ""
-        elif form in ("flag", "value"):
-            values = values[: form == "value"]
-            wrong = "a value must follow" if form == "value" and not values else ""
-        at += len(values)
-        if wrong:
-            arguments.add_problem(word.text, word.place, wrong)
-        else:
-            said = " ".join(given.text for given in (word, *values))
-            given = [Word(value, word.place, word.unknown)] if equals else values
-            arguments.take(name, given, said, word.place)
+    start = 0
+    while start < len(words):
+        end = start + 1
+        while end < len(words) and not _is_option(words[end]):
+            end += 1
+        start += _read_option(words[start], words[start + 1 : end], arguments)
+
+
+def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) -> int:
+    """Add the argument that a word begins. Returns how many words it takes.
+
+    following: the words up to the next argument.
+    """
+    typed, equals, text = word.text.partition("=")
+    name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
+    form = form_of(name)
+    values = following
+    problem = ""
+    if form is None and name not in arguments.dropped:
+        problem = word.unknown or _why_unknown(word)
+        arguments.open |= bool(word.unknown) or _is_several(word)
+    elif equals:
+        values = []
+        problem = "is a flag, which takes no value" if form == "flag" else ""
+    elif form == "flag":
+        values = []
+    elif form == "value":
+        values = following[:1]
+        problem = "" if values else "a value must follow"
+    if problem:
+        arguments.add_problem(word.text, word.place, problem)
+    else:
+        said = " ".join(given.text for given in (word, *values))
+        inline = [Word(text, word.place, word.unknown)]
+        arguments.take(name, inline if equals else values, said, word.place)
+    return 1 + len(values)
 
 
 def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> None:
@@ -160,29 +170,28 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
     for key, value in table.items():
         kept = key.removeprefix("--").replace("-", "_")
         name = kept if form_of(kept) else TYPED.get(kept, kept)
-        form = form_of(name)
-        texts = [str(value)]
         if name in arguments.dropped:
             arguments.left_out[name] = f"{key} = {value}"
             arguments.tried.add(name)
+        elif value in NOT_GIVEN:
             continue
-        if value in NOT_GIVEN:
-            continue
-        if form is None:
+        elif form_of(name) is None:
             arguments.add_problem(key, place, _why_unknown(Word(option(name))))
-            continue
-        if form == "values":
-            texts = [*map(str, value)] if isinstance(value, list | tuple) else texts[0].split()
-        elif form == "flag":
-            on = FLAGS.get(texts[0].lower())
-            texts = []
-            if on is None:
-                arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
-            # under the name that is kept its own value counts
-            if not (on if name == kept else on is READ[name].sets):
-                continue
-        said = " ".join((option(name), *texts))
-        arguments.take(name, [Word(text, place) for text in texts], said, place)
+        elif form_of(name) != "flag":
+            _take_values(name, value, arguments, place)
+        elif (switch := FLAGS.get(str(value).lower())) is None:
+            arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
+        # under the name that is kept its own value counts
+        elif switch if name == kept else switch is READ[name].sets:
+            arguments.take(name, [], option(name), place)
+
+
+def _take_values(name: str, value: Any, arguments: Arguments, place: str) -> None:
+    texts = [str(value)]
+    if form_of(name) == "values":
+        texts = [*map(str, value)] if isinstance(value, list | tuple) else texts[0].split()
+    said = " ".join((option(name), *texts))
+    arguments.take(name, [Word(text, place) for text in texts], said, place)
 
 
 def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list[str]:
@@ -191,18 +200,7 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
 
     A value that is Megatron-LM's default counts as not given, but for its origin.
     """
-    table = {TURNED_OFF.get(name, name): value for name, value in args.items()}
-    table |= {off: not args[name] for name, off in TURNED_OFF.items() if name in args}
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
-            table.pop(name, None)
-    if table.get("vocab_size") or table.get("tokenizer_model"):
-        table.pop("padded_vocab_size", None)  # it counts rows that no token has
-    known = {
-        name: DTYPES.get(str(value), value)
-        for name, value in table.items()
-        if name in TYPED or form_of(name)
-    }
+    known = _known_of_kept(args)
     read_table(known, arguments, place)
     for name in DEFAULTS.keys() & args.keys():
         value = args[name]
@@ -210,14 +208,33 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
             arguments.said.setdefault(name, f"{name} = {value}")
         if arguments.place.get(name) == place and arguments.get(name) == DEFAULTS[name]:
             arguments.values.pop(name, None)
-    others = [name for name in known if arguments.unused.pop(name, None)]
-    arguments.unused[place] = f"{len(others)} other arguments of {place}"
+    # the log has hundreds of them: their number is enough
+    unused = [name for name in known if arguments.unused.pop(name, None)]
+    arguments.unused[place] = f"{len(unused)} other arguments of {place}"
     strange = [text for text in unknown_arguments(args) if form_of(text.split(" ")[0]) is None]
     if not strange:
         return []
     return [
         f"{place}: no argument of Megatron-LM is known here, and not read: {', '.join(strange)}"
     ]
+
+
+def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that are known, without what Megatron-LM itself adds."""
+    table = {TURNED_OFF.get(name, name): value for name, value in args.items()}
+    for name, off in TURNED_OFF.items():
+        if name in args:
+            table[off] = not args[name]
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
+            table.pop(name, None)
+    if table.get("vocab_size") or table.get("tokenizer_model"):
+        table.pop("padded_vocab_size", None)  # it counts rows that no token has
+    known = dict[str, Any]()
+    for name, value in table.items():
+        if name in TYPED or form_of(name):
+            known[name] = DTYPES.get(str(value), value)
+    return known
 
 
 def is_known(name: str) -> bool:

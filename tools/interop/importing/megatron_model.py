@@ -32,9 +32,8 @@ NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows 
 def add_model(arguments: Arguments, draft: Draft) -> None:
     """Add the keys of [model]."""
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    if missing == list(REQUIRED) and any(
-        key in draft.settled for key in ("model.preset", "train.init_from")
-    ):
+    is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
+    if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
         if name not in arguments.tried:
@@ -49,18 +48,22 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         return
     for key, value in _stated(model, arguments).items():
         draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
-    if (std := arguments.get("embedding_init_method_std")) is not None:
-        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
-    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
-        weight = arguments.get("mtp_loss_scaling_factor")
-        draft.put("model.mtp_loss_weight", weight, arguments.origin("mtp_loss_scaling_factor"))
+    _add_training_only(arguments, draft, model)
     kind = args["moe_router_load_balancing_type"]
     if model.experts and model.router_aux_loss and kind in BALANCED:
         draft.notes.append(
             f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
-            "sample, as seq_aux_loss "
-            f"does, not {BALANCED[kind]}"
+            f"sample, as seq_aux_loss does, not {BALANCED[kind]}"
         )
+
+
+def _add_training_only(arguments: Arguments, draft: Draft, model: ModelConfig) -> None:
+    """Add keys of [model] that a checkpoint says nothing of."""
+    std = arguments.get("embedding_init_method_std")
+    if std is not None:
+        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
+        arguments.put(draft, "model.mtp_loss_weight", "mtp_loss_scaling_factor")
 
 
 def completed(arguments: Arguments) -> dict[str, Any]:
@@ -76,6 +79,7 @@ def completed(arguments: Arguments) -> dict[str, Any]:
         said = arguments.origin("hidden_size")
         raise UserError.of("import.heads_multiple", said=said, heads=heads)
     if args["ffn_hidden_size"] is None:
+        # Megatron-LM rounds the width of a gated feed-forward down to a multiple of 64
         gated = int(4 * hidden * 2 / 3 / 64) * 64
         args["ffn_hidden_size"] = gated if args["swiglu"] else 4 * hidden
     args["num_experts"] = args["num_experts"] or None
@@ -83,11 +87,16 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
         args[name] = _frequency(name, args[name])
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        if len(args[name]) != 1:
-            values = " ".join(map(str, args[name]))
-            raise UserError.of("import.one_loss_value", option=option(name), map=values)
-        (args[name],) = args[name]
+        args[name] = _only(name, args[name])
     return args
+
+
+def _only(name: str, values: tuple[Any, ...]) -> Any:
+    """Return the one value of an argument that may have several."""
+    if len(values) != 1:
+        shown = " ".join(map(str, values))
+        raise UserError.of("import.one_loss_value", option=option(name), map=shown)
+    return values[0]
 
 
 def _pair(text: str | None) -> tuple[int, ...] | None:

@@ -125,36 +125,44 @@ def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> 
     """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
     whole step."""
     by_samples = arguments.has("train_samples")
-    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-        if arguments.has(name) and arguments.get(name):
-            arguments.refuse(f"the length of the run is in {unit}, so this must be too", name)
-    whole = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or whole
+    unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        other = f"{name}_{other_unit}"
+        if arguments.has(other) and arguments.get(other):
+            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    run_length = arguments.get("train_samples") if by_samples else steps
+    length = arguments.get(f"lr_decay_{unit}") or run_length
     warmup = arguments.get(f"lr_warmup_{unit}")
     origin = arguments.origin(f"lr_warmup_{unit}")
-    factor = 1
+    factor = 1  # samples of what is counted
     if arguments.has("lr_warmup_fraction"):
         if warmup:
             arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
         origin = arguments.origin("lr_warmup_fraction")
         share = arguments.get("lr_warmup_fraction") * length
         factor = 1 if by_samples or _is_whole(share) else batch
-        share *= factor
-        warmup = round(share)
-        if not _is_whole(share):
-            draft.notes.append(
-                f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share:g}"
-            )
-    if by_samples or factor > 1:
-        draft.put("lr.unit", "samples", origin if factor > 1 else arguments.origin("train_samples"))
+        warmup = _warmup_of_share(share * factor, origin, draft)
+    if factor > 1:
+        draft.put("lr.unit", "samples", origin)
+    elif by_samples:
+        draft.put("lr.unit", "samples", arguments.origin("train_samples"))
     draft.put("lr.warmup", warmup, origin)
-    if length != whole or (by_samples and length != steps * batch):
+    if length != run_length or (by_samples and length != steps * batch):
         origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
         draft.put("lr.length", length * factor, origin)
     decay = f"lr_wsd_decay_{unit}"
     if arguments.has(decay):
         draft.put("lr.decay", arguments.get(decay) * factor, arguments.origin(decay))
+
+
+def _warmup_of_share(share: float, origin: str, draft: Draft) -> int:
+    """Return the whole number nearest to a share of the length."""
+    warmup = round(share)
+    if not _is_whole(share):
+        draft.notes.append(
+            f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share:g}"
+        )
+    return warmup
 
 
 def _is_whole(number: float) -> bool:

@@ -73,21 +73,10 @@ def read_sources(
             words += map(Word, items[i:])
             break
         path = Path(item)
-        named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
         if "--" not in item and _exists(path):
             _read_file(path, sources, assumed)
-        elif named and " " not in item and not item.startswith("-"):
-            raise UserError.of(
-                "import.file_unreadable", path=path, reason="No such file or directory"
-            )
-        elif "--" not in item:
-            raise UserError.of("import.no_file_or_command", item=item or "an empty word")
         else:
-            command = split_words(item, assumed)
-            _require_megatrons("the command line", [word.text for word in command.words])
-            words += command.words
-            sources.ranks = command.ranks or sources.ranks
-            sources.notes += command.notes
+            words += _words_of(item, sources, assumed)
     if words:
         sources.megatron = True
         sources.names.append("a command line")
@@ -95,6 +84,22 @@ def read_sources(
     if not sources.names:
         raise UserError.of("import.nothing_to_import")
     return sources
+
+
+def _words_of(item: str, sources: Sources, assumed: Mapping[str, str]) -> list[Word]:
+    """Return the words of a command line that is given as text. Raises UserError for any other
+    text."""
+    path = Path(item)
+    is_named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
+    if is_named and " " not in item and not item.startswith("-"):
+        raise UserError.of("import.file_unreadable", path=path, reason="No such file or directory")
+    if "--" not in item:
+        raise UserError.of("import.no_file_or_command", item=item or "an empty word")
+    command = split_words(item, assumed)
+    _require_megatrons("the command line", [word.text for word in command.words])
+    sources.ranks = command.ranks or sources.ranks
+    sources.notes += command.notes
+    return command.words
 
 
 def _exists(path: Path) -> bool:

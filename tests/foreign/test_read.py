@@ -358,7 +358,7 @@ def test_what_no_setting_covers_is_noted(case: str, tmp_path: Path) -> None:
     assert [words for words in expected if not any(words in note for note in notes)] == []
 
 
-OPEN = {
+LEFT_OPEN = {
     "a variable is named once": (
         "model = dict(dtype='torch.float16', num_attention_heads=2)\n"
         "use_fp32_norm = os.environ.get('X')\n",
@@ -376,8 +376,8 @@ OPEN = {
 }
 
 
-@pytest.mark.parametrize("case", OPEN)
+@pytest.mark.parametrize("case", LEFT_OPEN)
 def test_what_is_left_open_is_named_with_its_reason(case: str, tmp_path: Path) -> None:
-    text, fields = OPEN[case]
+    text, fields = LEFT_OPEN[case]
     with raises("precision_file.unknown_value", **fields):
         read_precision(write(tmp_path, text))

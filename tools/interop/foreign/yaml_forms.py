@@ -181,17 +181,22 @@ def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
         return
     buffers = replace(precision, value="float32") if with_smp else precision
     fields = {"param_dtype": precision, "reduce_dtype": precision, "buffer_dtype": buffers}
-    adapter = find(tree, "model.peft.peft_type") or Entry(None)
-    if adapter.value == "qlora_4bit":
-        why = "weights of 4 bits are not supported"
-        findings.refuse(adapter.line, f"model.peft.peft_type = qlora_4bit: {why}")
-    # inputs of all modules are cast for fine-tuning by adapters
-    if adapter.value or model.get("multi_modal") is True:
+    if _casts_inputs(tree, model, findings):
         fields["cast_forward_inputs"] = Entry(True, precision.line)
     yield Settings(SMP_POLICY, fields, precision.line, "model.precision")
     clip = model.entries.get("grad_clip") or Entry(1.0, model.line)
     yield Settings("smp", {"max_grad_norm": clip}, clip.line, "model.grad_clip", completes=True)
     yield from _fp8_of_hyperpod(tree, model, findings, with_smp)
+
+
+def _casts_inputs(tree: Table, model: Table, findings: Findings) -> bool:
+    """Return True if a recipe of HyperPod casts the inputs of all modules: for fine-tuning by
+    adapters, and for images."""
+    adapter = find(tree, "model.peft.peft_type") or Entry(None)
+    if adapter.value == "qlora_4bit":
+        why = "weights of 4 bits are not supported"
+        findings.refuse(adapter.line, f"model.peft.peft_type = qlora_4bit: {why}")
+    return bool(adapter.value) or model.get("multi_modal") is True
 
 
 def _dtype_of_hyperpod(tree: Table, model: Table, findings: Findings) -> Entry | None:

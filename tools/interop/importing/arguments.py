@@ -139,25 +139,26 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     typed, equals, text = word.text.partition("=")
     name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
     form = form_of(name)
-    values = following
-    problem = ""
     if form is None and name not in arguments.dropped:
-        problem = word.unknown or _why_unknown(word)
         arguments.open |= bool(word.unknown) or _is_several(word)
-    elif equals:
-        values = []
-        problem = "is a flag, which takes no value" if form == "flag" else ""
-    elif form == "flag":
-        values = []
-    elif form == "value":
-        values = following[:1]
-        problem = "" if values else "a value must follow"
-    if problem:
+        problem = word.unknown or _why_unknown(word)
         arguments.add_problem(word.text, word.place, problem)
+        return 1 + len(following)
+    if equals:
+        if form == "flag":
+            problem = "is a flag, which takes no value"
+            arguments.add_problem(word.text, word.place, problem)
+        else:
+            value = Word(text, word.place, word.unknown)
+            arguments.take(name, [value], word.text, word.place)
+        return 1
+    most_values = {"flag": 0, "value": 1}.get(form or "", len(following))
+    values = following[:most_values]
+    if form == "value" and not values:
+        arguments.add_problem(word.text, word.place, "a value must follow")
     else:
         said = " ".join(given.text for given in (word, *values))
-        inline = [Word(text, word.place, word.unknown)]
-        arguments.take(name, inline if equals else values, said, word.place)
+        arguments.take(name, values, said, word.place)
     return 1 + len(values)
 
 

@@ -148,30 +148,42 @@ def _add_batch(config: Config, ranks: int | None) -> None:
     draft = config.draft
     whole, micro, steps = (_size(config, name) for name in SIZES)
     where = f"{config.origin(*SIZES)} ({config.place})"
-    if any(size is not None and size < 1 for size in (whole, micro, steps)):
+    if any(size < 1 for size in (whole, micro, steps) if size is not None):
         draft.problems.append(f"{where}: give numbers from 1 on")
         return
     whole = draft.value("train.global_batch") if whole is None else whole
     micro = draft.value("train.micro_batch") if micro is None else micro
     data = _replicas(draft, ranks, whole, micro, steps)
-    if whole is None and micro is None:
+    num_known = (whole is not None) + (micro is not None)
+    if num_known == 0:
         return
-    if data is None and (whole is None or micro is None):
-        if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
-            draft.problems.append(
-                f"{where}: the rest depends on the number of ranks: give --ranks N"
-            )
+    if num_known == 1 and data is None:
+        _refuse_open_batch(draft, where)
         return
-    whole, micro, steps = _completed_sizes(whole, micro, steps, data or 1)
+    _put_sizes(config, _completed_sizes(whole, micro, steps, data or 1), data, ranks)
+
+
+def _put_sizes(
+    config: Config, sizes: tuple[int, int, int], data: int | None, ranks: int | None
+) -> None:
+    """Add batch, micro-batch and replicas, which must fit together."""
+    whole, micro, steps = sizes
     if data and whole != micro * steps * data:
+        where = f"{config.origin(*SIZES)} ({config.place})"
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
         way = "; --ranks gives another number of them" if ranks else ""
-        draft.problems.append(f"{where}: {rule}{way}")
+        config.draft.problems.append(f"{where}: {rule}{way}")
         return
     config.put("train.global_batch", whole, *SIZES)
     config.put("train.micro_batch", micro, *SIZES)
     if data:
-        config.put("parallel.data", data, *SIZES, origin=counted(ranks, "rank") if ranks else "")
+        origin = counted(ranks, "rank") if ranks else ""
+        config.put("parallel.data", data, *SIZES, origin=origin)
+
+
+def _refuse_open_batch(draft: Draft, where: str) -> None:
+    if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
+        draft.problems.append(f"{where}: the rest depends on the number of ranks: give --ranks N")
 
 
 def _size(config: Config, name: str) -> int | None:
@@ -217,10 +229,9 @@ def _add_precision(config: Config) -> None:
         draft.problems.append(f"fp16.enabled and bf16.enabled ({config.place}): give one of them")
         return
     compute = "fp32"
-    if bf16 is True:
-        compute = "bf16"
-    elif fp16 is True:
-        compute = "fp16"
+    for dtype, switch in (("bf16", bf16), ("fp16", fp16)):
+        if switch is True:
+            compute = dtype
     switches = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
     origin = config.origin(*switches)
     if "auto" in (bf16, fp16) or (origin == DEEPSPEED and "precision.compute" in draft.keys):
@@ -230,13 +241,19 @@ def _add_precision(config: Config) -> None:
         config.refuse("data_types.param_dtype", f"the weights are {compute} by {origin}: remove it")
     is_sharded = bool(config.get("zero_optimization.stage", 0))
     _add_gradients(config, compute, is_sharded)
-    checks = compute != "bf16" or config.get("bf16.check_grad_overflow", True)
-    action = "skip" if checks else "ignore"
-    config.put("precision.on_nonfinite", action, "bf16.check_grad_overflow")
+    _add_overflows(config, compute)
     if compute == "bf16":
         _add_narrow_state(config, is_sharded)
-    if compute == "fp16":
+    elif compute == "fp16":
         _add_scaling(config)
+
+
+def _add_overflows(config: Config, compute: str) -> None:
+    """Add what happens to a step with inf or NaN, which can be applied in BF16 only."""
+    action = "skip"
+    if compute == "bf16" and not config.get("bf16.check_grad_overflow", True):
+        action = "ignore"
+    config.put("precision.on_nonfinite", action, "bf16.check_grad_overflow")
 
 
 def _add_gradients(config: Config, compute: str, is_sharded: bool) -> None:

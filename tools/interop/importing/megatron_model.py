@@ -32,7 +32,7 @@ NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows 
 def add_model(arguments: Arguments, draft: Draft) -> None:
     """Add the keys of [model]."""
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
+    is_settled = not draft.settled.keys().isdisjoint({"model.preset", "train.init_from"})
     if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
@@ -49,7 +49,10 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
     for key, value in _stated(model, arguments).items():
         draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
     _add_training_only(arguments, draft, model)
-    kind = args["moe_router_load_balancing_type"]
+    _note_balance(args["moe_router_load_balancing_type"], model, draft)
+
+
+def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
     if model.experts and model.router_aux_loss and kind in BALANCED:
         draft.notes.append(
             f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
@@ -74,14 +77,11 @@ def completed(arguments: Arguments) -> dict[str, Any]:
         if args[name] is not None and args[name] < 1:
             raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
-    hidden = args["hidden_size"]
-    if args["kv_channels"] is None and hidden % heads:
+    if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
         raise UserError.of("import.heads_multiple", said=said, heads=heads)
     if args["ffn_hidden_size"] is None:
-        # Megatron-LM rounds the width of a gated feed-forward down to a multiple of 64
-        gated = int(4 * hidden * 2 / 3 / 64) * 64
-        args["ffn_hidden_size"] = gated if args["swiglu"] else 4 * hidden
+        args["ffn_hidden_size"] = _usual_width(args["hidden_size"], args["swiglu"])
     args["num_experts"] = args["num_experts"] or None
     args["window_size"] = _pair(args["window_size"])
     for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
@@ -89,6 +89,12 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         args[name] = _only(name, args[name])
     return args
+
+
+def _usual_width(hidden: int, is_gated: bool) -> int:
+    """Return Megatron-LM's width of a feed-forward; a gated one is rounded down to a multiple of
+    64."""
+    return int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
 
 
 def _only(name: str, values: tuple[Any, ...]) -> Any:

@@ -126,10 +126,7 @@ def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> 
     whole step."""
     by_samples = arguments.has("train_samples")
     unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        other = f"{name}_{other_unit}"
-        if arguments.has(other) and arguments.get(other):
-            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    _refuse_units(arguments, unit, other_unit)
     run_length = arguments.get("train_samples") if by_samples else steps
     length = arguments.get(f"lr_decay_{unit}") or run_length
     warmup = arguments.get(f"lr_warmup_{unit}")
@@ -139,9 +136,7 @@ def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> 
         if warmup:
             arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
         origin = arguments.origin("lr_warmup_fraction")
-        share = arguments.get("lr_warmup_fraction") * length
-        factor = 1 if by_samples or _is_whole(share) else batch
-        warmup = _warmup_of_share(share * factor, origin, draft)
+        warmup, factor = _warmup_of_fraction(arguments, draft, length, 1 if by_samples else batch)
     if factor > 1:
         draft.put("lr.unit", "samples", origin)
     elif by_samples:
@@ -150,19 +145,36 @@ def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> 
     if length != run_length or (by_samples and length != steps * batch):
         origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
         draft.put("lr.length", length * factor, origin)
-    decay = f"lr_wsd_decay_{unit}"
-    if arguments.has(decay):
-        draft.put("lr.decay", arguments.get(decay) * factor, arguments.origin(decay))
+    _add_decay(arguments, draft, f"lr_wsd_decay_{unit}", factor)
 
 
-def _warmup_of_share(share: float, origin: str, draft: Draft) -> int:
-    """Return the whole number nearest to a share of the length."""
+def _add_decay(arguments: Arguments, draft: Draft, name: str, factor: int) -> None:
+    if arguments.has(name):
+        draft.put("lr.decay", arguments.get(name) * factor, arguments.origin(name))
+
+
+def _refuse_units(arguments: Arguments, unit: str, other_unit: str) -> None:
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        other = f"{name}_{other_unit}"
+        if arguments.has(other) and arguments.get(other):
+            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+
+
+def _warmup_of_fraction(
+    arguments: Arguments, draft: Draft, length: int, batch: int
+) -> tuple[int, int]:
+    """Return the warm-up of --lr-warmup-fraction, and the samples of what it counts: `batch` if the
+    share of the length is no whole number."""
+    share = arguments.get("lr_warmup_fraction") * length
+    factor = 1 if _is_whole(share) else batch
+    share *= factor
     warmup = round(share)
     if not _is_whole(share):
         draft.notes.append(
-            f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share:g}"
+            f"{arguments.origin('lr_warmup_fraction')}: warm-up takes {warmup} samples, the "
+            f"nearest whole number to {share:g}"
         )
-    return warmup
+    return warmup, factor
 
 
 def _is_whole(number: float) -> bool:

@@ -370,10 +370,7 @@ class _Script:
     def _command(self, words: list[_Word], command: _Command, certain: bool, file: str) -> None:
         first = words[0].plain
         line = command.line
-        named = [w for w in words[1:] if not w.plain.isidentifier()] if first == "export" else words
-        if certain and all(ASSIGNMENT.match(word.head) for word in named):
-            for word in named:
-                self._assign(word, line)
+        if certain and self._assign_all(words, line):
             return
         expanded = [part for word in words for part in self._expanded(word, file)]
         if first in ("echo", "cat"):
@@ -381,9 +378,7 @@ class _Script:
             return
         self._open_set_by(command.written, line)
         text = " ".join(word.text for word in expanded)
-        if SETS_ARGUMENTS.match(f"{text} ") and "function" not in self.blocks:
-            for name in ("@", "*", *map(str, range(1, 100))):
-                self._open(name, line)
+        self._open_arguments(text, line)
         if ENVIRONMENTS.match(text):
             self.notes.append(
                 f"{file}, line {line}: {text} is taken for an environment of programs, and is not "
@@ -396,6 +391,23 @@ class _Script:
         elif _leaves_folder(first, text):
             self.moved = f"line {line} moves to another folder"
         self._note_launch(expanded, line)
+
+    def _open_arguments(self, text: str, line: int) -> None:
+        """Leave open the script's own arguments if a command sets them; those of a function are its
+        own."""
+        if SETS_ARGUMENTS.match(f"{text} ") and "function" not in self.blocks:
+            for name in ("@", "*", *map(str, range(1, 100))):
+                self._open(name, line)
+
+    def _assign_all(self, words: list[_Word], line: int) -> bool:
+        """Follow a command of plain assignments; return False for any other."""
+        if words[0].plain == "export":
+            words = [word for word in words[1:] if not word.plain.isidentifier()]
+        if not all(ASSIGNMENT.match(word.head) for word in words):
+            return False
+        for word in words:
+            self._assign(word, line)
+        return True
 
     def _assign(self, word: _Word, line: int) -> None:
         match = ASSIGNMENT.fullmatch(word.head)

@@ -82,11 +82,10 @@ def overwritten(call: Call) -> dict[str, Entry]:
     if last not in OVERWRITTEN and not last.endswith("ModelProvider"):
         return {}
     fields = nemo.MegatronMixedPrecision.model_fields
-    given = spread(call.arguments) | attributes_set(call)
-    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library"}
-    return {
-        key: entry for key, entry in given.items() if key in known and key not in OPTIMIZER_KEYS
-    }
+    # the plugin does not have the optimizer's own keys
+    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library", *OPTIMIZER_KEYS}
+    arguments = spread(call.arguments) | attributes_set(call)
+    return {key: entry for key, entry in arguments.items() if key in known}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -105,8 +104,9 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
     else:
         return
     for optimizer in optimizers:
-        given = attributes_set(optimizer)
-        fields |= {key: entry for key, entry in given.items() if key in OPTIMIZER_KEYS}
+        for key, entry in attributes_set(optimizer).items():
+            if key in OPTIMIZER_KEYS:
+                fields[key] = entry
     if fields:
         completes = not {"recipe", "precision", "plugins", "mixed_precision"} & set(fields)
         name = f"{function.last}()"
@@ -117,12 +117,16 @@ def _plugin_of_nemo(call: Call, plugin: Entry | None) -> dict[str, Entry]:
     if plugin is not None and plugin.node:
         return _replaced(plugin, "plugins")
     fields = attributes_set(plugin.value if plugin else None)
-    asked = call.arguments.entries.get("precision")
-    model = call.function.name.split(".")[-2] if "." in call.function.name else ""
+    precision = call.arguments.entries.get("precision")
+    # llm.llama3_8b.pretrain_recipe
+    module, _, _ = call.function.name.rpartition(".")
+    model = module.rpartition(".")[2]
     recipe = Entry(BY_MODEL.get(model, "bf16_mixed"), call.line)
-    if asked is not None:
-        name = asked.value
-        recipe = replace(asked, value=PRECISIONS.get(name, name) if isinstance(name, str) else name)
+    if precision is not None:
+        recipe = precision
+        if isinstance(precision.value, str):
+            name = PRECISIONS.get(precision.value, precision.value)
+            recipe = replace(precision, value=name)
     elif model.startswith(UNSURE):
         why = "depends on the arguments of its recipe: assign recipe.trainer.plugins"
         recipe = Entry(Unknown(call.text, call.line, why), call.line)
@@ -145,17 +149,23 @@ def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
     values = plugin.value.items if isinstance(plugin.value, Row) else [plugin.value]
-    if all(isinstance(value, Call) and maker_of(value.function)[0] for value in values):
-        return {}
-    return {name: plugin}
+    for value in values:
+        if not isinstance(value, Call):
+            return {name: plugin}
+        maker, _ = maker_of(value.function)
+        if maker is None:
+            return {name: plugin}
+    return {}
 
 
 def _field(value: Any, name: str) -> Entry | None:
     """Return the entry of an attribute or argument; None if there is neither."""
     if not isinstance(value, Unknown):
         return None
-    argument = value.arguments.entries.get(name) if isinstance(value, Call) else None
-    return value.attributes.get(name) or argument
+    entry = value.attributes.get(name)
+    if entry is None and isinstance(value, Call):
+        return value.arguments.entries.get(name)
+    return entry
 
 
 def _value(value: Any, name: str) -> Any:

@@ -34,6 +34,7 @@ ARITHMETIC: Mapping[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.LShift: operator.lshift,
 }
 NUMBERS = (int, float)
+# 9 ** 9 ** 9 would take all memory
 LARGEST_EXPONENT = 1024
 LARGEST = 2.0**128  # numbers past it are not worked out
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -86,7 +87,9 @@ class PythonFile:
         self._follow_changes()
         self.scopes = [self._names_of(scope) for scope in self._binders]
         for scope in self.scopes:
-            self.named += [pair for pair in scope.entries.items() if not self._loads[pair[0]]]
+            for name, entry in scope.entries.items():
+                if not self._loads[name]:
+                    self.named.append((name, entry))
         for node in self._nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict):
                 # a dict on its own, as snippets have it
@@ -190,7 +193,9 @@ class PythonFile:
         if isinstance(parent, ast.Tuple) and isinstance(self._parents[parent], ast.Assign):
             values = getattr(self._parents[parent], "value", None)
             if isinstance(values, ast.Tuple) and len(values.elts) == len(parent.elts):
-                return values.elts[[id(part) for part in parent.elts].index(id(target))]
+                for part, value in zip(parent.elts, values.elts, strict=True):
+                    if part is target:
+                        return value
         if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             return parent.value
         return None
@@ -199,9 +204,14 @@ class PythonFile:
         if not isinstance(node, ast.alias):
             return None
         parent = self._parents[node]
+        name = node.name
         if isinstance(parent, ast.ImportFrom):
-            return Symbol(f"{'.' * parent.level}{parent.module or ''}.{node.name}", imported=True)
-        return Symbol(node.name if node.asname else node.name.partition(".")[0], imported=True)
+            module = "." * parent.level + (parent.module or "")
+            name = f"{module}.{name}"
+        elif not node.asname:
+            # import a.b binds a
+            name, _, _ = name.partition(".")
+        return Symbol(name, imported=True)
 
     def _title(self, node: ast.AST) -> str:
         scope = self._scope(node)
@@ -260,12 +270,17 @@ class PythonFile:
 
     def _follow_changes(self) -> None:
         """Follow, in the order of the file, what sets keys and attributes or may do so."""
-        changes = [node for node in self._nodes if isinstance(node, ast.Attribute | ast.Subscript)]
-        for target in changes:
-            if not isinstance(target.ctx, ast.Load):
-                self._roots.add(_root(target))
-        changes += [node for node in self._nodes if isinstance(node, ast.Call | ast.AugAssign)]
-        for node in sorted(changes, key=lambda node: (node.lineno, node.col_offset)):
+        parts = list[ast.expr]()
+        calls = list[ast.expr | ast.stmt]()
+        for node in self._nodes:
+            if isinstance(node, ast.Attribute | ast.Subscript):
+                parts.append(node)
+                if not isinstance(node.ctx, ast.Load):
+                    self._roots.add(_root(node))
+            elif isinstance(node, ast.Call | ast.AugAssign):
+                calls.append(node)
+        # a call begins where its function does, which is looked up before it
+        for node in sorted([*parts, *calls], key=_position):
             self._follow_change(node)
 
     def _follow_change(self, node: ast.AST) -> None:
@@ -313,7 +328,8 @@ class PythonFile:
 
     def _doubt(self, value: Any, node: ast.AST) -> None:
         if isinstance(value, Table | Row | Unknown):
-            value.doubt = f"`{shortened(node)}` (line {getattr(node, 'lineno', 0)}) may change it"
+            line = getattr(node, "lineno", 0)
+            value.doubt = f"`{shortened(node)}` (line {line}) may change it"
 
     def _set(self, target: ast.Attribute | ast.Subscript, key: Any) -> None:
         """Follow `target = ...`, also `target += ...` and `del target`."""
@@ -347,7 +363,9 @@ class PythonFile:
         # what belongs to `self` is of a class of their own, and in a note
         if why and bears_on_precision(key) and shortened(root) != "self":
             self._refuse(target, why)
-        entry = Entry(_unknown(target, why) if why else value, target.lineno, id(target))
+        if why:
+            value = _unknown(target, why)
+        entry = Entry(value, target.lineno, id(target))
         if isinstance(base, Table):
             base.entries[key] = entry
         elif isinstance(base, Unknown):
@@ -443,7 +461,10 @@ class PythonFile:
 
     def _number(self, node: ast.UnaryOp | ast.BinOp) -> Any:
         """Return the result of arithmetic on numbers of the size that settings have."""
-        operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        if isinstance(node, ast.UnaryOp):
+            operands = [node.operand]
+        else:
+            operands = [node.left, node.right]
         numbers = [self.value(operand) for operand in operands]
         calculate = ARITHMETIC.get(type(node.op))
         if calculate is None or any(type(number) not in NUMBERS for number in numbers):
@@ -569,7 +590,8 @@ class PythonFile:
         name = getattr(function, "name", "a lambda")
         returns = self._leaving[function]
         body = function.body if isinstance(function, FUNCTIONS) else []
-        is_plain = len(self._loads[name]) == 1 and not getattr(function, "decorator_list", [])
+        is_decorated = bool(getattr(function, "decorator_list", []))
+        is_plain = len(self._loads[name]) == 1 and not is_decorated
         if is_plain and body and returns == body[-1:]:
             return self.value(getattr(returns[0], "value", None))
         return _unknown(node, f"is made by {name}(), which is not run")
@@ -577,6 +599,10 @@ class PythonFile:
 
 def _unknown(node: ast.AST, why: str) -> Unknown:
     return Unknown(shortened(node), getattr(node, "lineno", 0), why)
+
+
+def _position(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _root(target: ast.expr) -> ast.expr:

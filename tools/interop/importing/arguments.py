@@ -25,6 +25,7 @@ from tools.interop.arguments.megatron import (
 from tools.interop.importing.draft import MEGATRON, Draft
 from tools.interop.importing.shell import Word
 
+# argparse's own pattern: such a word is a value, and no option
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 FLAGS = {"true": True, "false": False}
 NOT_GIVEN = (None, "", [], ())
@@ -71,7 +72,8 @@ class Arguments:
     def origin(self, *names: str) -> str:
         """Return how arguments were given, those of them that were; otherwise that it is
         Megatron-LM's default."""
-        return " ".join(self.said[name] for name in names if name in self.said) or MEGATRON
+        given = [self.said[name] for name in names if name in self.said]
+        return " ".join(given) or MEGATRON
 
     def put(self, draft: Draft, key: str, name: str) -> None:
         """Set a key of a run file to the value of an argument, as it is."""
@@ -79,9 +81,9 @@ class Arguments:
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""
-        place = next((self.place[name] for name in names if name in self.place), "")
-        said = " ".join(self.said.get(name, option(name)) for name in names)
-        self.add_problem(said, place, why)
+        places = [self.place[name] for name in names if name in self.place]
+        said = [self.said.get(name, option(name)) for name in names]
+        self.add_problem(" ".join(said), places[0] if places else "", why)
 
     def add_problem(self, said: str, place: str, why: str) -> None:
         """Add a problem with something that stands at a place."""
@@ -90,14 +92,16 @@ class Arguments:
 
     def take(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
         """Add one argument with its values. said: how it was given."""
-        self.tried |= {name, READ[name].kept} if name in READ else {name}
-        unknown = next((word.unknown for word in words if word.unknown), "")
+        self.tried.add(name)
+        if name in READ:
+            self.tried.add(READ[name].kept)
+        unknown = [word.unknown for word in words if word.unknown]
         if name in self.dropped:
             self.left_out[name] = said
         elif name in UNUSED:
             self.unused[name] = said
         elif unknown:
-            self.add_problem(said, place, unknown)
+            self.add_problem(said, place, unknown[0])
         elif name in READ:
             self._read(name, [word.text for word in words], said, place)
         elif not _is_permitted(REFUSED[name].permitted, words):
@@ -113,8 +117,9 @@ class Arguments:
             self.add_problem(said, place, f"the value must be {kind}")
             return
         elif row.choices and not set(texts) <= set(row.choices):
+            choices = ", ".join(row.choices)
             hint = did_you_mean(texts[0], row.choices)
-            self.add_problem(said, place, f"the values are {', '.join(row.choices)}{hint}")
+            self.add_problem(said, place, f"the values are {choices}{hint}")
             return
         self.values[row.kept] = tuple(values) if row.form == "values" else values[0]
         self.said[row.kept] = said
@@ -188,10 +193,13 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
 
 
 def _take_values(name: str, value: Any, arguments: Arguments, place: str) -> None:
-    texts = [str(value)]
-    if form_of(name) == "values":
-        texts = [*map(str, value)] if isinstance(value, list | tuple) else texts[0].split()
-    said = " ".join((option(name), *texts))
+    if form_of(name) != "values":
+        texts = [str(value)]
+    elif isinstance(value, list | tuple):
+        texts = [str(item) for item in value]
+    else:
+        texts = str(value).split()
+    said = " ".join([option(name), *texts])
     arguments.take(name, [Word(text, place) for text in texts], said, place)
 
 
@@ -207,12 +215,17 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
         value = args[name]
         if value not in NOT_GIVEN:
             arguments.said.setdefault(name, f"{name} = {value}")
-        if arguments.place.get(name) == place and arguments.get(name) == DEFAULTS[name]:
+        is_from_here = arguments.place.get(name) == place
+        if is_from_here and arguments.get(name) == DEFAULTS[name]:
             arguments.values.pop(name, None)
     # the log has hundreds of them: their number is enough
     unused = [name for name in known if arguments.unused.pop(name, None)]
     arguments.unused[place] = f"{len(unused)} other arguments of {place}"
-    strange = [text for text in unknown_arguments(args) if form_of(text.split(" ")[0]) is None]
+    strange = list[str]()
+    for text in unknown_arguments(args):
+        name, _, _ = text.partition(" ")
+        if form_of(name) is None:
+            strange.append(text)
     if not strange:
         return []
     return [
@@ -222,10 +235,12 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
 
 def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that are known, without what Megatron-LM itself adds."""
-    table = {TURNED_OFF.get(name, name): value for name, value in args.items()}
-    for name, off in TURNED_OFF.items():
-        if name in args:
-            table[off] = not args[name]
+    table = dict[str, Any]()
+    for name, value in args.items():
+        if name in TURNED_OFF:
+            table[TURNED_OFF[name]] = not value
+        else:
+            table[name] = value
     for name in ("start_weight_decay", "end_weight_decay"):
         if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
             table.pop(name, None)
@@ -247,7 +262,9 @@ def is_known(name: str) -> bool:
 
 def _is_option(word: Word) -> bool:
     text = word.text
-    return text.startswith("-") and len(text) > 1 and not NEGATIVE.match(text) and " " not in text
+    if NEGATIVE.match(text) or " " in text:
+        return False
+    return text.startswith("-") and text != "-"
 
 
 def _is_several(word: Word) -> bool:
@@ -264,8 +281,9 @@ def _why_unknown(word: Word) -> str:
         )
     if not word.text.startswith("-"):
         return "no argument takes this value"
-    name = word.text.partition("=")[0]
-    hint = did_you_mean(name, map(option, (*READ, *UNUSED, *REFUSED)))
+    name, _, _ = word.text.partition("=")
+    options = map(option, (*READ, *UNUSED, *REFUSED))
+    hint = did_you_mean(name, options)
     return f"no such argument of Megatron-LM is known here{hint}"
 
 
@@ -277,7 +295,9 @@ def _typed(text: str, kind: str) -> Any:
         number = NUMBERS[kind](text) if len(text) < 100 else None
     except ValueError:
         return None
-    if number is None or number != number or abs(number) >= 2**63:
+    is_nan = number != number
+    # whole numbers of a TOML file have 64 bits
+    if number is None or is_nan or abs(number) >= 2**63:
         return None
     return number
 

@@ -169,8 +169,8 @@ class _YamlBuilder(_Builder):
 
     def _mapping(self, node: Any, line: int) -> Table:
         table = Table(line=line)
-        own = [pair for pair in node.value if pair[0].tag != MERGE]
-        self._require_once([key for key, _ in own])
+        pairs = [pair for pair in node.value if pair[0].tag != MERGE]
+        self._require_once([key for key, _ in pairs])
         for key, inner in node.value:
             if key.tag == MERGE:
                 merged = self.value(inner)
@@ -178,7 +178,7 @@ class _YamlBuilder(_Builder):
                 parts = reversed(merged.items) if isinstance(merged, Row) else [merged]
                 for part in parts:
                     table.entries |= part.entries if isinstance(part, Table) else {}
-        for key, inner in own:  # explicit keys win over those that are merged
+        for key, inner in pairs:  # explicit keys win over those that are merged
             name = str(self._scalar(key))
             table.entries[name] = Entry(self.value(inner), key.start_mark.line + 1, self.number())
         return table

@@ -131,9 +131,9 @@ class PythonFile:
 
     def _binders_of(self, node: ast.Name) -> list[ast.AST]:
         """Return the nodes that assign a name, in the scope where it is found."""
-        own = scope = self._scope(node)
+        first_scope = scope = self._scope(node)
         while True:
-            is_seen = scope is own or not isinstance(scope, ast.ClassDef)
+            is_seen = scope is first_scope or not isinstance(scope, ast.ClassDef)
             if is_seen and node.id in self._binders.get(scope, {}):
                 return self._binders[scope][node.id]
             if isinstance(scope, ast.Module):

@@ -156,11 +156,11 @@ class Gatherer:
         for name, entry in fields.items():
             if name.startswith("**"):
                 self.findings.note(entry.line, f"{name} of {call.function.last}(...): not known")
-        own = {name: entry for name, entry in fields.items() if name in PLUGIN_FIELDS}
-        if call.function.last == "Trainer" and own:
+        plugin_fields = {name: entry for name, entry in fields.items() if name in PLUGIN_FIELDS}
+        if call.function.last == "Trainer" and plugin_fields:
             why = "read as fields of the precision plugin; nl.Trainer has none such"
-            self.findings.note(call.line, f"{', '.join(own)}: {why}")
-            self._add(NEMO, own, call, completes=True)
+            self.findings.note(call.line, f"{', '.join(plugin_fields)}: {why}")
+            self._add(NEMO, plugin_fields, call, completes=True)
 
     def _table_argument(self, table: str, entry: Entry, name: str, holder: Call) -> None:
         """Read an argument that is a table: a dict, an object with settings, the name of a recipe,
@@ -291,19 +291,23 @@ class Gatherer:
                 order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
                 fields = fields_of(call, order)
                 self._take_call(call)
-                own = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
+                keys = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
                 # a gradient is clipped in a step that is taken, whatever the condition
-                self._add("smp", own, replace(call, guard=""), completes=True)
+                self._add("smp", keys, replace(call, guard=""), completes=True)
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
         in another file."""
         for system, what in WITH_DTYPE.items():
-            own = [settings for settings in self.findings.settings if settings.system == system]
-            said = [one for one in own if not one.completes and one.table in (system, "nemo.v1")]
-            if own and not said:
+            of_system = [
+                settings for settings in self.findings.settings if settings.system == system
+            ]
+            with_dtype = [
+                one for one in of_system if not one.completes and one.table in (system, "nemo.v1")
+            ]
+            if of_system and not with_dtype:
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
-                self.findings.refuse(own[0].line, f"{own[0].name}: {why}")
+                self.findings.refuse(of_system[0].line, f"{of_system[0].name}: {why}")
 
 
 def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str, Entry]:

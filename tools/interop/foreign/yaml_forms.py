@@ -88,8 +88,8 @@ def find(tree: Table, path: str) -> Entry | None:
 
 def _moved(tree: Table, moves: Mapping[str, str]) -> dict[str, Entry]:
     """Return the existing entries by their new keys. moves: new key -> path."""
-    found = {key: find(tree, path) for key, path in moves.items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    entries = {key: find(tree, path) for key, path in moves.items()}
+    return {key: entry for key, entry in entries.items() if entry is not None}
 
 
 def _take(tree: Table, findings: Findings, paths: Iterable[str]) -> None:
@@ -245,15 +245,15 @@ def _automodel(tree: Table, findings: Findings) -> Iterator[Settings]:
     content = inner_table(policy.value)
     if isinstance(content, Table):
         findings.take(policy)
-        given = content.entries.items()
-        fields = {key: e for key, e in given if key != "_target_" and e.value is not None}
+        entries = content.entries.items()
+        fields = {key: e for key, e in entries if key != "_target_" and e.value is not None}
     else:
         why = "Automodel's default, BF16 reduced in FP32"
         findings.note(strategy.line, f"distributed.mp_policy is not given: {why}")
         fields = {key: Entry(value, strategy.line) for key, value in AUTOMODEL.items()}
-    held = find(tree, "model.torch_dtype") or Entry(None)
-    if str(held.value).removeprefix("torch.") == "float32":
-        findings.take(held)  # masters are FP32 in any case
+    model_dtype = find(tree, "model.torch_dtype") or Entry(None)
+    if str(model_dtype.value).removeprefix("torch.") == "float32":
+        findings.take(model_dtype)  # masters are FP32 in any case
     yield Settings(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
 
 
@@ -264,35 +264,35 @@ def _accelerate(tree: Table, findings: Findings) -> Iterator[Settings]:
     version = find(tree, "fsdp_config.fsdp_version") or Entry(None)
     is_second = str(version.value) == "2"
     # YAML takes a bare no for false
-    said = "no" if precision.value is False else str(precision.value)
+    name = "no" if precision.value is False else str(precision.value)
     findings.take(precision)
-    if said not in ACCELERATE_DTYPES:
+    if name not in ACCELERATE_DTYPES:
         remedy = "use no, fp16, bf16 or fp8"
         findings.refuse(precision.line, f"mixed_precision = {precision.value}: {remedy}")
         return
-    held = replace(precision, value=ACCELERATE_DTYPES[said])
+    dtype = replace(precision, value=ACCELERATE_DTYPES[name])
     last: str = "output_dtype" if is_second else "buffer_dtype"
-    fields = {"param_dtype": held, "reduce_dtype": held, last: held}
+    fields = {"param_dtype": dtype, "reduce_dtype": dtype, last: dtype}
     table = SMP_POLICY2 if is_second else SMP_POLICY
     yield Settings(table, fields, precision.line, "mixed_precision")
-    if said == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
+    if name == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
         yield Settings(SMP_SCALER, {}, precision.line, "mixed_precision")
-    if said == "fp8":
+    if name == "fp8":
         yield from _accelerate_fp8(tree, findings, precision.line)
 
 
 def _accelerate_fp8(tree: Table, findings: Findings, line: int) -> Iterator[Settings]:
     config = tree.entries.get("fp8_config", Entry(None))
-    given = dict(config.value.entries) if isinstance(config.value, Table) else {}
-    findings.take(config, *given.values())
-    backend = given.pop("backend", Entry("TE", line))
-    given.pop("use_autocast_during_eval", None)
+    recipe = dict(config.value.entries) if isinstance(config.value, Table) else {}
+    findings.take(config, *recipe.values())
+    backend = recipe.pop("backend", Entry("TE", line))
+    recipe.pop("use_autocast_during_eval", None)
     if backend.value != "TE":
         why = "only Transformer Engine's (TE) is read"
         findings.refuse(backend.line, f"fp8_config.backend = {backend.value}: {why}")
         return
     default = {"amax_compute_algo": Entry("most_recent", line)}
-    yield _delayed(Entry(True, line), default | given, "fp8_config")
+    yield _delayed(Entry(True, line), default | recipe, "fp8_config")
 
 
 def note_composed(tree: Table, findings: Findings) -> None:

@@ -299,21 +299,21 @@ class _Script:
 
     def command_line(self) -> CommandLine:
         """Return the one command that runs a program with arguments."""
-        found = [one for one in self.launches if one[2] or _program(one[1])]
-        if self.path is None and not found:
-            found = self.launches
-            if len(found) != 1:
+        launches = [one for one in self.launches if one[2] or _program(one[1])]
+        if self.path is None and not launches:
+            launches = self.launches
+            if len(launches) != 1:
                 raise UserError.of(
-                    "import.several_commands", shown=self.shown, num_found=len(found)
+                    "import.several_commands", shown=self.shown, num_found=len(launches)
                 )
-        if not found:
+        if not launches:
             raise UserError.of("import.no_program", shown=self.shown)
-        if len(found) > 1:
-            lines = ", ".join(str(line) for line, _, _ in found)
+        if len(launches) > 1:
+            lines = ", ".join(str(line) for line, _, _ in launches)
             raise UserError.of(
-                "import.several_programs", shown=self.shown, num_found=len(found), lines=lines
+                "import.several_programs", shown=self.shown, num_found=len(launches), lines=lines
             )
-        ((_, words, problem),) = found
+        ((_, words, problem),) = launches
         if problem:
             raise problem
         at = _program(words)

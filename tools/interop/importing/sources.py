@@ -271,20 +271,20 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
             "as that of a recipe"
         )
     arguments = sources.arguments
-    found = dict[str, Any]()
+    values = dict[str, Any]()
     for name, value, line in leaves:
         try:
             value = plain(value)
-        except Unreadable as why:
-            names = VARIABLE.findall(str(why))
-            way = f": --assume {names[0]}=VALUE gives it" if names else ""
-            arguments.add_problem(name, f"{path.name}, line {line}", f"{why}{way}")
+        except Unreadable as problem:
+            names = VARIABLE.findall(str(problem))
+            remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
+            arguments.add_problem(name, f"{path.name}, line {line}", f"{problem}{remedy}")
             arguments.tried.add(name.removeprefix("--").replace("-", "_"))
             continue
-        if found.setdefault(name, value) != value:
-            why = f"is {found[name]!r} and {value!r}: keep one of them"
-            arguments.problems.append(f"{name} ({path.name}): {why}")
-    read_table(found, arguments, path.name)
+        if values.setdefault(name, value) != value:
+            problem = f"is {values[name]!r} and {value!r}: keep one of them"
+            arguments.problems.append(f"{name} ({path.name}): {problem}")
+    read_table(values, arguments, path.name)
 
 
 def _leaves(table: Table) -> Iterator[tuple[str, Any, int]]:

@@ -98,8 +98,9 @@ class Gatherer:
         self.findings.take(*fields.values())
         names = [name for name, entry in fields.items() if entry.value not in (None, False)]
         if names:
+            listed = ", ".join(names)
             why = "where a precision plugin is given, it overwrites them"
-            self.findings.note(call.line, f"{call.function.last}: {', '.join(names)}: {why}")
+            self.findings.note(call.line, f"{call.function.last}: {listed}: {why}")
 
     def _call(self, call: Call) -> None:
         last = call.function.last
@@ -132,7 +133,8 @@ class Gatherer:
             self.findings.take(*fields.values())
         for name, why in maker.remarks.items():
             if name in fields:
-                self.findings.note(fields[name].line or call.line, f"{name}: not used, for {why}")
+                line = fields[name].line or call.line
+                self.findings.note(line, f"{name}: not used, for {why}")
         for name, table in maker.tables.items():
             if name in fields:
                 self._table_argument(table, fields.pop(name), name, call)
@@ -156,7 +158,10 @@ class Gatherer:
         for name, entry in fields.items():
             if name.startswith("**"):
                 self.findings.note(entry.line, f"{name} of {call.function.last}(...): not known")
-        plugin_fields = {name: entry for name, entry in fields.items() if name in PLUGIN_FIELDS}
+        plugin_fields = dict[str, Entry]()
+        for name, entry in fields.items():
+            if name in PLUGIN_FIELDS:
+                plugin_fields[name] = entry
         if call.function.last == "Trainer" and plugin_fields:
             why = "read as fields of the precision plugin; nl.Trainer has none such"
             self.findings.note(call.line, f"{', '.join(plugin_fields)}: {why}")
@@ -250,7 +255,8 @@ class Gatherer:
         for name in LOOSE.get(system, ()):
             if name in beside:
                 fields = {name: beside[name]}
-                self.findings.add(Settings(system, fields, fields[name].line, name, completes=True))
+                line = beside[name].line
+                self.findings.add(Settings(system, fields, line, name, completes=True))
 
     def _say(self, table: str, content: Table, name: str, is_used: bool) -> None:
         """Add a dict as settings."""
@@ -275,8 +281,12 @@ class Gatherer:
 
     def _environment(self) -> None:
         """Read environment variables that the file sets for Neuron devices."""
-        fields = {name: self.environment[name] for name in ENVIRONMENT if name in self.environment}
-        if fields and any(settings.system == NXD for settings in self.findings.settings):
+        fields = dict[str, Entry]()
+        for name in ENVIRONMENT:
+            if name in self.environment:
+                fields[name] = self.environment[name]
+        systems = {settings.system for settings in self.findings.settings}
+        if fields and NXD in systems:
             line = next(iter(fields.values())).line
             self.findings.add(Settings(NXD_ENVIRONMENT, fields, line, "os.environ"))
 
@@ -307,7 +317,8 @@ class Gatherer:
             ]
             if of_system and not with_dtype:
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
-                self.findings.refuse(of_system[0].line, f"{of_system[0].name}: {why}")
+                first = of_system[0]
+                self.findings.refuse(first.line, f"{first.name}: {why}")
 
 
 def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str, Entry]:

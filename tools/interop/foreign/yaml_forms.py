@@ -88,12 +88,19 @@ def find(tree: Table, path: str) -> Entry | None:
 
 def _moved(tree: Table, moves: Mapping[str, str]) -> dict[str, Entry]:
     """Return the existing entries by their new keys. moves: new key -> path."""
-    entries = {key: find(tree, path) for key, path in moves.items()}
-    return {key: entry for key, entry in entries.items() if entry is not None}
+    entries = dict[str, Entry]()
+    for key, path in moves.items():
+        entry = find(tree, path)
+        if entry is not None:
+            entries[key] = entry
+    return entries
 
 
 def _take(tree: Table, findings: Findings, paths: Iterable[str]) -> None:
-    findings.take(*_moved(tree, {path: path for path in paths}).values())
+    for path in paths:
+        entry = find(tree, path)
+        if entry is not None:
+            findings.take(entry)
 
 
 def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
@@ -104,7 +111,8 @@ def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
     moves = {key: f"model.{key}" for key in nemo_v1.Nemo1.model_fields}
     moves |= {key: f"model.optim.{name}" for key, name in NEMO1_OPTIMIZER.items()}
     moves |= {"precision": "trainer.precision", "gradient_clip_val": "trainer.gradient_clip_val"}
-    fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
+    entries = _moved(tree, moves)
+    fields = {key: entry for key, entry in entries.items() if entry.value is not None}
     no_numbers = [f"model.{key}" for key in NO_NUMBERS]
     # the dtype of FSDP is in every template
     _take(tree, findings, ["model.precision", "model.fsdp_grad_reduce_dtype", *no_numbers])
@@ -131,10 +139,11 @@ def _nxdt(tree: Table, findings: Findings) -> Iterator[Settings]:
     if is_manual:
         fields |= dict.fromkeys(manual, Entry(False, kind.line)) | _moved(tree, manual)
     yield Settings(NXD, fields, kind.line, "precision.type")
-    variables = {
-        key: replace(entry, value=str(entry.value)) if type(entry.value) is int else entry
-        for key, entry in _moved(tree, environment).items()
-    }
+    variables = _moved(tree, environment)
+    for key, entry in variables.items():
+        # YAML takes the text of a variable for a number
+        if type(entry.value) is int:
+            variables[key] = replace(entry, value=str(entry.value))
     if is_manual and variables:
         yield Settings(NXD_ENVIRONMENT, variables, kind.line, "precision")
     zero = find(tree, "distributed_strategy.zero1") or Entry(True, kind.line)
@@ -245,8 +254,10 @@ def _automodel(tree: Table, findings: Findings) -> Iterator[Settings]:
     content = inner_table(policy.value)
     if isinstance(content, Table):
         findings.take(policy)
-        entries = content.entries.items()
-        fields = {key: e for key, e in entries if key != "_target_" and e.value is not None}
+        fields = dict[str, Entry]()
+        for key, entry in content.entries.items():
+            if key != "_target_" and entry.value is not None:
+                fields[key] = entry
     else:
         why = "Automodel's default, BF16 reduced in FP32"
         findings.note(strategy.line, f"distributed.mp_policy is not given: {why}")
@@ -300,7 +311,9 @@ def note_composed(tree: Table, findings: Findings) -> None:
     in this file."""
     entry = tree.entries.get("defaults", Entry(None))
     items = entry.value.items if isinstance(entry.value, Row) else ()
-    names = [name for item in items for name in _brought(item)]
+    names = list[str]()
+    for item in items:
+        names += _brought(item)
     if names:
         why = "Hydra takes in other files, and what they say of precision is not read"
         text = f"defaults: {', '.join(names)}: {why}: give the composed file"
@@ -324,9 +337,10 @@ def read_flat(tree: Table, findings: Findings) -> None:
     if plugins is not None and isinstance(plugins.value, str):
         findings.add(Settings(NEMO, {"recipe": plugins}, plugins.line, plugins.value))
     elif {"recipe", "precision"} & set(tree.entries):
-        fields = {
-            key: entry for key, entry in tree.entries.items() if not isinstance(entry.value, Table)
-        }
+        fields = dict[str, Entry]()
+        for key, entry in tree.entries.items():
+            if not isinstance(entry.value, Table):
+                fields[key] = entry
         if {"recipe", "precision"} & set(fields):
             line = next(iter(fields.values())).line
             findings.add(Settings(NEMO, fields, line, "the file"))

@@ -30,7 +30,10 @@ NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 FLAGS = {"true": True, "false": False}
 NOT_GIVEN = (None, "", [], ())
 # the names under which values are kept, as they are typed; of two the first
-TYPED = {row.kept: row.name for row in reversed([*READ.values()]) if row.kept not in READ}
+TYPED = dict[str, str]()
+for _row in READ.values():
+    if _row.kept not in READ:
+        TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
 TURNED_OFF = {"perform_initialization": "no_initialization", "data_sharding": "no_data_sharding"}
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}

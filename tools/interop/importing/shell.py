@@ -317,9 +317,11 @@ class _Script:
         if problem:
             raise problem
         at = _program(words)
-        notes = {note for word in words[at:] for note in word.defaults}
-        ranks = _ranks(words[:at])
-        return CommandLine(words[at:], ranks, [*self.notes, *sorted(notes)], self.taken_in)
+        defaults = set[str]()
+        for word in words[at:]:
+            defaults |= word.defaults
+        notes = [*self.notes, *sorted(defaults)]
+        return CommandLine(words[at:], _ranks(words[:at]), notes, self.taken_in)
 
     def follow(self, text: str, name: str) -> None:
         """Follow the commands of a file."""
@@ -372,7 +374,9 @@ class _Script:
         line = command.line
         if certain and self._assign_all(words, line):
             return
-        expanded = [part for word in words for part in self._expanded(word, file)]
+        expanded = list[Word]()
+        for word in words:
+            expanded += self._expanded(word, file)
         if first in ("echo", "cat"):
             self._open_set_by(" ".join(SETS_WITHIN.findall(command.written)), line)
             return
@@ -416,8 +420,9 @@ class _Script:
         self.defaults = set()
         if word.items is not None:
             keeps = adds and (name in self.values or self.open_rest)
-            before = self._value(name) if keeps else []
-            items = [*before, *(text for item in word.items for text in self._fields(item))]
+            items = [*self._value(name)] if keeps else []
+            for item in word.items:
+                items += self._fields(item)
             self.arrays.add(name)
         elif name in self.arrays:  # only its first item is set
             self._open(name, line)
@@ -614,8 +619,10 @@ def _program(words: Sequence[Word]) -> int:
     otherwise 0."""
     for at, word in enumerate(words):
         if PROGRAM.fullmatch(word.text):
-            followed = any(arg.unknown or arg.text.startswith("--") for arg in words[at + 1 :])
-            return at + 1 if followed else 0
+            for argument in words[at + 1 :]:
+                if argument.unknown or argument.text.startswith("--"):
+                    return at + 1
+            return 0
     return 0
 
 

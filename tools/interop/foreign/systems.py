@@ -130,13 +130,6 @@ PRECISION_OF_PLUGINS = frozenset(
         "master_weights cast_inputs force_outputs_fp32 use_fp8 fp8_communication tp_size pp_size"
     )
 )
-LAYOUT_OF_PLUGINS = dict.fromkeys(
-    _words(
-        "sp_size ep_size enable_sequence_parallelism sequence_parallelism_mode pp_style "
-        "num_model_chunks num_microbatches microbatch_size num_layers_per_stage"
-    ),
-    "the layout besides tp_size and pp_size, and schedules, are the run file's",
-)
 WITHOUT_BUFFERS = "the trainer's models have no buffers that ranks could differ in"
 BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
@@ -154,15 +147,9 @@ OPTIMIZER_KEYS = _words(
 
 
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
+    # the layout besides tp_size and pp_size, and schedules, are the run file's
     unrelated = frozenset(order) - PRECISION_OF_PLUGINS | {"moe_dp_outside"}
-    return Maker(
-        PLUGIN,
-        order,
-        ("colossalai",),
-        unrelated=unrelated,
-        remarks=LAYOUT_OF_PLUGINS,
-        adds={"kind": kind},
-    )
+    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, adds={"kind": kind})
 
 
 def _scaler(order: tuple[str, ...], packages: tuple[str, ...]) -> Maker:

@@ -352,12 +352,11 @@ def _refuse_state_contradictions(reading: Reading, plugin: MegatronMixedPrecisio
         reading.refuse(key, getattr(plugin, key), "needs use_precision_aware_optimizer = true")
     if plugin.main_params_dtype not in (None, torch.float32):
         reading.refuse("main_params_dtype", plugin.main_params_dtype, "masters are float32 here")
-    if (plugin.exp_avg_dtype or torch.float32) != (plugin.exp_avg_sq_dtype or torch.float32):
-        why = (
-            "both moments have one dtype here: make it that of exp_avg_dtype, "
-            f"{plugin.exp_avg_dtype}"
-        )
-        reading.refuse("exp_avg_sq_dtype", plugin.exp_avg_sq_dtype, why)
+    first = plugin.exp_avg_dtype or torch.float32
+    second = plugin.exp_avg_sq_dtype or torch.float32
+    if first != second:
+        why = f"both moments have one dtype here: make it that of exp_avg_dtype, {first}"
+        reading.refuse("exp_avg_sq_dtype", second, why)
 
 
 def _state_dtypes(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str, Decision]:

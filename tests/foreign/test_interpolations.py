@@ -25,7 +25,7 @@ OPEN = {
     "a table": "a: {b: bf16}\ntrainer: {precision: '${a}'}\n",
     "a part of a text": "a: bf\ntrainer: {precision: '${a}16'}\n",
     "a function": "trainer: {precision: '${oc.env:PRECISION}'}\n",
-    "above the file": "trainer: {precision: '${....kind}'}\n",
+    "above the file": "kind: bf16\ntrainer: {precision: '${....kind}'}\n",
     "not filled in": "a: ???\ntrainer: {precision: '${a}'}\n",
 }
 
@@ -42,8 +42,7 @@ def test_what_names_no_value_of_the_file_is_refused(case: str, tmp_path: Path) -
     (path := tmp_path / "config.yaml").write_text(OPEN[case] + MODEL)
     with raises(
         "precision_file.unknown_value",
-        key="precision",
-        name="trainer.precision",
+        setting="precision of trainer.precision",
         why=re.compile("interpolation|filled in"),
     ):
         read_precision(path)

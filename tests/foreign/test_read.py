@@ -332,3 +332,52 @@ def test_a_key_that_is_given_twice_is_refused_by_name(name: str, tmp_path: Path)
     with pytest.raises(UserError, match=rf"{name}.*twice") as refused:
         read_precision(tmp_path / name)
     assert place in str(refused.value)
+
+
+NOTED = {
+    "a holder's words of precision that it does not read": (
+        "import nemo.lightning as nl\n"
+        "nl.Trainer(plugins=bf16_mixed(), precision='16', gradient_clip_val=0.5)\n",
+        ("precision = 16", "gradient_clip_val = 0.5"),
+    ),
+    "what stands beside a plugin in a list": (
+        "import nemo.lightning as nl\nnl.Trainer(plugins=[bf16_mixed(), other])\n",
+        ("other: beside what sets plugins",),
+    ),
+    "what is understood and not used": (
+        "model = NaiveAMPModel(model, dtype=torch.bfloat16,\n    sync_buffer=False)\n",
+        ("line 2: sync_buffer: not used",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_no_setting_covers_is_noted(case: str, tmp_path: Path) -> None:
+    text, expected = NOTED[case]
+    notes = read_precision(write(tmp_path, text)).notes
+    assert [words for words in expected if not any(words in note for note in notes)] == []
+
+
+LEFT_OPEN = {
+    "a variable is named once": (
+        "model = dict(dtype='torch.float16', num_attention_heads=2)\n"
+        "use_fp32_norm = os.environ.get('X')\n",
+        {"setting": "use_fp32_norm"},
+    ),
+    "a case has the line of its pattern": (
+        "match kind:\n    case 1:\n        fp16 = dict(mode='TORCH')\n",
+        {"why": "it depends on `case 1` (line 2)"},
+    ),
+    "a variable of the environment that a call may set": (
+        "mixed_precision_config = {'use_master_weights': True}\n"
+        "os.environ.setdefault('XLA_USE_BF16', '1')\n",
+        {"why": "`os.environ.setdefault('XLA_USE_BF16', '1')` may set it"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OPEN)
+def test_what_is_left_open_is_named_with_its_reason(case: str, tmp_path: Path) -> None:
+    text, fields = LEFT_OPEN[case]
+    with raises("precision_file.unknown_value", **fields):
+        read_precision(write(tmp_path, text))

@@ -511,6 +511,52 @@ def test_the_help_of_a_key_is_a_sentence() -> None:
     assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
 
 
+TE = ["fp8.kind=delayed", "fp8.history=te"]
+CANONICAL = ["train.numerics=canonical"]
+TASKS = ['data.lm_eval=["arc_easy"]']
+BROKEN = {
+    "model": "model.heads=many",
+    "data": "data.held_out=some",
+    "parallel": "parallel.tensor=two",
+    "precision": "precision.compute=float",
+    "fp8": "fp8.margin=wide",
+    "train": "train.seed=none",
+}
+NEEDED = [
+    ("config.history_recomputed", [*TE, "parallel.recompute_fraction=0.5"], "model precision"),
+    ("config.history_sentinel", [*TE, "train.sentinel=2"], "model precision parallel"),
+    ("config.history_shadow", [*TE, "fp8.shadow_every=2"], "model precision parallel train"),
+    ("config.context_sentinel", ["parallel.context=2", "train.sentinel=2"], "model fp8 data"),
+    ("config.context_lm_eval", ["parallel.context=2", *TASKS], "model fp8 train"),
+    ("config.too_many_stages", ["parallel.pipeline=64"], "train"),
+    ("config.validation_name", ['data.validation=[{name = "/", source = "x"}]'], "train"),
+    ("config.lm_eval_key", ["data.lm_eval_limit=2"], "model train fp8"),
+    ("config.lm_eval_never", TASKS, "model fp8"),
+    ("config.lm_eval_fp8", [*TASKS, "fp8.kind=current"], "model train"),
+    ("precision.pattern_unmatched", ['precision.keep_fp32=["none.*"]'], "data"),
+    ("config.experts_amaxes", ["parallel.expert=2", *TE, "fp8.reduce_amax=false"], "train"),
+    ("config.experts_canonical", ["parallel.expert=2", *CANONICAL], "fp8"),
+    ("config.canonical_compile", [*CANONICAL, "train.compile=block"], "model data precision fp8"),
+    ("config.canonical_mtp", [*CANONICAL, "model.mtp_layers=1"], "data precision fp8"),
+    ("config.canonical_lm_eval", [*CANONICAL, *TASKS], "model precision fp8"),
+    ("config.canonical_history", [*CANONICAL, *TE], "model data precision"),
+    (
+        "config.canonical_pipeline",
+        [*CANONICAL, "precision.pipeline=bf16"],
+        "model data fp8",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "keys", "table"),
+    [(code, keys, table) for code, keys, tables in NEEDED for table in tables.split()],
+)
+def test_a_broken_table_hides_no_problem_of_others(code: str, keys: list[str], table: str) -> None:
+    with raises(code):
+        load_run(None, [*MINIMAL, *keys, BROKEN[table]])
+
+
 @pytest.mark.parametrize("key", REMOVED_KEYS)
 @pytest.mark.parametrize("value", ["false", '"stage"'])
 def test_a_key_that_no_run_computes_with_is_refused_by_name(key: str, value: str) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from megaprec.errors import Problem
 from megaprec.optim.canonical.requirements import canonical_conflicts
-from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import DTYPES
 from models.config import ModelConfig
 from tools.config.data_settings import Data
-from tools.config.native_keys import plan_or_none
+from tools.config.native_keys import plan_or_none, recipe_or_none
 from tools.config.precision_settings import FP8, Precision
 from tools.config.settings import Parallel, Train
 
@@ -46,34 +46,59 @@ def virtual_sizes(train: Train, model: ModelConfig) -> Iterator[str]:
         yield Problem.of("config.canonical_kv_heads", shards=shards, kv_heads=model.kv_heads)
 
 
-def unequal_settings(
-    train: Train, model: ModelConfig, precision: Precision, fp8: FP8, data: Data
-) -> Iterator[str]:
-    """Yield a problem for each setting whose results depend on the layout, or that does not know
-    virtual ranks."""
+def unequal_steps(train: Train) -> Iterator[str]:
+    """Yield a problem for each setting of [train] whose results depend on the layout, or that does
+    not know virtual ranks."""
     if train.numerics != "canonical":
         return
     # threads of a product cut its sum
     if not train.threads:
         yield Problem.of("config.canonical_threads")
-    if model.factory:
-        yield Problem.of("config.canonical_factory", factory=model.factory)
-    if model.mtp_layers:
-        yield Problem.of("config.canonical_mtp", mtp_layers=model.mtp_layers)
     if train.sentinel:
         yield Problem.of("config.canonical_sentinel", sentinel=train.sentinel)
     if train.compile != "off":
         yield Problem.of("config.canonical_compile", compile=train.compile)
-    if data.lm_eval:
-        yield Problem.of("config.canonical_lm_eval")
-    plan = plan_or_none(precision, fp8)
-    if plan is None:
+
+
+def unequal_models(train: Train, model: ModelConfig) -> Iterator[str]:
+    """Yield a problem for each part of a model that does not know virtual ranks."""
+    if train.numerics != "canonical":
         return
-    # unless the dtype between stages holds every number of the residual stream
-    if torch.promote_types(plan.pipeline, plan.residual) != plan.pipeline:
+    if model.factory:
+        yield Problem.of("config.canonical_factory", factory=model.factory)
+    if model.mtp_layers:
+        yield Problem.of("config.canonical_mtp", mtp_layers=model.mtp_layers)
+
+
+def unequal_tasks(train: Train, data: Data) -> Iterator[str]:
+    """Yield a problem for tasks that do not know virtual ranks."""
+    if train.numerics == "canonical" and data.lm_eval:
+        yield Problem.of("config.canonical_lm_eval")
+
+
+def unequal_stages(train: Train, precision: Precision) -> Iterator[str]:
+    """Yield a problem unless the dtype between stages holds every number of the residual stream."""
+    if train.numerics != "canonical":
+        return
+    pipeline = DTYPES[precision.pipeline]
+    if torch.promote_types(pipeline, DTYPES[precision.residual]) != pipeline:
         yield Problem.of("config.canonical_pipeline", pipeline=precision.pipeline)
-    if plan.fp8 is not None:
-        yield from _scales_by_layout(plan.fp8, fp8.shadow_every)
+
+
+def unequal_scales(train: Train, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each setting under which FP8 scales would depend on the layout."""
+    recipe = recipe_or_none(fp8)
+    if train.numerics != "canonical" or recipe is None:
+        return
+    # micro-batches advance the scales in the order in which the layout computes them
+    if not recipe.repeatable:
+        yield Problem.of("config.canonical_history")
+    if not recipe.reduce_amax:
+        yield Problem.of("config.canonical_amaxes")
+    if recipe.backend != "torch":
+        yield Problem.of("config.canonical_fp8_backend", backend=recipe.backend)
+    if fp8.shadow_every:
+        yield Problem.of("config.canonical_shadow", shadow_every=fp8.shadow_every)
 
 
 def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP8) -> Iterator[str]:
@@ -84,16 +109,3 @@ def unequal_sums(train: Train, parallel: Parallel, precision: Precision, fp8: FP
         return
     for problem in canonical_conflicts(plan, parallel.data):
         yield f"{CANONICAL}, parallel.data = {parallel.data}: {problem}"
-
-
-def _scales_by_layout(recipe: FP8Recipe, shadow_every: int) -> Iterator[str]:
-    """Yield a problem for each setting under which FP8 scales would depend on the layout."""
-    # micro-batches advance the scales in the order in which the layout computes them
-    if not recipe.repeatable:
-        yield Problem.of("config.canonical_history")
-    if not recipe.reduce_amax:
-        yield Problem.of("config.canonical_amaxes")
-    if recipe.backend != "torch":
-        yield Problem.of("config.canonical_fp8_backend", backend=recipe.backend)
-    if shadow_every:
-        yield Problem.of("config.canonical_shadow", shadow_every=shadow_every)

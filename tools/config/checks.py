@@ -6,7 +6,7 @@ Every problem is a line with the key, its value, the reason and the nearest valu
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -22,10 +22,25 @@ from models.attention.context_limits import context_problems
 from models.config import ModelConfig
 from models.logical_shapes import logical_shapes
 from parallel.activation_checkpoint import MODULES
-from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes
+from tools.config.canonical import (
+    unequal_models,
+    unequal_scales,
+    unequal_stages,
+    unequal_steps,
+    unequal_sums,
+    unequal_tasks,
+    virtual_ranks,
+    virtual_sizes,
+)
 from tools.config.data_settings import Data
-from tools.config.expert_ranks import expert_layout, expert_neighbours
-from tools.config.native_keys import loss_scaling, plan_of, plan_or_none, recipe_of
+from tools.config.expert_ranks import expert_layout, expert_numerics, expert_scales
+from tools.config.native_keys import (
+    loss_scaling,
+    plan_of,
+    plan_or_none,
+    recipe_of,
+    recipe_or_none,
+)
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
@@ -100,27 +115,28 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
     yield from _problems_of(make_rule, optimizer)
 
 
-def _repeated_passes(
-    model: ModelConfig, parallel: Parallel, precision: Precision, fp8: FP8
-) -> Iterator[str]:
-    """Yield a problem for each setting that computes a pass again, if FP8 scales would then have
-    advanced (`FP8Recipe.repeatable`)."""
-    plan = plan_or_none(precision, fp8)
-    if plan is None or plan.fp8 is None or plan.fp8.repeatable:
-        return
-    if parallel.recompute_fraction or parallel.recompute_layers:
+def _recomputed_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:
+    recomputes_layers = parallel.recompute_fraction or parallel.recompute_layers
+    if recomputes_layers and _scales_advance(fp8):
         yield Problem.of("config.history_recomputed")
-    if model.latent and "attention" in parallel.recompute_modules:
+
+
+def _recomputed_latents(model: ModelConfig, parallel: Parallel, fp8: FP8) -> Iterator[str]:
+    recomputes_attention = "attention" in parallel.recompute_modules
+    if model.latent and recomputes_attention and _scales_advance(fp8):
         yield Problem.of("config.history_latent")
-    if fp8.shadow_every:
-        yield Problem.of("config.history_shadow", shadow_every=fp8.shadow_every)
 
 
-def _sentinel(train: Train, precision: Precision, fp8: FP8) -> Iterator[str]:
-    """Yield a problem if the sentinel cannot compute a micro-batch again."""
-    plan = plan_or_none(precision, fp8)
-    if train.sentinel and plan is not None and plan.fp8 and not plan.fp8.repeatable:
+def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
+    if train.sentinel and _scales_advance(fp8):
         yield Problem.of("config.history_sentinel", sentinel=train.sentinel)
+
+
+def _scales_advance(fp8: FP8) -> bool:
+    """Return True if a pass that is computed again would find other FP8 scales
+    (`FP8Recipe.repeatable`)."""
+    recipe = recipe_or_none(fp8)
+    return recipe is not None and not recipe.repeatable
 
 
 def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
@@ -128,29 +144,29 @@ def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
         yield Problem.of("config.compile_factory", compile=train.compile, factory=model.factory)
 
 
-def _patterns(
-    optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data
-) -> Iterator[str]:
+def _optimizer_patterns(optimizer: Optimizer, model: ModelConfig) -> Iterator[str]:
+    groups = [group.pattern for group in optimizer.groups]
+    yield from _unmatched("optimizer.groups", groups, model)
+    patterns = optimizer.options.get("by_adamw", [])
+    # `_rule` reports an option that is no list, and items that are no text
+    if optimizer.name.lower() == "muon" and isinstance(patterns, list):
+        by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
+        yield from _unmatched("optimizer.options by_adamw", by_adamw, model)
+
+
+def _fp32_patterns(precision: Precision, model: ModelConfig) -> Iterator[str]:
+    yield from _unmatched("precision.keep_fp32", precision.keep_fp32, model)
+
+
+def _unmatched(key: str, patterns: Sequence[str], model: ModelConfig) -> Iterator[str]:
     """Yield a problem for each pattern without a parameter; parameters of a custom model are known
     to the ranks only.
     """
-    groups = [group.pattern for group in optimizer.groups]
-    by_adamw = list[str]()
-    if optimizer.name.lower() == "muon":
-        patterns = optimizer.options.get("by_adamw", [])
-        # `_rule` reports an option that is no list, and items that are no text
-        if isinstance(patterns, list):
-            by_adamw = [pattern for pattern in patterns if isinstance(pattern, str)]
-    if model.factory or not (groups or precision.keep_fp32 or by_adamw):
+    if model.factory or not patterns:
         return
-    # known without building the model
-    names = [*logical_shapes(with_vocabulary_size(model, data))]
-    for key, patterns in (
-        ("optimizer.groups", groups),
-        ("precision.keep_fp32", precision.keep_fp32),
-        ("optimizer.options by_adamw", by_adamw),
-    ):
-        yield from unmatched_problems(key, patterns, match_patterns(patterns, names), names)
+    # known without building the model, and the same for any vocabulary
+    names = [*logical_shapes(model)]
+    yield from unmatched_problems(key, patterns, match_patterns(patterns, names), names)
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
@@ -216,12 +232,10 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
 
 
 def _cut_sequences(
-    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8, data: Data
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8
 ) -> Iterator[str]:
-    """Yield a problem for each setting under which parallel.context ranks cannot share a sequence.
-
-    The rules about the model and its precision are those of the engine.
-    """
+    """Yield a problem for each setting under which parallel.context ranks cannot share a sequence,
+    by the rules of the engine."""
     if parallel.context == 1:
         return
     # sequence parallelism cuts the tokens of a rank again
@@ -232,11 +246,17 @@ def _cut_sequences(
         yield from context_problems(
             model, plan, parallel.context, train.seq_length, slices, canonical
         )
-    if train.sentinel:
+
+
+def _sentinel_of_cut_sequences(train: Train, parallel: Parallel) -> Iterator[str]:
+    if train.sentinel and parallel.context > 1:
         yield Problem.of(
             "config.context_sentinel", context=parallel.context, sentinel=train.sentinel
         )
-    if data.lm_eval:
+
+
+def _lm_eval_of_cut_sequences(parallel: Parallel, data: Data) -> Iterator[str]:
+    if data.lm_eval and parallel.context > 1:
         yield Problem.of("config.context_lm_eval", context=parallel.context)
 
 
@@ -295,13 +315,19 @@ def _predicted_ahead(model: ModelConfig, train: Train) -> Iterator[str]:
         )
 
 
+def _pipeline(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
+    if parallel.pipeline > model.layers:
+        pipeline = f"parallel.pipeline {parallel.pipeline}"
+        yield Problem.of("config.too_many_stages", pipeline=pipeline, layers=model.layers)
+
+
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and
     layers."""
-    pipeline = f"parallel.pipeline {parallel.pipeline}"
-    if parallel.pipeline > model.layers:  # before a schedule is built for all of them
-        yield Problem.of("config.too_many_stages", pipeline=pipeline, layers=model.layers)
+    # `_pipeline` reports them; a schedule for all of them would take long to build
+    if parallel.pipeline > model.layers:
         return
+    pipeline = f"parallel.pipeline {parallel.pipeline}"
     try:
         stages = stage_count(parallel, _microbatches(train, parallel))
     except UserError as error:
@@ -360,6 +386,9 @@ def _blend(data: Data) -> Iterator[str]:
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not (data.held_out or data.validation or data.lm_eval):
         yield Problem.of("config.eval_without_text", eval_every=train.eval_every)
+
+
+def _validation_names(data: Data) -> Iterator[str]:
     # further sets beside the held-out part
     names = [part.name for part in data.validation]
     for name in dict.fromkeys(names):
@@ -370,18 +399,24 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
             yield Problem.of("config.validation_name_twice", count=names.count(name), name=name)
 
 
-def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
-    """Yield a problem for settings under which the tasks of data.lm_eval are not evaluated."""
-    if not data.lm_eval:
-        for key in ("lm_eval_folder", "lm_eval_limit"):
-            if getattr(data, key):
-                yield Problem.of("config.lm_eval_key", key=key)
-        return
-    if not train.eval_every:
+def _lm_eval_keys(data: Data) -> Iterator[str]:
+    for key in ("lm_eval_folder", "lm_eval_limit"):
+        if getattr(data, key) and not data.lm_eval:
+            yield Problem.of("config.lm_eval_key", key=key)
+
+
+def _lm_eval_steps(train: Train, data: Data) -> Iterator[str]:
+    if data.lm_eval and not train.eval_every:
         yield Problem.of("config.lm_eval_never")
-    if model.factory:
+
+
+def _lm_eval_family(model: ModelConfig, data: Data) -> Iterator[str]:
+    if data.lm_eval and model.factory:
         yield Problem.of("config.lm_eval_factory")
-    if fp8.kind != "none":
+
+
+def _lm_eval_products(data: Data, fp8: FP8) -> Iterator[str]:
+    if data.lm_eval and fp8.kind != "none":
         yield Problem.of("config.lm_eval_fp8")
 
 
@@ -390,10 +425,13 @@ def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
         yield Problem.of("config.sample_factory", factory=model.factory)
 
 
+def _recipe(fp8: FP8) -> Iterator[str]:
+    yield from _problems_of(recipe_of, fp8)
+
+
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
-    # its problems name keys of [fp8], those of the plan fields without their table
-    if problems := _problems_of(recipe_of, fp8):
-        yield from problems
+    # `_recipe` reports the problems of [fp8]; those of the plan name fields without their table
+    if _problems_of(recipe_of, fp8):
         return
     for problem in _problems_of(plan_of, precision, fp8):
         yield problem.within("precision.")
@@ -402,6 +440,8 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
 def _shadow(fp8: FP8) -> Iterator[str]:
     if fp8.shadow_every and fp8.kind == "none":
         yield Problem.of("config.shadow_without_fp8", shadow_every=fp8.shadow_every)
+    if fp8.shadow_every and _scales_advance(fp8):
+        yield Problem.of("config.history_shadow", shadow_every=fp8.shadow_every)
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
@@ -437,33 +477,48 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
     _sequence,
     _cut_sequences,
+    _sentinel_of_cut_sequences,
+    _lm_eval_of_cut_sequences,
+    _pipeline,
     _stages,
     _batch,
     _positions,
     _vocabulary,
     _blend,
     _evaluation,
-    _lm_eval,
+    _validation_names,
+    _lm_eval_keys,
+    _lm_eval_steps,
+    _lm_eval_family,
+    _lm_eval_products,
     _sample,
     _schedule,
+    _recipe,
     _plan,
     _shadow,
     _compile,
     _kind_of_scale,
     _scale,
     _rule,
-    _patterns,
+    _optimizer_patterns,
+    _fp32_patterns,
     _zero,
     _elastic,
     _recompute,
     _recomputed_layers,
     _predicted_ahead,
-    _repeated_passes,
+    _recomputed_scales,
+    _recomputed_latents,
     _sentinel,
     expert_layout,
-    expert_neighbours,
+    expert_numerics,
+    expert_scales,
     virtual_ranks,
     virtual_sizes,
-    unequal_settings,
+    unequal_steps,
+    unequal_models,
+    unequal_tasks,
+    unequal_stages,
+    unequal_scales,
     unequal_sums,
 )

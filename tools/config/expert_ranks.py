@@ -77,21 +77,33 @@ def _possible(model: ModelConfig, parallel: Parallel) -> str:
     return f": {', '.join(possible)} would" if possible else ""
 
 
-def expert_neighbours(train: Train, parallel: Parallel, fp8: FP8) -> Iterator[str]:
-    """Yield a problem for each setting that does not know experts on ranks of their own."""
-    # experts lie on their ranks as all other weights do
-    if parallel.expert == 1 and expert_slices(parallel) == parallel.tensor:
-        return
-    if parallel.expert > 1:
-        key = f"parallel.expert = {parallel.expert}"
-    else:
-        key = f"parallel.expert_tensor = {parallel.expert_tensor}"
-    if train.numerics == "canonical":
+def expert_numerics(train: Train, parallel: Parallel) -> Iterator[str]:
+    """Yield a problem if canonical numerics would need experts on ranks of their own."""
+    key = _key_of_spread(parallel)
+    if key and train.numerics == "canonical":
         yield Problem.of("config.experts_canonical", key=key)
+
+
+def expert_scales(parallel: Parallel, fp8: FP8) -> Iterator[str]:
+    """Yield a problem for each setting of [fp8] that does not know experts on ranks of their
+    own."""
+    key = _key_of_spread(parallel)
+    if not key:
+        return
     if fp8.kind == "delayed" and not fp8.reduce_amax:
         yield Problem.of("config.experts_amaxes", key=key)
     if fp8.kind != "none" and fp8.shadow_every:
         yield Problem.of("config.experts_shadow", key=key, shadow_every=fp8.shadow_every)
+
+
+def _key_of_spread(parallel: Parallel) -> str:
+    """Return the key that puts experts on ranks of their own; "" if they lie as all other weights
+    do."""
+    if parallel.expert > 1:
+        return f"parallel.expert = {parallel.expert}"
+    if expert_slices(parallel) != parallel.tensor:
+        return f"parallel.expert_tensor = {parallel.expert_tensor}"
+    return ""
 
 
 def expert_slices(parallel: Parallel) -> int:

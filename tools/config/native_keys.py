@@ -111,6 +111,15 @@ def plan_of(precision: Precision, fp8: FP8, dialect: PrecisionPlan | None = None
     )
 
 
+def recipe_or_none(fp8: FP8) -> FP8Recipe | None:
+    """Return the recipe that [fp8] asks for; None also if it makes none, which a rule of its own
+    reports."""
+    try:
+        return recipe_of(fp8)
+    except UserError:
+        return None
+
+
 def plan_or_none(precision: Precision, fp8: FP8) -> PrecisionPlan | None:
     """Return the plan of both tables; None if they make none, which a rule of its own reports."""
     try:

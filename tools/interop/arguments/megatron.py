@@ -567,22 +567,25 @@ class Refused:
 def _argument(row: str) -> Argument:
     names, described, *keys = row.split()
     name, _, kept = names.partition(">")
+    kept = kept or name
     form: Form = "values" if "*" in described else "value"
-    kind, _, default = described.replace("*", "").partition("=")
-    value: Any = NUMBERS.get(kind, str)(default) if default else None
-    words = kind.split("|")
-    if len(words) > 1:
+    kind, _, text = described.replace("*", "").partition("=")
+    if kind.rstrip("?") in _FLAGS:
+        flag = kind.rstrip("?")
+        default = None if kind.endswith("?") else not _FLAGS[flag]
+        return Argument(name, kept, flag, "flag", default, tuple(keys), (), ())
+    choices = tuple[str, ...]()
+    foreign = tuple[str, ...]()
+    default: Any = NUMBERS.get(kind, str)(text) if text else None
+    if "|" in kind:
+        words = kind.split("|")
+        choices = tuple(word.strip("()") for word in words if word)
+        foreign = tuple(word.strip("()") for word in words if word.startswith("("))
+        default = words[0] or None
         kind = "text"
-        value = words[0] or None
-    elif kind.rstrip("?") in _FLAGS:
-        form = "flag"
-        value = None if kind.endswith("?") else not _FLAGS[kind]
-        kind = kind.rstrip("?")
-    if form == "values" and value is not None:
-        value = (value,)
-    choices = tuple(word.strip("()") for word in words if word) if len(words) > 1 else ()
-    foreign = tuple(word.strip("()") for word in words if word.startswith("("))
-    return Argument(name, kept or name, kind, form, value, tuple(keys), choices, foreign)
+    if form == "values" and default is not None:
+        default = (default,)
+    return Argument(name, kept, kind, form, default, tuple(keys), choices, foreign)
 
 
 def _shapes(names: str) -> Iterator[tuple[str, Form, str | None]]:

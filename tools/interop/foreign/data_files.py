@@ -65,24 +65,37 @@ def _named(value: Unknown, tables: tuple[Table, ...], hops: int = 8) -> Entry | 
     have is left out.
     """
     match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.text)
-    if match is None or len(match[1]) > len(tables) or not hops:
+    if match is None or not hops:
         return None
-    levels_up = len(match[1])
-    chain = [*tables[: len(tables) - levels_up + 1]] if levels_up else [tables[0]]
-    first, *rest = match[2].split(".")
-    path = rest if not levels_up and first not in chain[0].entries else [first, *rest]
+    dots, names = match.groups()
+    path = names.split(".")
+    # a dot is the table that has the interpolation, each further one the table around it
+    if len(dots) > len(tables):
+        return None
+    scopes = tables[: len(tables) - len(dots) + 1] if dots else tables[:1]
+    if not dots and path[0] not in scopes[0].entries:
+        path = path[1:]
+    chain, entry = _entry_at(scopes, path)
+    if entry is None or isinstance(entry.value, Table | Row):
+        return None
+    return _named(entry.value, chain, hops - 1) if _is_interpolation(entry.value) else entry
+
+
+def _entry_at(
+    tables: tuple[Table, ...], path: Sequence[str]
+) -> tuple[tuple[Table, ...], Entry | None]:
+    """Return the entry at a path from the last of `tables`, and the tables down to it."""
     entry: Entry | None = None
     for name in path:
         if entry is not None:
-            chain.append(inner_table(entry.value))
-        if not isinstance(chain[-1], Table):
-            return None
-        entry = chain[-1].entries.get(name)
+            inner = inner_table(entry.value)
+            if not isinstance(inner, Table):
+                return tables, None
+            tables = (*tables, inner)
+        entry = tables[-1].entries.get(name)
         if entry is None:
-            return None
-    if entry is not None and _is_interpolation(entry.value):
-        return _named(entry.value, tuple(chain), hops - 1)
-    return None if entry is None or isinstance(entry.value, Table | Row) else entry
+            return tables, None
+    return tables, entry
 
 
 class _Builder:
@@ -156,8 +169,8 @@ class _YamlBuilder(_Builder):
 
     def _mapping(self, node: Any, line: int) -> Table:
         table = Table(line=line)
-        own = [pair for pair in node.value if pair[0].tag != MERGE]
-        self._require_once([key for key, _ in own])
+        pairs = [pair for pair in node.value if pair[0].tag != MERGE]
+        self._require_once([key for key, _ in pairs])
         for key, inner in node.value:
             if key.tag == MERGE:
                 merged = self.value(inner)
@@ -165,7 +178,7 @@ class _YamlBuilder(_Builder):
                 parts = reversed(merged.items) if isinstance(merged, Row) else [merged]
                 for part in parts:
                     table.entries |= part.entries if isinstance(part, Table) else {}
-        for key, inner in own:  # explicit keys win over those that are merged
+        for key, inner in pairs:  # explicit keys win over those that are merged
             name = str(self._scalar(key))
             table.entries[name] = Entry(self.value(inner), key.start_mark.line + 1, self.number())
         return table

@@ -42,6 +42,10 @@ class Settings:
         """The first part of the table's name."""
         return self.table.partition(".")[0]
 
+    def named(self, key: str) -> str:
+        """Return a key with the object that it belongs to; a variable is its own key."""
+        return key if key == self.name else f"{key} of {self.name}"
+
     def content(self) -> dict[str, Any]:
         """Return keys and values for comparison, unknown ones by their reason."""
         content = dict[str, Any]()
@@ -114,7 +118,7 @@ class Findings:
             first, place = known.setdefault(key, (value, entry))
             if first != value:
                 lines = f"{first} in line {place.line}, {value} in line {entry.line}"
-                text = f"{key} of {settings.name} is given twice: {lines}; keep one of them"
+                text = f"{settings.named(key)} is given twice: {lines}; keep one of them"
                 self.refuse(entry.line, text)
 
     def _chosen(self, places: list[Settings]) -> Known:
@@ -154,15 +158,14 @@ class Findings:
             if settings.system == "internevo":
                 # what is there but not known is not at its default either
                 settings.known[key] = (UNKNOWN, entry)
-            self.note(entry.line, f"{key} of {settings.name}: {why}: left to the run file")
+            self.note(entry.line, f"{settings.named(key)}: {why}: left to the run file")
         elif whole not in self.given:
             # what is no key, such as the text of a dict, cannot be given either
             is_key = key.isidentifier()
             problem = Problem.of(
                 "precision_file.unknown_value",
                 place=self.place(entry.line),
-                key=key,
-                name=settings.name,
+                setting=settings.named(key),
                 why=why,
                 remedy=f"add {whole}=VALUE to the command" if is_key else RUN_FILE,
             )

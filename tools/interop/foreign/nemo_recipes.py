@@ -29,34 +29,50 @@ OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStra
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
-    own = dict[str, Entry]()
-    flags = list[str]()
     line = next((entry.line for entry in fields.values() if entry.line), 0)
-    for key, entry in fields.items():
-        if key in FLAGS:
-            if entry.value is not False:
-                flags.append(key)
-                own["precision"] = replace(
-                    entry, value=FLAGS[key] if entry.value is True else entry.value
-                )
-        elif key != "library":
-            own[BRIDGE_KEYS.get(key, key)] = entry
-    if len(flags) > 1:
-        own["precision"] = Entry(" and ".join(flags), line)
-    window = own.get("fp16_loss_scale_window")
+    switches = {key: entry for key, entry in fields.items() if key in FLAGS}
+    plugin = {
+        BRIDGE_KEYS.get(key, key): entry
+        for key, entry in fields.items()
+        if key not in FLAGS and key != "library"
+    }
+    precision = _precision_of(switches, line)
+    if precision is not None:
+        plugin["precision"] = precision
+    window = plugin.get("fp16_loss_scale_window")
     if window is not None and isinstance(window.value, float) and window.value.is_integer():
-        own["fp16_loss_scale_window"] = replace(window, value=int(window.value))
-    recipe = own.get("recipe")
+        plugin["fp16_loss_scale_window"] = replace(window, value=int(window.value))
+    _add_fp8_defaults(plugin, line)
+    return plugin
+
+
+def _precision_of(switches: Mapping[str, Entry], line: int) -> Entry | None:
+    """Return the precision that the switches bf16, fp16 and fp32 stand for; None if all are off."""
+    on = [key for key, entry in switches.items() if entry.value is not False]
+    if not on:
+        return None
+    if len(on) > 1:
+        # no precision has this name, and it is refused by it
+        return Entry(" and ".join(on), line)
+    (key,) = on
+    entry = switches[key]
+    return replace(entry, value=FLAGS[key]) if entry.value is True else entry
+
+
+def _add_fp8_defaults(plugin: dict[str, Entry], line: int) -> None:
+    """Add what Megatron-Bridge has where NeMo's plugin has another default."""
+    recipe = plugin.get("recipe")
     if recipe is not None and isinstance(recipe.value, str):
         name = recipe.value.replace("-", "_")
-        own["recipe"] = replace(recipe, value=name)
+        plugin["recipe"] = replace(recipe, value=name)
         if "mxfp8" in name:
-            own.setdefault("fp8", Entry("e4m3", line))  # NeMo's recipe of this name is hybrid
-    elif "fp8" in own and own["fp8"].value is not None:
-        own.setdefault("fp8_recipe", Entry("tensorwise", line))
-    elif "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise":
-        own.pop("fp8_recipe")  # its default, which changes nothing
-    return own
+            # NeMo's recipe of this name is hybrid
+            plugin.setdefault("fp8", Entry("e4m3", line))
+    elif "fp8" in plugin and plugin["fp8"].value is not None:
+        plugin.setdefault("fp8_recipe", Entry("tensorwise", line))
+    elif "fp8_recipe" in plugin and plugin["fp8_recipe"].value == "tensorwise":
+        # its default, which changes nothing without FP8
+        plugin.pop("fp8_recipe")
 
 
 def overwritten(call: Call) -> dict[str, Entry]:
@@ -66,11 +82,10 @@ def overwritten(call: Call) -> dict[str, Entry]:
     if last not in OVERWRITTEN and not last.endswith("ModelProvider"):
         return {}
     fields = nemo.MegatronMixedPrecision.model_fields
-    given = spread(call.arguments) | attributes_set(call)
-    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library"}
-    return {
-        key: entry for key, entry in given.items() if key in known and key not in OPTIMIZER_KEYS
-    }
+    # the plugin does not have the optimizer's own keys
+    known = {*fields, *FLAGS, *BRIDGE_KEYS} - {"library", *OPTIMIZER_KEYS}
+    arguments = spread(call.arguments) | attributes_set(call)
+    return {key: entry for key, entry in arguments.items() if key in known}
 
 
 def recipe_settings(call: Call) -> Iterator[Settings]:
@@ -89,8 +104,9 @@ def recipe_settings(call: Call) -> Iterator[Settings]:
     else:
         return
     for optimizer in optimizers:
-        given = attributes_set(optimizer)
-        fields |= {key: entry for key, entry in given.items() if key in OPTIMIZER_KEYS}
+        for key, entry in attributes_set(optimizer).items():
+            if key in OPTIMIZER_KEYS:
+                fields[key] = entry
     if fields:
         completes = not {"recipe", "precision", "plugins", "mixed_precision"} & set(fields)
         name = f"{function.last}()"
@@ -101,12 +117,16 @@ def _plugin_of_nemo(call: Call, plugin: Entry | None) -> dict[str, Entry]:
     if plugin is not None and plugin.node:
         return _replaced(plugin, "plugins")
     fields = attributes_set(plugin.value if plugin else None)
-    asked = call.arguments.entries.get("precision")
-    model = call.function.name.split(".")[-2] if "." in call.function.name else ""
+    precision = call.arguments.entries.get("precision")
+    # llm.llama3_8b.pretrain_recipe
+    module, _, _ = call.function.name.rpartition(".")
+    model = module.rpartition(".")[2]
     recipe = Entry(BY_MODEL.get(model, "bf16_mixed"), call.line)
-    if asked is not None:
-        name = asked.value
-        recipe = replace(asked, value=PRECISIONS.get(name, name) if isinstance(name, str) else name)
+    if precision is not None:
+        recipe = precision
+        if isinstance(precision.value, str):
+            name = PRECISIONS.get(precision.value, precision.value)
+            recipe = replace(precision, value=name)
     elif model.startswith(UNSURE):
         why = "depends on the arguments of its recipe: assign recipe.trainer.plugins"
         recipe = Entry(Unknown(call.text, call.line, why), call.line)
@@ -129,17 +149,23 @@ def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
     if isinstance(plugin.value, str):
         return {"recipe": plugin}
     values = plugin.value.items if isinstance(plugin.value, Row) else [plugin.value]
-    if all(isinstance(value, Call) and maker_of(value.function)[0] for value in values):
-        return {}
-    return {name: plugin}
+    for value in values:
+        if not isinstance(value, Call):
+            return {name: plugin}
+        maker, _ = maker_of(value.function)
+        if maker is None:
+            return {name: plugin}
+    return {}
 
 
 def _field(value: Any, name: str) -> Entry | None:
     """Return the entry of an attribute or argument; None if there is neither."""
     if not isinstance(value, Unknown):
         return None
-    argument = value.arguments.entries.get(name) if isinstance(value, Call) else None
-    return value.attributes.get(name) or argument
+    entry = value.attributes.get(name)
+    if entry is None and isinstance(value, Call):
+        return value.arguments.entries.get(name)
+    return entry
 
 
 def _value(value: Any, name: str) -> Any:

@@ -39,6 +39,10 @@ OPEN_KEYS = frozenset(
 """Keys of models, layouts and clipping: where their value is unknown, the run file's own counts."""
 
 
+ATTRIBUTES = "the attributes"
+"""What stands for the attributes of an object in the place of a key, if they are not known."""
+
+
 class Unreadable(Exception):
     """A value that cannot be known, with the reason as its text."""
 
@@ -207,5 +211,5 @@ def attributes_set(value: Any) -> dict[str, Entry]:
     if not isinstance(value, Unknown):
         return {}
     if value.doubt:
-        return {"its attributes": Entry(value, value.line)}
+        return {ATTRIBUTES: Entry(value, value.line)}
     return {name: entry for name, entry in value.attributes.items() if entry.node}

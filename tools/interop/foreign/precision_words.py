@@ -122,22 +122,31 @@ def mentions_of(named: Iterable[tuple[str, Entry]], calls: Iterable[Call]) -> It
     for name, entry in named:
         text = shown(entry.value)
         # a dtype by its own name is one of a list, of which one is chosen elsewhere
-        is_list = name in DTYPES and text.removeprefix("torch.") in DTYPES
-        other = is_list or text.startswith(OTHER_NUMBERS)
-        if entry.node and bears_on_precision(name) and not other:
+        is_listed = name in DTYPES and text.removeprefix("torch.") in DTYPES
+        is_other = is_listed or text.startswith(OTHER_NUMBERS)
+        if entry.node and bears_on_precision(name) and not is_other:
             yield Mention(entry.node, entry.line, f"{name} = {text}")
     for call in calls:
-        name = call.function.last
-        given = [shown(entry.value) for entry in call.positional]
-        idle = name == "set_default_dtype" and given[:1] in (["torch.float"], ["torch.float32"])
-        # model.to(torch.bfloat16), setattr(config, "dtype", ...)
-        converts = name in ("to", "type") and DTYPES & {
-            text.removeprefix("torch.") for text in given
-        }
-        sets = name == "setattr" and any(map(bears_on_precision, given[1:2]))
-        bears = bears_on_precision(name) and not call.function.name.startswith(OTHER_NUMBERS)
-        if (bears and not idle) or converts or sets or call.function.name in HIDING:
+        if _call_bears_on_precision(call):
             yield Mention(call.node, call.line, call.text)
+
+
+def _call_bears_on_precision(call: Call) -> bool:
+    name = call.function.last
+    arguments = [shown(entry.value) for entry in call.positional]
+    if call.function.name in HIDING:
+        return True
+    # model.to(torch.bfloat16)
+    if name in ("to", "type"):
+        dtypes = {text.removeprefix("torch.") for text in arguments}
+        return not DTYPES.isdisjoint(dtypes)
+    # setattr(config, "dtype", ...)
+    if name == "setattr":
+        return any(map(bears_on_precision, arguments[1:2]))
+    # what torch has without this call
+    if name == "set_default_dtype" and arguments[:1] in (["torch.float"], ["torch.float32"]):
+        return False
+    return bears_on_precision(name) and not call.function.name.startswith(OTHER_NUMBERS)
 
 
 def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:

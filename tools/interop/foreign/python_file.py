@@ -9,7 +9,8 @@ a loop, a function's argument, a second assignment, what is set in another funct
 import ast
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ ARITHMETIC: Mapping[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
     ast.LShift: operator.lshift,
 }
 NUMBERS = (int, float)
+# 9 ** 9 ** 9 would take all memory
 LARGEST_EXPONENT = 1024
 LARGEST = 2.0**128  # numbers past it are not worked out
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -73,7 +75,7 @@ class PythonFile:
         }
         self._values: dict[ast.AST, Any] = {}
         self._partials: dict[int, Call] = {}
-        self._own_calls: dict[int, Call] = {}
+        self._calls_made: dict[int, Call] = {}
         self._roots: set[ast.AST] = set()  # names through which something is set
         self._used: dict[int, int] = {}  # ids of values that a call has, and its line
         self._binders: dict[ast.AST, dict[str, list[ast.AST]]] = defaultdict(dict)
@@ -85,15 +87,18 @@ class PythonFile:
         self._follow_changes()
         self.scopes = [self._names_of(scope) for scope in self._binders]
         for scope in self.scopes:
-            self.named += [pair for pair in scope.entries.items() if not self._loads[pair[0]]]
+            for name, entry in scope.entries.items():
+                if not self._loads[name]:
+                    self.named.append((name, entry))
         for node in self._nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Dict):
                 # a dict on its own, as snippets have it
                 content = self._if_certain(self.value(node.value), node.value)
                 self.scopes.append(Table({"the dict": Entry(content, node.lineno)}))
             elif isinstance(node, ast.expr):
+                # to collect the calls in it too
                 self.value(node)
-        self.calls = list(self._own_calls.values())
+        self.calls = list(self._calls_made.values())
 
     # names
 
@@ -126,9 +131,9 @@ class PythonFile:
 
     def _binders_of(self, node: ast.Name) -> list[ast.AST]:
         """Return the nodes that assign a name, in the scope where it is found."""
-        own = scope = self._scope(node)
+        first_scope = scope = self._scope(node)
         while True:
-            is_seen = scope is own or not isinstance(scope, ast.ClassDef)
+            is_seen = scope is first_scope or not isinstance(scope, ast.ClassDef)
             if is_seen and node.id in self._binders.get(scope, {}):
                 return self._binders[scope][node.id]
             if isinstance(scope, ast.Module):
@@ -155,28 +160,32 @@ class PythonFile:
 
     def _bound(self, name: str, binders: list[ast.AST]) -> Any:
         """Return the value of a name that these nodes assign."""
-        node = binders[-1]
-        symbols = {self._imported(node) for node in binders}
-        line = getattr(node, "lineno", 0)
-        if len(symbols) == 1 and (symbol := symbols.pop()) is not None:
+        symbols = {self._imported(binder) for binder in binders}
+        symbol = symbols.pop()
+        if symbol is not None and not symbols:
             return symbol
         if len(binders) > 1 or name in self._shared:
-            # model = Model(); model = wrap(model)
-            values = [self._assigned(binder) for binder in binders]
-            are_calls = all(
-                isinstance(value, ast.Call) and not isinstance(self.value(value), Table)
-                for value in values
-            )
-            made = Call if are_calls else Unknown
-            return made(name, line, "is assigned more than once")
-        if isinstance(node, ast.arg):
-            return Unknown(name, line, f"is an argument of {self._title(node)}")
+            return self._bound_again(name, binders)
+        (node,) = binders
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             return node
         assigned = self._assigned(node)
-        if assigned is None:
-            return Unknown(name, line, "changes in a loop, or is not followed")
-        return self.value(assigned)
+        if assigned is not None:
+            return self.value(assigned)
+        why = "changes in a loop, or is not followed"
+        if isinstance(node, ast.arg):
+            why = f"is an argument of {self._title(node)}"
+        return Unknown(name, getattr(node, "lineno", 0), why)
+
+    def _bound_again(self, name: str, binders: list[ast.AST]) -> Unknown:
+        """Return the value of a name that is assigned more than once: a call if each value is one,
+        as in model = Model(); model = wrap(model)."""
+        assigned = [self._assigned(binder) for binder in binders]
+        kind = Unknown
+        if all(isinstance(value, ast.Call) for value in assigned):
+            holds_dict = any(isinstance(self.value(value), Table) for value in assigned)
+            kind = Unknown if holds_dict else Call
+        return kind(name, getattr(binders[-1], "lineno", 0), "is assigned more than once")
 
     def _assigned(self, target: ast.AST) -> ast.expr | None:
         """Return the expression that a statement assigns to a name; None if it is not plain."""
@@ -184,7 +193,9 @@ class PythonFile:
         if isinstance(parent, ast.Tuple) and isinstance(self._parents[parent], ast.Assign):
             values = getattr(self._parents[parent], "value", None)
             if isinstance(values, ast.Tuple) and len(values.elts) == len(parent.elts):
-                return values.elts[[id(part) for part in parent.elts].index(id(target))]
+                for part, value in zip(parent.elts, values.elts, strict=True):
+                    if part is target:
+                        return value
         if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             return parent.value
         return None
@@ -193,9 +204,14 @@ class PythonFile:
         if not isinstance(node, ast.alias):
             return None
         parent = self._parents[node]
+        name = node.name
         if isinstance(parent, ast.ImportFrom):
-            return Symbol(f"{'.' * parent.level}{parent.module or ''}.{node.name}", imported=True)
-        return Symbol(node.name if node.asname else node.name.partition(".")[0], imported=True)
+            module = "." * parent.level + (parent.module or "")
+            name = f"{module}.{name}"
+        elif not node.asname:
+            # import a.b binds a
+            name, _, _ = name.partition(".")
+        return Symbol(name, imported=True)
 
     def _title(self, node: ast.AST) -> str:
         scope = self._scope(node)
@@ -209,27 +225,41 @@ class PythonFile:
     def _guard(self, node: ast.AST) -> str:
         """Return the condition on which it depends whether a node runs; empty for none. A loop and
         the body of a `try` count as run."""
-        scope = self._scope(node)
-        line = getattr(node, "lineno", 0)
-        loops: list[ast.AST | None] = [None]
+        enclosing = self._enclosing(node)
+        for inner, outer in pairwise([node, *enclosing]):
+            if _decides(outer, inner):
+                return _described(outer)
+        function = [node, *enclosing][-1]
+        return self._leaving_before(node, enclosing) or self._condition_of_calls(function)
+
+    def _enclosing(self, node: ast.AST) -> list[ast.AST]:
+        """Return what a node stands in, up to its function or the module."""
+        enclosing = list[ast.AST]()
         while not isinstance(node, (ast.Module, *FUNCTIONS)):
-            parent = self._parents[node]
-            filters = any(part.ifs for part in getattr(parent, "generators", ()))
-            if filters or (isinstance(parent, DECIDING) and not _always_runs(parent, node)):
-                return _described(parent)
-            loops += [parent] if isinstance(parent, LOOPS) else []
-            node = parent
-        for leaving in self._leaving[scope]:
+            node = self._parents[node]
+            enclosing.append(node)
+        return enclosing
+
+    def _leaving_before(self, node: ast.AST, enclosing: list[ast.AST]) -> str:
+        """Return the condition of a statement that may leave the function before a node runs."""
+        line = getattr(node, "lineno", 0)
+        for leaving in self._leaving[self._scope(node)]:
+            loop = self._loop(leaving)
             # a `break` leaves its own loop only
-            is_return = isinstance(leaving, ast.Return)
-            if (leaving.end_lineno or 0) < line and (is_return or self._loop(leaving) in loops):
+            leaves_node = isinstance(leaving, ast.Return) or loop is None or loop in enclosing
+            if (leaving.end_lineno or 0) < line and leaves_node:
                 return _described(self._parents[leaving])
-        if node not in self._calls_depend_on:
-            self._calls_depend_on[node] = ""  # of a function that calls itself
-            names = self._loads[getattr(node, "name", "")]
-            guards = [self._guard(name) for name in names if self._binders_of(name) == [node]]
-            self._calls_depend_on[node] = guards[0] if all(guards) and guards else ""
-        return self._calls_depend_on[node]
+        return ""
+
+    def _condition_of_calls(self, function: ast.AST) -> str:
+        """Return a condition of the calls of a function, if all of them have one."""
+        if function not in self._calls_depend_on:
+            self._calls_depend_on[function] = ""  # of a function that calls itself
+            uses = self._loads[getattr(function, "name", "")]
+            guards = [self._guard(use) for use in uses if self._binders_of(use) == [function]]
+            if guards and all(guards):
+                self._calls_depend_on[function] = guards[0]
+        return self._calls_depend_on[function]
 
     def _loop(self, node: ast.AST | None) -> ast.AST | None:
         while node is not None and not isinstance(node, LOOPS):
@@ -240,52 +270,66 @@ class PythonFile:
 
     def _follow_changes(self) -> None:
         """Follow, in the order of the file, what sets keys and attributes or may do so."""
-        changes = [node for node in self._nodes if isinstance(node, ast.Attribute | ast.Subscript)]
-        for target in changes:
-            if not isinstance(target.ctx, ast.Load):
-                self._roots.add(_root(target))
-        changes += [node for node in self._nodes if isinstance(node, ast.Call | ast.AugAssign)]
-        for node in sorted(changes, key=lambda node: (node.lineno, node.col_offset)):
-            match node:
-                case ast.Attribute(ctx=ast.Load(), attr=name):
-                    base = self.value(node.value)
-                    may_change = isinstance(base, Table | Row) and name not in READING
-                    if may_change or name == "__dict__":
-                        self._doubt(base, node)
-                case ast.Attribute(attr=name):
-                    self._set(node, name)
-                case ast.Subscript() if not isinstance(node.ctx, ast.Load):
-                    self._set(node, self.value(node.slice))
-                case ast.AugAssign(target=ast.Name() as name):
-                    # another name may stand for the same object
-                    for binder in self._binders_of(name):
-                        self._doubt(self.value(self._assigned(binder)), node)
-                case ast.Call():
-                    self._follow_call(node)
+        parts = list[ast.expr]()
+        calls = list[ast.expr | ast.stmt]()
+        for node in self._nodes:
+            if isinstance(node, ast.Attribute | ast.Subscript):
+                parts.append(node)
+                if not isinstance(node.ctx, ast.Load):
+                    self._roots.add(_root(node))
+            elif isinstance(node, ast.Call | ast.AugAssign):
+                calls.append(node)
+        # a call begins where its function does, which is looked up before it
+        for node in sorted([*parts, *calls], key=_position):
+            self._follow_change(node)
+
+    def _follow_change(self, node: ast.AST) -> None:
+        match node:
+            case ast.Attribute(ctx=ast.Load(), attr=name):
+                base = self.value(node.value)
+                may_change = isinstance(base, Table | Row) and name not in READING
+                if may_change or name == "__dict__":
+                    self._doubt(base, node)
+            case ast.Attribute(attr=name):
+                self._set(node, name)
+            case ast.Subscript() if not isinstance(node.ctx, ast.Load):
+                self._set(node, self.value(node.slice))
+            case ast.AugAssign(target=ast.Name() as name):
+                # another name may stand for the same object
+                for binder in self._binders_of(name):
+                    self._doubt(self.value(self._assigned(binder)), node)
+            case ast.Call():
+                self._follow_call(node)
 
     def _follow_call(self, node: ast.Call) -> None:
         """Doubt the objects that a call may change."""
         function = self.value(node.func)
-        given = [self.value(argument) for argument in node.args]
-        given += [self.value(keyword.value) for keyword in node.keywords]
-        for value in given if function != Symbol("dict") else ():
-            self._used.setdefault(id(value), node.lineno)
-        if isinstance(node.func, ast.Attribute) and node.func.attr.startswith(CHANGING_METHODS):
-            self._doubt(self.value(node.func.value), node)
-        if isinstance(function, Symbol) and function.name.startswith(CHANGING):
-            self._doubt(given[0] if given else None, node)
-        if isinstance(function, ast.AST) and _changes_objects(function):
-            for value in given:
-                self._doubt(value, node)
-        if isinstance(function, Symbol) and function.name in SETTING_ENVIRONMENT and given:
-            names = given[0].entries if isinstance(given[0], Table) else given[:1]
-            why = "sets it: write os.environ[...] = ..."
+        arguments = [self.value(argument) for argument in node.args]
+        arguments += [self.value(keyword.value) for keyword in node.keywords]
+        if function != Symbol("dict"):
+            for value in arguments:
+                self._used.setdefault(id(value), node.lineno)
+        for value in self._changed_by(node, function, arguments):
+            self._doubt(value, node)
+        if isinstance(function, Symbol) and function.name in SETTING_ENVIRONMENT and arguments:
+            variables = arguments[0]
+            names = variables.entries if isinstance(variables, Table) else [variables]
             for name in names:
-                self.environment[str(name)] = Entry(_unknown(node, why), node.lineno)
+                self.environment[str(name)] = Entry(_unknown(node, "may set it"), node.lineno)
+
+    def _changed_by(self, node: ast.Call, function: Any, arguments: list[Any]) -> Iterator[Any]:
+        """Yield the objects that a call may change."""
+        if isinstance(node.func, ast.Attribute) and node.func.attr.startswith(CHANGING_METHODS):
+            yield self.value(node.func.value)
+        if isinstance(function, Symbol) and function.name.startswith(CHANGING):
+            yield from arguments[:1]
+        if isinstance(function, ast.AST) and _changes_objects(function):
+            yield from arguments
 
     def _doubt(self, value: Any, node: ast.AST) -> None:
         if isinstance(value, Table | Row | Unknown):
-            value.doubt = f"`{shortened(node)}` (line {getattr(node, 'lineno', 0)}) may change it"
+            line = getattr(node, "lineno", 0)
+            value.doubt = f"`{shortened(node)}` (line {line}) may change it"
 
     def _set(self, target: ast.Attribute | ast.Subscript, key: Any) -> None:
         """Follow `target = ...`, also `target += ...` and `del target`."""
@@ -319,7 +363,9 @@ class PythonFile:
         # what belongs to `self` is of a class of their own, and in a note
         if why and bears_on_precision(key) and shortened(root) != "self":
             self._refuse(target, why)
-        entry = Entry(_unknown(target, why) if why else value, target.lineno, id(target))
+        if why:
+            value = _unknown(target, why)
+        entry = Entry(value, target.lineno, id(target))
         if isinstance(base, Table):
             base.entries[key] = entry
         elif isinstance(base, Unknown):
@@ -335,9 +381,9 @@ class PythonFile:
     def _why_uncertain(self, target: ast.expr, root: ast.expr) -> str:
         """Return why it is not certain that what is set counts where the object is used."""
         value = self.value(root)
-        binders = self._binders_of(root) if isinstance(root, ast.Name) else []
         if isinstance(value, Unknown) and not isinstance(value, Call):
             return f"belongs to `{value.text}`, which {value.why}"
+        binders = self._binders_of(root) if isinstance(root, ast.Name) else []
         assigned = self._assigned(binders[0]) if len(binders) == 1 else None
         if assigned is None or self._block(target) is not self._block(assigned):
             return f"is not set beside the assignment of `{shortened(root)}`"
@@ -345,6 +391,10 @@ class PythonFile:
             return f"is set by another name, `{shortened(root)}`"
         if guard := self._guard(target):
             return f"depends on {guard}"
+        return self._used_before(target, root, binders)
+
+    def _used_before(self, target: ast.expr, root: ast.expr, binders: list[ast.AST]) -> str:
+        """Return that a name is used before something is set through it; empty if it is not."""
         for name in self._loads[getattr(root, "id", "")]:
             is_use = name not in self._roots and name.lineno < target.lineno
             if is_use and self._binders_of(name) is binders:
@@ -381,10 +431,8 @@ class PythonFile:
                 return self._part(node, self.value(node.value), self.value(node.slice))
             case ast.Dict():
                 return self._dict(node)
-            case ast.Set(elts=[ast.Name() as item]) if isinstance(self.value(item), Symbol):
-                return self._placeholder(node, self.value(item))
             case ast.List() | ast.Tuple() | ast.Set():
-                return Row([self.value(item) for item in node.elts])
+                return self._row(node)
             case ast.Lambda():
                 return node
             case ast.Call():
@@ -400,49 +448,65 @@ class PythonFile:
                 return _unknown(node, f"hangs on `{value.text}`, which {value.why}")
         return _unknown(node, "is not worked out")
 
-    def _placeholder(self, node: ast.Set, symbol: Symbol) -> Table | Row:
-        """Return what documentation has in the place of a dict: {TRAINER_ARGS}."""
-        if symbol.imported:
-            return Row([symbol])
-        text = f"`{shortened(node)}` is a placeholder of documentation, read as nothing"
-        self.notes.append((node.lineno, text))
-        return Table(line=node.lineno)
+    def _row(self, node: ast.List | ast.Tuple | ast.Set) -> Table | Row:
+        """Return a list; an empty dict for what documentation has in the place of one:
+        {TRAINER_ARGS}."""
+        items = [self.value(item) for item in node.elts]
+        match node, items:
+            case ast.Set(elts=[ast.Name()]), [Symbol(imported=False)]:
+                text = f"`{shortened(node)}` is a placeholder of documentation, read as nothing"
+                self.notes.append((node.lineno, text))
+                return Table(line=node.lineno)
+        return Row(items)
 
     def _number(self, node: ast.UnaryOp | ast.BinOp) -> Any:
         """Return the result of arithmetic on numbers of the size that settings have."""
-        operands = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+        if isinstance(node, ast.UnaryOp):
+            operands = [node.operand]
+        else:
+            operands = [node.left, node.right]
         numbers = [self.value(operand) for operand in operands]
         calculate = ARITHMETIC.get(type(node.op))
-        is_growing = isinstance(node.op, ast.Pow | ast.LShift)
         if calculate is None or any(type(number) not in NUMBERS for number in numbers):
             return self._unworked(node)
+        is_growing = isinstance(node.op, ast.Pow | ast.LShift)
         if is_growing and numbers[1] > LARGEST_EXPONENT:
             return _unknown(node, "is not worked out")
         try:
             result = calculate(*numbers)
         except (ArithmeticError, ValueError, TypeError):
             return _unknown(node, "is not worked out")
+        # a power of a negative number may be complex
         is_number = type(result) in NUMBERS and abs(result) <= LARGEST
         return result if is_number else _unknown(node, "is not worked out")
 
     def _part(self, node: ast.expr, base: Any, key: Any) -> Any:
         """Return an attribute or item of a value."""
-        match base:
-            case Symbol() if isinstance(node, ast.Attribute):
-                return Symbol(f"{base.name}.{key}", base.imported)
-            case Table() if isinstance(node, ast.Subscript) and not base.doubt:
-                entries = spread(base)
-                if key not in entries or any(name.startswith("**") for name in entries):
-                    return _unknown(node, "is not in the dict, or may be another")
-                return entries[key].value
-            case Unknown() if isinstance(key, str) and not base.doubt:
-                if key not in base.attributes:
-                    part = base.arguments.get(key) if isinstance(base, Call) else None
-                    if not isinstance(part, Call):
-                        part = _unknown(node, f"belongs to `{base.text}`, which {base.why}")
-                    base.attributes[key] = Entry(part, node.lineno)
-                return base.attributes[key].value
-        return _unknown(node, getattr(base, "doubt", "") or "is not in the file")
+        is_attribute = isinstance(node, ast.Attribute)
+        if isinstance(base, Symbol) and is_attribute:
+            return Symbol(f"{base.name}.{key}", base.imported)
+        doubt = getattr(base, "doubt", "")
+        if isinstance(base, Table) and not is_attribute and not doubt:
+            return self._item(node, base, key)
+        if isinstance(base, Unknown) and isinstance(key, str) and not doubt:
+            return self._attribute(node, base, key)
+        return _unknown(node, doubt or "is not in the file")
+
+    def _item(self, node: ast.expr, table: Table, key: Any) -> Any:
+        entries = spread(table)
+        if key not in entries or any(name.startswith("**") for name in entries):
+            return _unknown(node, "is not in the dict, or may be another")
+        return entries[key].value
+
+    def _attribute(self, node: ast.expr, base: Unknown, key: str) -> Any:
+        """Return an attribute or item of an object: what the file sets, or a call that is an
+        argument of its maker, such as recipe.trainer of Recipe(trainer=Trainer())."""
+        if key not in base.attributes:
+            part = base.arguments.get(key) if isinstance(base, Call) else None
+            if not isinstance(part, Call):
+                part = _unknown(node, f"belongs to `{base.text}`, which {base.why}")
+            base.attributes[key] = Entry(part, node.lineno)
+        return base.attributes[key].value
 
     def _dict(self, node: ast.Dict) -> Table:
         table = Table(line=node.lineno)
@@ -469,15 +533,15 @@ class PythonFile:
     def _call(self, node: ast.Call) -> Any:
         """Return the value of a call: a dict, what a function of the file returns, or a `Call`."""
         function = self.value(node.func)
-        positional = [Entry(self.value(item), item.lineno) for item in node.args]
-        arguments = Table(line=node.lineno)
         name = function.name if isinstance(function, Symbol) else ""
+        positional = [Entry(self.value(item), item.lineno) for item in node.args]
+        arguments = self._keywords(node)
         if name == "dict":
-            for item, entry in zip(node.args, positional, strict=True):
-                arguments.entries[f"**{shortened(item)}"] = entry
-        for keyword in node.keywords:
-            key = keyword.arg or f"**{shortened(keyword.value)}"
-            self._add(arguments, key, self.value(keyword.value), keyword)
+            spread_items = {
+                f"**{shortened(item)}": entry
+                for item, entry in zip(node.args, positional, strict=True)
+            }
+            arguments.entries = spread_items | arguments.entries
         if not name.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
             self.named += arguments.entries.items()
         if name == "dict":
@@ -486,21 +550,39 @@ class PythonFile:
             function = positional.pop(0).value
         if isinstance(function, ast.AST):
             return self._returned(function, node)
+        call = self._new_call(node, function, positional, arguments)
+        # the others count where they are called again
+        calls = self._partials if name in LATER else self._calls_made
+        calls[id(call)] = call
+        return call
+
+    def _keywords(self, node: ast.Call) -> Table:
+        """Return the arguments by name."""
+        arguments = Table(line=node.lineno)
+        for keyword in node.keywords:
+            key = keyword.arg or f"**{shortened(keyword.value)}"
+            self._add(arguments, key, self.value(keyword.value), keyword)
+        return arguments
+
+    def _new_call(
+        self, node: ast.Call, function: Any, positional: list[Entry], arguments: Table
+    ) -> Call:
+        """Return a call of something outside of the file, with what a partial brings along."""
         call = Call(shortened(node), node.lineno, "comes of a call that is not run")
         if partial := self._partials.get(id(function)):
             positional = [*partial.positional, *positional]
             arguments.entries = partial.arguments.entries | arguments.entries
             function = partial.function
-        text = function.text if isinstance(function, Unknown) else shortened(node.func)
-        call.function = function if isinstance(function, Symbol) else Symbol(text)
+        if isinstance(function, Unknown) and isinstance(node.func, ast.Name):
+            call.doubt = f"`{function.text}` {function.why}"
+        if not isinstance(function, Symbol):
+            text = function.text if isinstance(function, Unknown) else shortened(node.func)
+            function = Symbol(text)
+        call.function = function
         call.positional = tuple(positional)
         call.arguments = arguments
         call.guard = self._guard(node)
-        if isinstance(function, Unknown) and isinstance(node.func, ast.Name):
-            call.doubt = f"`{function.text}` {function.why}"
         call.node = id(node)
-        # the others count where they are called again
-        (self._partials if name in LATER else self._own_calls)[id(call)] = call
         return call
 
     def _returned(self, function: ast.AST, node: ast.Call) -> Any:
@@ -508,7 +590,8 @@ class PythonFile:
         name = getattr(function, "name", "a lambda")
         returns = self._leaving[function]
         body = function.body if isinstance(function, FUNCTIONS) else []
-        is_plain = len(self._loads[name]) == 1 and not getattr(function, "decorator_list", [])
+        is_decorated = bool(getattr(function, "decorator_list", []))
+        is_plain = len(self._loads[name]) == 1 and not is_decorated
         if is_plain and body and returns == body[-1:]:
             return self.value(getattr(returns[0], "value", None))
         return _unknown(node, f"is made by {name}(), which is not run")
@@ -516,6 +599,10 @@ class PythonFile:
 
 def _unknown(node: ast.AST, why: str) -> Unknown:
     return Unknown(shortened(node), getattr(node, "lineno", 0), why)
+
+
+def _position(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _root(target: ast.expr) -> ast.expr:
@@ -532,7 +619,16 @@ def _described(node: ast.AST) -> str:
     """Return a condition or loop for a message, with its line."""
     head = getattr(node, "test", None) or getattr(node, "type", None)
     text = shortened(head or node).partition(":")[0]
-    return f"`{text}` (line {getattr(node, 'lineno', 0)})"
+    # a case has no line of its own, but its pattern has
+    line = getattr(node, "lineno", 0) or getattr(getattr(node, "pattern", None), "lineno", 0)
+    return f"`{text}` (line {line})"
+
+
+def _decides(parent: ast.AST, node: ast.AST) -> bool:
+    """Return True if it depends on a node's parent whether the node runs."""
+    if any(part.ifs for part in getattr(parent, "generators", ())):
+        return True
+    return isinstance(parent, DECIDING) and not _always_runs(parent, node)
 
 
 def _always_runs(parent: ast.AST, node: ast.AST) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from megaprec.dialects import nemo
-from tools.interop.foreign.findings import Findings, Settings
+from tools.interop.foreign.findings import RUN_FILE, Findings, Settings
 from tools.interop.foreign.nemo_recipes import bridge_fields, overwritten, recipe_settings
 from tools.interop.foreign.plain import (
+    ATTRIBUTES,
     FP8_RECIPES,
     Call,
     Entry,
@@ -20,6 +21,7 @@ from tools.interop.foreign.plain import (
     is_dtype,
     spread,
 )
+from tools.interop.foreign.precision_words import shown
 from tools.interop.foreign.systems import (
     BRIDGE,
     COLOSSALAI,
@@ -96,8 +98,9 @@ class Gatherer:
         self.findings.take(*fields.values())
         names = [name for name, entry in fields.items() if entry.value not in (None, False)]
         if names:
+            listed = ", ".join(names)
             why = "where a precision plugin is given, it overwrites them"
-            self.findings.note(call.line, f"{call.function.last}: {', '.join(names)}: {why}")
+            self.findings.note(call.line, f"{call.function.last}: {listed}: {why}")
 
     def _call(self, call: Call) -> None:
         last = call.function.last
@@ -111,7 +114,7 @@ class Gatherer:
             self.findings.note(call.line, f"{call.text}: {why}; precision.keep_fp32 says it of any")
         elif elsewhere and MAKERS[last][0].table:
             self._take_call(call)
-            why = f"{last} comes from {elsewhere}: what it does is not known here"
+            why = f"{last} comes from {elsewhere}: what it does is not known here; {RUN_FILE}"
             self.findings.refuse(call.line, why)
         elif maker is not None:
             self._made(call, maker)
@@ -122,25 +125,26 @@ class Gatherer:
 
     def _made(self, call: Call, maker: Maker) -> None:
         """Read the arguments of a class or function of a system."""
-        self._take_call(call)
         fields = fields_of(call, maker.order)
+        self.read.add(id(call))
+        self.findings.take(Entry(call, node=call.node))
+        if maker.strict:
+            # of the others only what is read is accounted for
+            self.findings.take(*fields.values())
+        for name, why in maker.remarks.items():
+            if name in fields:
+                line = fields[name].line or call.line
+                self.findings.note(line, f"{name}: not used, for {why}")
         for name, table in maker.tables.items():
             if name in fields:
                 self._table_argument(table, fields.pop(name), name, call)
         if not maker.table:
             self._holder(call, fields)
             return
-        own = {
-            maker.keys.get(name, name): replace(entry, line=entry.line or call.line)
-            for name, entry in fields.items()
-            if name in (*maker.keys, "its attributes")
-            or (maker.strict and name not in maker.unrelated)
-        }
-        own |= {key: Entry(value, call.line) for key, value in maker.adds.items()}
-        if call.function.name.startswith(BRIDGE) or "library" in own:
-            own = bridge_fields(own)
-        if own or maker.table not in (COLOSSALAI, NEMO):
-            self._add(maker.table, own, call, maker.completes)
+        keys = _keys_of(call, maker, fields)
+        # without keys of their own they leave the dtype to others
+        if keys or maker.table not in (COLOSSALAI, NEMO):
+            self._add(maker.table, keys, call, maker.completes)
 
     def _add(self, table: str, fields: dict[str, Entry], call: Call, completes: bool) -> None:
         name = f"{call.function.last}(...)"
@@ -154,17 +158,21 @@ class Gatherer:
         for name, entry in fields.items():
             if name.startswith("**"):
                 self.findings.note(entry.line, f"{name} of {call.function.last}(...): not known")
-        own = {name: entry for name, entry in fields.items() if name in PLUGIN_FIELDS}
-        if call.function.last == "Trainer" and own:
+        plugin_fields = dict[str, Entry]()
+        for name, entry in fields.items():
+            if name in PLUGIN_FIELDS:
+                plugin_fields[name] = entry
+        if call.function.last == "Trainer" and plugin_fields:
             why = "read as fields of the precision plugin; nl.Trainer has none such"
-            self.findings.note(call.line, f"{', '.join(own)}: {why}")
-            self._add(NEMO, own, call, completes=True)
+            self.findings.note(call.line, f"{', '.join(plugin_fields)}: {why}")
+            self._add(NEMO, plugin_fields, call, completes=True)
 
     def _table_argument(self, table: str, entry: Entry, name: str, holder: Call) -> None:
         """Read an argument that is a table: a dict, an object with settings, the name of a recipe,
         or None."""
         line = entry.line or holder.line
         values = entry.value.items if isinstance(entry.value, Row) else [entry.value]
+        self.findings.take(entry)
         settled = [value for value in values if isinstance(value, Call) and _is_made(value)]
         for value in values:
             if value is None:
@@ -173,6 +181,9 @@ class Gatherer:
                 self._say(table, value, name, is_used=True)
             elif isinstance(value, str):
                 self._name(table, Entry(value, line, entry.node), name, holder)
+            elif settled and value not in settled:
+                text = f"{shown(value)}: beside what sets {name}, and not read"
+                self.findings.note(line, text)
             elif not settled:
                 whose = f"{holder.function.last}(...)"
                 fields = {f"argument {name}": Entry(value, line)}
@@ -199,8 +210,7 @@ class Gatherer:
             return
         table = NEMO if table == NEMO else COLOSSALAI
         is_used = table == NEMO
-        text = f'{name} "{entry.value}"'
-        settings = Settings(table, fields, entry.line, text, holder.guard, is_used, not is_used)
+        settings = Settings(table, fields, entry.line, name, holder.guard, is_used, not is_used)
         self.findings.add(settings)
 
     # dicts and variables
@@ -238,14 +248,15 @@ class Gatherer:
             table = TABLES.get(name, "")
             is_meant = name not in MARKS or table.partition(".")[0] in systems
             if table and is_meant:
-                self.findings.add(Settings(table, {"its keys": entry}, entry.line, name))
+                self.findings.add(Settings(table, {"the keys": entry}, entry.line, name))
 
     def _loose(self, system: str, beside: Mapping[str, Entry]) -> None:
         """Add the single settings of a system that stand beside its dicts."""
         for name in LOOSE.get(system, ()):
             if name in beside:
                 fields = {name: beside[name]}
-                self.findings.add(Settings(system, fields, fields[name].line, name, completes=True))
+                line = beside[name].line
+                self.findings.add(Settings(system, fields, line, name, completes=True))
 
     def _say(self, table: str, content: Table, name: str, is_used: bool) -> None:
         """Add a dict as settings."""
@@ -257,7 +268,7 @@ class Gatherer:
             is_default = table == NXD and text == DEFAULT_OF_NXD
             fields[key] = replace(entry, value=None) if is_default else entry
         if content.doubt:
-            fields["its keys"] = Entry(content, content.line)
+            fields["the keys"] = Entry(content, content.line)
         self._take_within(content)
         self.findings.add(Settings(table, fields, content.line, name, is_used=is_used))
 
@@ -270,8 +281,12 @@ class Gatherer:
 
     def _environment(self) -> None:
         """Read environment variables that the file sets for Neuron devices."""
-        fields = {name: self.environment[name] for name in ENVIRONMENT if name in self.environment}
-        if fields and any(settings.system == NXD for settings in self.findings.settings):
+        fields = dict[str, Entry]()
+        for name in ENVIRONMENT:
+            if name in self.environment:
+                fields[name] = self.environment[name]
+        systems = {settings.system for settings in self.findings.settings}
+        if fields and NXD in systems:
             line = next(iter(fields.values())).line
             self.findings.add(Settings(NXD_ENVIRONMENT, fields, line, "os.environ"))
 
@@ -286,23 +301,39 @@ class Gatherer:
                 order = ("parameters", "max_norm") if is_torchs else ("max_norm",)
                 fields = fields_of(call, order)
                 self._take_call(call)
-                own = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
-                self._add("smp", own, replace_guard(call), completes=True)
+                keys = {"max_grad_norm": fields["max_norm"]} if "max_norm" in fields else {}
+                # a gradient is clipped in a step that is taken, whatever the condition
+                self._add("smp", keys, replace(call, guard=""), completes=True)
 
     def _refuse_parts(self) -> None:
         """Refuse tables and classes of a system without the one that has its dtype, which is then
         in another file."""
         for system, what in WITH_DTYPE.items():
-            own = [settings for settings in self.findings.settings if settings.system == system]
-            said = [one for one in own if not one.completes and one.table in (system, "nemo.v1")]
-            if own and not said:
+            of_system = [
+                settings for settings in self.findings.settings if settings.system == system
+            ]
+            with_dtype = [
+                one for one in of_system if not one.completes and one.table in (system, "nemo.v1")
+            ]
+            if of_system and not with_dtype:
                 why = f"{what}, which says the dtype, is not in this file: give both in one"
-                self.findings.refuse(own[0].line, f"{own[0].name}: {why}")
+                first = of_system[0]
+                self.findings.refuse(first.line, f"{first.name}: {why}")
 
 
-def replace_guard(call: Call) -> Call:
-    """Return a call without its condition: a gradient is clipped in a step that is taken."""
-    return replace(call, guard="")
+def _keys_of(call: Call, maker: Maker, fields: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the keys that the arguments of a call set in its maker's table."""
+    keys = dict[str, Entry]()
+    for name, entry in fields.items():
+        is_other = maker.strict and name not in {*maker.unrelated, *maker.remarks}
+        if name in (*maker.keys, ATTRIBUTES) or is_other:
+            key = maker.keys.get(name, name)
+            keys[key] = replace(entry, line=entry.line or call.line)
+    for key, value in maker.adds.items():
+        keys[key] = Entry(value, call.line)
+    if call.function.name.startswith(BRIDGE) or "library" in keys:
+        return bridge_fields(keys)
+    return keys
 
 
 def _is_made(call: Call) -> bool:

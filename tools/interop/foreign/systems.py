@@ -40,7 +40,8 @@ class Maker:
 
     table: whose keys its arguments are; empty if it only holds tables. order: parameters by
     position. packages: modules that it is imported from. keys: argument -> key, where the names
-    differ. unrelated: arguments that do not concern precision. adds: keys that the call implies.
+    differ. unrelated: arguments that do not concern precision. remarks: arguments that
+    are understood but not used, and why. adds: keys that the call implies.
     tables: arguments that are tables themselves. strict: any other argument is passed on as a key.
     completes: its keys complete those of another call for the same table.
     """
@@ -50,6 +51,7 @@ class Maker:
     packages: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     unrelated: frozenset[str] = frozenset()
+    remarks: Mapping[str, str] = field(default_factory=dict)
     adds: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, str] = field(default_factory=dict)
     strict: bool = True
@@ -128,6 +130,7 @@ PRECISION_OF_PLUGINS = frozenset(
         "master_weights cast_inputs force_outputs_fp32 use_fp8 fp8_communication tp_size pp_size"
     )
 )
+WITHOUT_BUFFERS = "the trainer's models have no buffers that ranks could differ in"
 BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
     "loss_scale": "fp16_loss_scale",
@@ -220,8 +223,8 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
             INTERNEVO,
             _words("model output_to_fp32 parallel_mode sync_buffer dtype"),
             ("internlm", "internevo", "megaprec"),
-            # the trainer's models have no buffers that ranks could differ in
-            unrelated=frozenset({"model", "parallel_mode", "sync_buffer"}),
+            unrelated=frozenset({"model"}),
+            remarks=dict.fromkeys(("parallel_mode", "sync_buffer"), WITHOUT_BUFFERS),
         ),
     ),
     "MegatronMixedPrecision": (Maker(NEMO, MEGATRON_PLUGIN, NEMO_PACKAGES),),
@@ -299,10 +302,16 @@ def table_of(name: str, content: Table, beside: Mapping[str, Any]) -> str:
         return ""
     if name == "grad_scaler" and {"mixed_precision", "mp_policy"} & set(beside):
         return SMP_SCALER
-    marks = keys & MARKS.get(name, frozenset(keys))
+    if name not in MARKS or (name == "optimizer_config" and "mixed_precision_config" in beside):
+        return TABLES[name]
+    marks = keys & MARKS[name]
     if name == "model" and marks == {"dtype"}:
-        # InternEvo takes a text for a dtype only with its "torch."
-        dtype = content.get("dtype")
-        return TABLES[name] if not isinstance(dtype, str) or dtype.startswith("torch.") else ""
-    is_nxds = name == "optimizer_config" and "mixed_precision_config" in beside
-    return TABLES[name] if marks or name not in MARKS or is_nxds else ""
+        return _table_of_dtype(content.get("dtype"))
+    return TABLES[name] if marks else ""
+
+
+def _table_of_dtype(dtype: object) -> str:
+    """Return the table of a `model` that has only a dtype: InternEvo takes a text for one only with
+    its "torch."."""
+    is_other = isinstance(dtype, str) and not dtype.startswith("torch.")
+    return "" if is_other else TABLES["model"]

@@ -88,12 +88,19 @@ def find(tree: Table, path: str) -> Entry | None:
 
 def _moved(tree: Table, moves: Mapping[str, str]) -> dict[str, Entry]:
     """Return the existing entries by their new keys. moves: new key -> path."""
-    found = {key: find(tree, path) for key, path in moves.items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    entries = dict[str, Entry]()
+    for key, path in moves.items():
+        entry = find(tree, path)
+        if entry is not None:
+            entries[key] = entry
+    return entries
 
 
 def _take(tree: Table, findings: Findings, paths: Iterable[str]) -> None:
-    findings.take(*_moved(tree, {path: path for path in paths}).values())
+    for path in paths:
+        entry = find(tree, path)
+        if entry is not None:
+            findings.take(entry)
 
 
 def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
@@ -104,7 +111,8 @@ def _nemo1(tree: Table, findings: Findings) -> Iterator[Settings]:
     moves = {key: f"model.{key}" for key in nemo_v1.Nemo1.model_fields}
     moves |= {key: f"model.optim.{name}" for key, name in NEMO1_OPTIMIZER.items()}
     moves |= {"precision": "trainer.precision", "gradient_clip_val": "trainer.gradient_clip_val"}
-    fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
+    entries = _moved(tree, moves)
+    fields = {key: entry for key, entry in entries.items() if entry.value is not None}
     no_numbers = [f"model.{key}" for key in NO_NUMBERS]
     # the dtype of FSDP is in every template
     _take(tree, findings, ["model.precision", "model.fsdp_grad_reduce_dtype", *no_numbers])
@@ -131,10 +139,11 @@ def _nxdt(tree: Table, findings: Findings) -> Iterator[Settings]:
     if is_manual:
         fields |= dict.fromkeys(manual, Entry(False, kind.line)) | _moved(tree, manual)
     yield Settings(NXD, fields, kind.line, "precision.type")
-    variables = {
-        key: replace(entry, value=str(entry.value)) if type(entry.value) is int else entry
-        for key, entry in _moved(tree, environment).items()
-    }
+    variables = _moved(tree, environment)
+    for key, entry in variables.items():
+        # YAML takes the text of a variable for a number
+        if type(entry.value) is int:
+            variables[key] = replace(entry, value=str(entry.value))
     if is_manual and variables:
         yield Settings(NXD_ENVIRONMENT, variables, kind.line, "precision")
     zero = find(tree, "distributed_strategy.zero1") or Entry(True, kind.line)
@@ -173,40 +182,60 @@ def _hyperpod(tree: Table, findings: Findings) -> Iterator[Settings]:
     smp = tree.entries.get("use_smp_model")
     if not isinstance(model, Table) or not (smp or set(model.entries) >= HYPERPOD):
         return
-    of_model = model.entries.get("precision", Entry(None, model.line))
-    of_trainer = find(tree, "trainer.precision") or of_model
-    precision = of_trainer if of_model.value is None else of_model
-    findings.take(of_model, of_trainer, smp or of_model)
-    held = precision
-    if not isinstance(precision.value, Unknown):
-        if precision.value not in HYPERPOD_DTYPES:
-            why = "SMP's recipes take bf16, 16 or 32"
-            findings.refuse(precision.line, f"precision = {precision.value}: {why}")
-            return
-        held = replace(precision, value=HYPERPOD_DTYPES[precision.value])
     with_smp = smp is None or bool(smp.value)
-    fields = {"param_dtype": held, "reduce_dtype": held, "buffer_dtype": held}
-    if with_smp:
-        fields["buffer_dtype"] = replace(held, value="float32")
-    adapter = find(tree, "model.peft.peft_type") or Entry(None)
-    if adapter.value == "qlora_4bit":
-        why = "weights of 4 bits are not supported"
-        findings.refuse(adapter.line, f"model.peft.peft_type = qlora_4bit: {why}")
-    # inputs of all modules are cast for fine-tuning by adapters
-    if adapter.value or model.get("multi_modal") is True:
+    if smp is not None:
+        findings.take(smp)
+    precision = _dtype_of_hyperpod(tree, model, findings)
+    if precision is None:
+        return
+    buffers = replace(precision, value="float32") if with_smp else precision
+    fields = {"param_dtype": precision, "reduce_dtype": precision, "buffer_dtype": buffers}
+    if _casts_inputs(tree, model, findings):
         fields["cast_forward_inputs"] = Entry(True, precision.line)
     yield Settings(SMP_POLICY, fields, precision.line, "model.precision")
     clip = model.entries.get("grad_clip") or Entry(1.0, model.line)
     yield Settings("smp", {"max_grad_norm": clip}, clip.line, "model.grad_clip", completes=True)
-    switches = {key: f"model.{key}" for key in ("fp8", *HYPERPOD_FP8)}
-    given = _moved(tree, switches)
-    findings.take(*given.values())
-    if with_smp:
-        if "fp8" not in given:
-            why = "the schema of SMP's recipes takes true"
-            findings.note(model.line, f"model.fp8 is not given: {why}")
-        own = {key: given[name] for name, key in HYPERPOD_FP8.items() if name in given}
-        yield _delayed(given.get("fp8", Entry(True, model.line)), own, "model.fp8")
+    yield from _fp8_of_hyperpod(tree, model, findings, with_smp)
+
+
+def _casts_inputs(tree: Table, model: Table, findings: Findings) -> bool:
+    """Return True if a recipe of HyperPod casts the inputs of all modules: for fine-tuning by
+    adapters, and for images."""
+    adapter = find(tree, "model.peft.peft_type") or Entry(None)
+    if adapter.value == "qlora_4bit":
+        why = "weights of 4 bits are not supported"
+        findings.refuse(adapter.line, f"model.peft.peft_type = qlora_4bit: {why}")
+    return bool(adapter.value) or model.get("multi_modal") is True
+
+
+def _dtype_of_hyperpod(tree: Table, model: Table, findings: Findings) -> Entry | None:
+    """Return the dtype of a recipe of HyperPod, of the model before that of the trainer; None for
+    one that is refused."""
+    of_model = model.entries.get("precision", Entry(None, model.line))
+    of_trainer = find(tree, "trainer.precision") or of_model
+    findings.take(of_model, of_trainer)
+    precision = of_trainer if of_model.value is None else of_model
+    if isinstance(precision.value, Unknown):
+        return precision
+    if precision.value not in HYPERPOD_DTYPES:
+        why = "SMP's recipes take bf16, 16 or 32"
+        findings.refuse(precision.line, f"precision = {precision.value}: {why}")
+        return None
+    return replace(precision, value=HYPERPOD_DTYPES[precision.value])
+
+
+def _fp8_of_hyperpod(
+    tree: Table, model: Table, findings: Findings, with_smp: bool
+) -> Iterator[Settings]:
+    switches = _moved(tree, {key: f"model.{key}" for key in ("fp8", *HYPERPOD_FP8)})
+    findings.take(*switches.values())
+    if not with_smp:
+        return
+    if "fp8" not in switches:
+        findings.note(model.line, "model.fp8 is not given: the schema of SMP's recipes takes true")
+    enabled = switches.get("fp8", Entry(True, model.line))
+    recipe = {key: switches[name] for name, key in HYPERPOD_FP8.items() if name in switches}
+    yield _delayed(enabled, recipe, "model.fp8")
 
 
 def _delayed(enabled: Entry, fields: Mapping[str, Entry], name: str) -> Settings:
@@ -225,15 +254,17 @@ def _automodel(tree: Table, findings: Findings) -> Iterator[Settings]:
     content = inner_table(policy.value)
     if isinstance(content, Table):
         findings.take(policy)
-        given = content.entries.items()
-        fields = {key: e for key, e in given if key != "_target_" and e.value is not None}
+        fields = dict[str, Entry]()
+        for key, entry in content.entries.items():
+            if key != "_target_" and entry.value is not None:
+                fields[key] = entry
     else:
         why = "Automodel's default, BF16 reduced in FP32"
         findings.note(strategy.line, f"distributed.mp_policy is not given: {why}")
         fields = {key: Entry(value, strategy.line) for key, value in AUTOMODEL.items()}
-    held = find(tree, "model.torch_dtype") or Entry(None)
-    if str(held.value).removeprefix("torch.") == "float32":
-        findings.take(held)  # masters are FP32 in any case
+    model_dtype = find(tree, "model.torch_dtype") or Entry(None)
+    if str(model_dtype.value).removeprefix("torch.") == "float32":
+        findings.take(model_dtype)  # masters are FP32 in any case
     yield Settings(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
 
 
@@ -244,35 +275,35 @@ def _accelerate(tree: Table, findings: Findings) -> Iterator[Settings]:
     version = find(tree, "fsdp_config.fsdp_version") or Entry(None)
     is_second = str(version.value) == "2"
     # YAML takes a bare no for false
-    said = "no" if precision.value is False else str(precision.value)
+    name = "no" if precision.value is False else str(precision.value)
     findings.take(precision)
-    if said not in ACCELERATE_DTYPES:
+    if name not in ACCELERATE_DTYPES:
         remedy = "use no, fp16, bf16 or fp8"
         findings.refuse(precision.line, f"mixed_precision = {precision.value}: {remedy}")
         return
-    held = replace(precision, value=ACCELERATE_DTYPES[said])
+    dtype = replace(precision, value=ACCELERATE_DTYPES[name])
     last: str = "output_dtype" if is_second else "buffer_dtype"
-    fields = {"param_dtype": held, "reduce_dtype": held, last: held}
+    fields = {"param_dtype": dtype, "reduce_dtype": dtype, last: dtype}
     table = SMP_POLICY2 if is_second else SMP_POLICY
     yield Settings(table, fields, precision.line, "mixed_precision")
-    if said == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
+    if name == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
         yield Settings(SMP_SCALER, {}, precision.line, "mixed_precision")
-    if said == "fp8":
+    if name == "fp8":
         yield from _accelerate_fp8(tree, findings, precision.line)
 
 
 def _accelerate_fp8(tree: Table, findings: Findings, line: int) -> Iterator[Settings]:
     config = tree.entries.get("fp8_config", Entry(None))
-    given = dict(config.value.entries) if isinstance(config.value, Table) else {}
-    findings.take(config, *given.values())
-    backend = given.pop("backend", Entry("TE", line))
-    given.pop("use_autocast_during_eval", None)
+    recipe = dict(config.value.entries) if isinstance(config.value, Table) else {}
+    findings.take(config, *recipe.values())
+    backend = recipe.pop("backend", Entry("TE", line))
+    recipe.pop("use_autocast_during_eval", None)
     if backend.value != "TE":
         why = "only Transformer Engine's (TE) is read"
         findings.refuse(backend.line, f"fp8_config.backend = {backend.value}: {why}")
         return
     default = {"amax_compute_algo": Entry("most_recent", line)}
-    yield _delayed(Entry(True, line), default | given, "fp8_config")
+    yield _delayed(Entry(True, line), default | recipe, "fp8_config")
 
 
 def note_composed(tree: Table, findings: Findings) -> None:
@@ -280,7 +311,9 @@ def note_composed(tree: Table, findings: Findings) -> None:
     in this file."""
     entry = tree.entries.get("defaults", Entry(None))
     items = entry.value.items if isinstance(entry.value, Row) else ()
-    names = [name for item in items for name in _brought(item)]
+    names = list[str]()
+    for item in items:
+        names += _brought(item)
     if names:
         why = "Hydra takes in other files, and what they say of precision is not read"
         text = f"defaults: {', '.join(names)}: {why}: give the composed file"
@@ -304,9 +337,10 @@ def read_flat(tree: Table, findings: Findings) -> None:
     if plugins is not None and isinstance(plugins.value, str):
         findings.add(Settings(NEMO, {"recipe": plugins}, plugins.line, plugins.value))
     elif {"recipe", "precision"} & set(tree.entries):
-        fields = {
-            key: entry for key, entry in tree.entries.items() if not isinstance(entry.value, Table)
-        }
+        fields = dict[str, Entry]()
+        for key, entry in tree.entries.items():
+            if not isinstance(entry.value, Table):
+                fields[key] = entry
         if {"recipe", "precision"} & set(fields):
             line = next(iter(fields.values())).line
             findings.add(Settings(NEMO, fields, line, "the file"))

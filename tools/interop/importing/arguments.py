@@ -25,11 +25,15 @@ from tools.interop.arguments.megatron import (
 from tools.interop.importing.draft import MEGATRON, Draft
 from tools.interop.importing.shell import Word
 
+# argparse's own pattern: such a word is a value, and no option
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 FLAGS = {"true": True, "false": False}
 NOT_GIVEN = (None, "", [], ())
 # the names under which values are kept, as they are typed; of two the first
-TYPED = {row.kept: row.name for row in reversed([*READ.values()]) if row.kept not in READ}
+TYPED = dict[str, str]()
+for _row in READ.values():
+    if _row.kept not in READ:
+        TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
 TURNED_OFF = {"perform_initialization": "no_initialization", "data_sharding": "no_data_sharding"}
 DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
@@ -71,7 +75,8 @@ class Arguments:
     def origin(self, *names: str) -> str:
         """Return how arguments were given, those of them that were; otherwise that it is
         Megatron-LM's default."""
-        return " ".join(self.said[name] for name in names if name in self.said) or MEGATRON
+        given = [self.said[name] for name in names if name in self.said]
+        return " ".join(given) or MEGATRON
 
     def put(self, draft: Draft, key: str, name: str) -> None:
         """Set a key of a run file to the value of an argument, as it is."""
@@ -79,9 +84,9 @@ class Arguments:
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""
-        place = next((self.place[name] for name in names if name in self.place), "")
-        said = " ".join(self.said.get(name, option(name)) for name in names)
-        self.add_problem(said, place, why)
+        places = [self.place[name] for name in names if name in self.place]
+        said = [self.said.get(name, option(name)) for name in names]
+        self.add_problem(" ".join(said), places[0] if places else "", why)
 
     def add_problem(self, said: str, place: str, why: str) -> None:
         """Add a problem with something that stands at a place."""
@@ -90,14 +95,16 @@ class Arguments:
 
     def take(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
         """Add one argument with its values. said: how it was given."""
-        self.tried |= {name, READ[name].kept} if name in READ else {name}
-        unknown = next((word.unknown for word in words if word.unknown), "")
+        self.tried.add(name)
+        if name in READ:
+            self.tried.add(READ[name].kept)
+        unknown = [word.unknown for word in words if word.unknown]
         if name in self.dropped:
             self.left_out[name] = said
         elif name in UNUSED:
             self.unused[name] = said
         elif unknown:
-            self.add_problem(said, place, unknown)
+            self.add_problem(said, place, unknown[0])
         elif name in READ:
             self._read(name, [word.text for word in words], said, place)
         elif not _is_permitted(REFUSED[name].permitted, words):
@@ -113,8 +120,9 @@ class Arguments:
             self.add_problem(said, place, f"the value must be {kind}")
             return
         elif row.choices and not set(texts) <= set(row.choices):
+            choices = ", ".join(row.choices)
             hint = did_you_mean(texts[0], row.choices)
-            self.add_problem(said, place, f"the values are {', '.join(row.choices)}{hint}")
+            self.add_problem(said, place, f"the values are {choices}{hint}")
             return
         self.values[row.kept] = tuple(values) if row.form == "values" else values[0]
         self.said[row.kept] = said
@@ -123,32 +131,43 @@ class Arguments:
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:
     """Add the arguments of a command line. What is wrong is added to their problems."""
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        end = next((i for i in range(at, len(words)) if _is_option(words[i])), len(words))
-        typed, equals, value = word.text.partition("=")
-        name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
-        form = form_of(name)
-        values = words[at:end]
-        wrong = ""
-        if form is None and name not in arguments.dropped:
-            wrong = word.unknown or _why_unknown(word)
-            arguments.open |= bool(word.unknown) or _is_several(word)
-        elif equals:
-            values = []
-            wrong = "is a flag, which takes no value" if form == "flag" else ""
-        elif form in ("flag", "value"):
-            values = values[: form == "value"]
-            wrong = "a value must follow" if form == "value" and not values else ""
-        at += len(values)
-        if wrong:
-            arguments.add_problem(word.text, word.place, wrong)
+    start = 0
+    while start < len(words):
+        end = start + 1
+        while end < len(words) and not _is_option(words[end]):
+            end += 1
+        start += _read_option(words[start], words[start + 1 : end], arguments)
+
+
+def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) -> int:
+    """Add the argument that a word begins. Returns how many words it takes.
+
+    following: the words up to the next argument.
+    """
+    typed, equals, text = word.text.partition("=")
+    name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
+    form = form_of(name)
+    if form is None and name not in arguments.dropped:
+        arguments.open |= bool(word.unknown) or _is_several(word)
+        problem = word.unknown or _why_unknown(word)
+        arguments.add_problem(word.text, word.place, problem)
+        return 1 + len(following)
+    if equals:
+        if form == "flag":
+            problem = "is a flag, which takes no value"
+            arguments.add_problem(word.text, word.place, problem)
         else:
-            said = " ".join(given.text for given in (word, *values))
-            given = [Word(value, word.place, word.unknown)] if equals else values
-            arguments.take(name, given, said, word.place)
+            value = Word(text, word.place, word.unknown)
+            arguments.take(name, [value], word.text, word.place)
+        return 1
+    most_values = {"flag": 0, "value": 1}.get(form or "", len(following))
+    values = following[:most_values]
+    if form == "value" and not values:
+        arguments.add_problem(word.text, word.place, "a value must follow")
+    else:
+        said = " ".join(given.text for given in (word, *values))
+        arguments.take(name, values, said, word.place)
+    return 1 + len(values)
 
 
 def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> None:
@@ -160,29 +179,31 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
     for key, value in table.items():
         kept = key.removeprefix("--").replace("-", "_")
         name = kept if form_of(kept) else TYPED.get(kept, kept)
-        form = form_of(name)
-        texts = [str(value)]
         if name in arguments.dropped:
             arguments.left_out[name] = f"{key} = {value}"
             arguments.tried.add(name)
+        elif value in NOT_GIVEN:
             continue
-        if value in NOT_GIVEN:
-            continue
-        if form is None:
+        elif form_of(name) is None:
             arguments.add_problem(key, place, _why_unknown(Word(option(name))))
-            continue
-        if form == "values":
-            texts = [*map(str, value)] if isinstance(value, list | tuple) else texts[0].split()
-        elif form == "flag":
-            on = FLAGS.get(texts[0].lower())
-            texts = []
-            if on is None:
-                arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
-            # under the name that is kept its own value counts
-            if not (on if name == kept else on is READ[name].sets):
-                continue
-        said = " ".join((option(name), *texts))
-        arguments.take(name, [Word(text, place) for text in texts], said, place)
+        elif form_of(name) != "flag":
+            _take_values(name, value, arguments, place)
+        elif (switch := FLAGS.get(str(value).lower())) is None:
+            arguments.add_problem(f"{key} = {value!r}", place, "is a flag: true or false")
+        # under the name that is kept its own value counts
+        elif switch if name == kept else switch is READ[name].sets:
+            arguments.take(name, [], option(name), place)
+
+
+def _take_values(name: str, value: Any, arguments: Arguments, place: str) -> None:
+    if form_of(name) != "values":
+        texts = [str(value)]
+    elif isinstance(value, list | tuple):
+        texts = [str(item) for item in value]
+    else:
+        texts = str(value).split()
+    said = " ".join([option(name), *texts])
+    arguments.take(name, [Word(text, place) for text in texts], said, place)
 
 
 def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list[str]:
@@ -191,33 +212,48 @@ def read_kept(args: Mapping[str, Any], arguments: Arguments, place: str) -> list
 
     A value that is Megatron-LM's default counts as not given, but for its origin.
     """
-    table = {TURNED_OFF.get(name, name): value for name, value in args.items()}
-    table |= {off: not args[name] for name, off in TURNED_OFF.items() if name in args}
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
-            table.pop(name, None)
-    if table.get("vocab_size") or table.get("tokenizer_model"):
-        table.pop("padded_vocab_size", None)  # it counts rows that no token has
-    known = {
-        name: DTYPES.get(str(value), value)
-        for name, value in table.items()
-        if name in TYPED or form_of(name)
-    }
+    known = _known_of_kept(args)
     read_table(known, arguments, place)
     for name in DEFAULTS.keys() & args.keys():
         value = args[name]
         if value not in NOT_GIVEN:
             arguments.said.setdefault(name, f"{name} = {value}")
-        if arguments.place.get(name) == place and arguments.get(name) == DEFAULTS[name]:
+        is_from_here = arguments.place.get(name) == place
+        if is_from_here and arguments.get(name) == DEFAULTS[name]:
             arguments.values.pop(name, None)
-    others = [name for name in known if arguments.unused.pop(name, None)]
-    arguments.unused[place] = f"{len(others)} other arguments of {place}"
-    strange = [text for text in unknown_arguments(args) if form_of(text.split(" ")[0]) is None]
+    # the log has hundreds of them: their number is enough
+    unused = [name for name in known if arguments.unused.pop(name, None)]
+    arguments.unused[place] = f"{len(unused)} other arguments of {place}"
+    strange = list[str]()
+    for text in unknown_arguments(args):
+        name, _, _ = text.partition(" ")
+        if form_of(name) is None:
+            strange.append(text)
     if not strange:
         return []
     return [
         f"{place}: no argument of Megatron-LM is known here, and not read: {', '.join(strange)}"
     ]
+
+
+def _known_of_kept(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that are known, without what Megatron-LM itself adds."""
+    table = dict[str, Any]()
+    for name, value in args.items():
+        if name in TURNED_OFF:
+            table[TURNED_OFF[name]] = not value
+        else:
+            table[name] = value
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if table.get(name) == table.get("weight_decay"):  # so Megatron-LM completes them
+            table.pop(name, None)
+    if table.get("vocab_size") or table.get("tokenizer_model"):
+        table.pop("padded_vocab_size", None)  # it counts rows that no token has
+    known = dict[str, Any]()
+    for name, value in table.items():
+        if name in TYPED or form_of(name):
+            known[name] = DTYPES.get(str(value), value)
+    return known
 
 
 def is_known(name: str) -> bool:
@@ -229,7 +265,9 @@ def is_known(name: str) -> bool:
 
 def _is_option(word: Word) -> bool:
     text = word.text
-    return text.startswith("-") and len(text) > 1 and not NEGATIVE.match(text) and " " not in text
+    if NEGATIVE.match(text) or " " in text:
+        return False
+    return text.startswith("-") and text != "-"
 
 
 def _is_several(word: Word) -> bool:
@@ -246,8 +284,9 @@ def _why_unknown(word: Word) -> str:
         )
     if not word.text.startswith("-"):
         return "no argument takes this value"
-    name = word.text.partition("=")[0]
-    hint = did_you_mean(name, map(option, (*READ, *UNUSED, *REFUSED)))
+    name, _, _ = word.text.partition("=")
+    options = map(option, (*READ, *UNUSED, *REFUSED))
+    hint = did_you_mean(name, options)
     return f"no such argument of Megatron-LM is known here{hint}"
 
 
@@ -259,7 +298,9 @@ def _typed(text: str, kind: str) -> Any:
         number = NUMBERS[kind](text) if len(text) < 100 else None
     except ValueError:
         return None
-    if number is None or number != number or abs(number) >= 2**63:
+    is_nan = number != number
+    # whole numbers of a TOML file have 64 bits
+    if number is None or is_nan or abs(number) >= 2**63:
         return None
     return number
 

@@ -146,43 +146,63 @@ def _problem_of_value(path: str, value: Any, draft: Draft) -> str:
 def _add_batch(config: Config, ranks: int | None) -> None:
     """Add batch, micro-batch and replicas by DeepSpeed's rule."""
     draft = config.draft
-    sizes = [None if config.get(name) == "auto" else config.get(name) for name in SIZES]
-    origin = config.origin(*SIZES)
-    where = f"{origin} ({config.place})"
-    if any(size is not None and size < 1 for size in sizes):
+    whole, micro, steps = (_size(config, name) for name in SIZES)
+    where = f"{config.origin(*SIZES)} ({config.place})"
+    if any(size < 1 for size in (whole, micro, steps) if size is not None):
         draft.problems.append(f"{where}: give numbers from 1 on")
         return
-    whole, micro, steps = sizes
     whole = draft.value("train.global_batch") if whole is None else whole
     micro = draft.value("train.micro_batch") if micro is None else micro
     data = _replicas(draft, ranks, whole, micro, steps)
-    if whole is None and micro is None:
+    num_known = (whole is not None) + (micro is not None)
+    if num_known == 0:
         return
-    if data is None and (whole is None or micro is None):
-        if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
-            draft.problems.append(
-                f"{where}: the rest depends on the number of ranks: give --ranks N"
-            )
+    if num_known == 1 and data is None:
+        _refuse_open_batch(draft, where)
         return
-    replicas = data or 1
-    if micro is None and whole is not None:
-        steps = steps or 1
-        micro = whole // replicas // steps
-    elif micro is not None and whole is None:
-        steps = steps or 1
-        whole = micro * steps * replicas
-    assert whole is not None
-    assert micro is not None
-    steps = steps or whole // micro // replicas
+    _put_sizes(config, _completed_sizes(whole, micro, steps, data or 1), data, ranks)
+
+
+def _put_sizes(
+    config: Config, sizes: tuple[int, int, int], data: int | None, ranks: int | None
+) -> None:
+    """Add batch, micro-batch and replicas, which must fit together."""
+    whole, micro, steps = sizes
     if data and whole != micro * steps * data:
+        where = f"{config.origin(*SIZES)} ({config.place})"
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
         way = "; --ranks gives another number of them" if ranks else ""
-        draft.problems.append(f"{where}: {rule}{way}")
+        config.draft.problems.append(f"{where}: {rule}{way}")
         return
     config.put("train.global_batch", whole, *SIZES)
     config.put("train.micro_batch", micro, *SIZES)
     if data:
-        config.put("parallel.data", data, *SIZES, origin=counted(ranks, "rank") if ranks else "")
+        origin = counted(ranks, "rank") if ranks else ""
+        config.put("parallel.data", data, *SIZES, origin=origin)
+
+
+def _refuse_open_batch(draft: Draft, where: str) -> None:
+    if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
+        draft.problems.append(f"{where}: the rest depends on the number of ranks: give --ranks N")
+
+
+def _size(config: Config, name: str) -> int | None:
+    size = config.get(name)
+    return None if size == "auto" else size
+
+
+def _completed_sizes(
+    whole: int | None, micro: int | None, steps: int | None, replicas: int
+) -> tuple[int, int, int]:
+    """Return batch, micro-batch and accumulation steps, one of the first two of which is given."""
+    if micro is None:
+        assert whole is not None
+        steps = steps or 1
+        return whole, whole // replicas // steps, steps
+    if whole is None:
+        steps = steps or 1
+        return micro * steps * replicas, micro, steps
+    return whole, micro, steps or whole // micro // replicas
 
 
 def _replicas(
@@ -208,41 +228,54 @@ def _add_precision(config: Config) -> None:
     if bf16 is True and fp16 is True:
         draft.problems.append(f"fp16.enabled and bf16.enabled ({config.place}): give one of them")
         return
-    half = "bf16" if bf16 is True else "fp16"
-    half = half if True in (bf16, fp16) else "fp32"
+    compute = "fp32"
+    for dtype, switch in (("bf16", bf16), ("fp16", fp16)):
+        if switch is True:
+            compute = dtype
     switches = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
     origin = config.origin(*switches)
     if "auto" in (bf16, fp16) or (origin == DEEPSPEED and "precision.compute" in draft.keys):
         return
-    config.put("precision.compute", half, *switches)
-    if DTYPES.get(config.get("data_types.param_dtype", half), "") != half:
-        config.refuse("data_types.param_dtype", f"the weights are {half} by {origin}: remove it")
-    sharded = bool(config.get("zero_optimization.stage", 0))
+    config.put("precision.compute", compute, *switches)
+    if DTYPES.get(config.get("data_types.param_dtype", compute), "") != compute:
+        config.refuse("data_types.param_dtype", f"the weights are {compute} by {origin}: remove it")
+    is_sharded = bool(config.get("zero_optimization.stage", 0))
+    _add_gradients(config, compute, is_sharded)
+    _add_overflows(config, compute)
+    if compute == "bf16":
+        _add_narrow_state(config, is_sharded)
+    elif compute == "fp16":
+        _add_scaling(config)
+
+
+def _add_overflows(config: Config, compute: str) -> None:
+    """Add what happens to a step with inf or NaN, which can be applied in BF16 only."""
+    action = "skip"
+    if compute == "bf16" and not config.get("bf16.check_grad_overflow", True):
+        action = "ignore"
+    config.put("precision.on_nonfinite", action, "bf16.check_grad_overflow")
+
+
+def _add_gradients(config: Config, compute: str, is_sharded: bool) -> None:
+    """Add the dtypes in which gradients are accumulated and reduced."""
     # gradients of BF16 are accumulated in FP32 without ZeRO
-    usual = "fp32" if half == "bf16" and not sharded else half
+    usual = "fp32" if compute == "bf16" and not is_sharded else compute
     for key, name, default in (
         ("precision.gradients", "data_types.grad_accum_dtype", usual),
-        ("precision.reduce", "communication_data_type", half),
+        ("precision.reduce", "communication_data_type", compute),
     ):
         dtype = config.get(name, default)
         if dtype not in DTYPES:
             config.refuse(name, "the dtypes are fp32, fp16 and bf16")
-        elif half != "fp32":
+        elif compute != "fp32":
             config.put(key, DTYPES[dtype], name)
-    checks = half != "bf16" or config.get("bf16.check_grad_overflow", True)
-    action = "skip" if checks else "ignore"
-    config.put("precision.on_nonfinite", action, "bf16.check_grad_overflow")
-    if half == "bf16":
-        _add_narrow_state(config, sharded)
-    if half == "fp16":
-        _add_scaling(config)
 
 
-def _add_narrow_state(config: Config, sharded: bool) -> None:
+def _add_narrow_state(config: Config, is_sharded: bool) -> None:
     """Add master weights and moments in BF16, by the rules of DeepSpeed."""
     masters = "bf16.bf16_master_weights_and_grads"
     moments = "bf16.bf16_optimizer_states"
-    if config.get(masters) and not sharded:
+    if config.get(masters) and not is_sharded:
         config.refuse(masters, "DeepSpeed needs zero_optimization.stage 1 or higher with it")
     if config.get(moments) and not config.get(masters):
         config.refuse(moments, f"DeepSpeed needs {masters} = true with it")
@@ -306,27 +339,10 @@ def _add_optimizer(config: Config) -> None:
     kind = config.get("optimizer.type")
     if kind in (None, "auto"):
         return
-    prefix = "optimizer.params"
     if kind.lower() in ("adam", "adamw"):
-        if config.get(f"{prefix}.adam_w_mode", True) is False and kind.lower() == "adam":
-            config.refuse(
-                f"{prefix}.adam_w_mode",
-                "weight decay is decoupled in adamw; optimizer.name=Adam beside the file adds it "
-                "to the gradient",
-            )
-        config.put("optimizer.name", "adamw", "optimizer.type")
-        usual = dict(FUSED_ADAM)
-        if config.get(f"{prefix}.torch_adam") is True:
-            usual["weight_decay"] = 0.01
-        for name in ("betas", "eps", "weight_decay"):
-            value = config.get(f"{prefix}.{name}", usual[name])
-            config.put(f"optimizer.{name}", value, f"{prefix}.{name}")
+        _add_adam(config, is_adam=kind.lower() == "adam")
     elif kind.lower() == "sgd":
-        config.put("optimizer.name", "sgd", "optimizer.type")
-        momentum = config.get(f"{prefix}.momentum") or 0.0
-        config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
-        decay = config.get(f"{prefix}.weight_decay") or 0.0
-        config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
+        _add_sgd(config)
     elif draft.needs("optimizer.name"):
         rules = (
             "adamw, sgd, muon and elementwise ones of torch.optim: give optimizer.name=... "
@@ -340,11 +356,37 @@ def _add_optimizer(config: Config) -> None:
             "weight decay (optimizer.groups changes it by name)"
         )
     if config.get("scheduler.type") is None:
-        rate = config.get(f"{prefix}.lr") or FUSED_ADAM["lr"]
-        config.put("lr.peak", rate, f"{prefix}.lr")
+        rate = config.get("optimizer.params.lr") or FUSED_ADAM["lr"]
+        config.put("lr.peak", rate, "optimizer.params.lr")
         if "lr.schedule" not in draft.keys:
             origin = "no scheduler in DeepSpeed's configuration"
             config.put("lr.schedule", "constant", origin=origin)
+
+
+def _add_adam(config: Config, is_adam: bool) -> None:
+    prefix = "optimizer.params"
+    if is_adam and config.get(f"{prefix}.adam_w_mode", True) is False:
+        config.refuse(
+            f"{prefix}.adam_w_mode",
+            "weight decay is decoupled in adamw; optimizer.name=Adam beside the file adds it "
+            "to the gradient",
+        )
+    config.put("optimizer.name", "adamw", "optimizer.type")
+    usual = dict(FUSED_ADAM)
+    if config.get(f"{prefix}.torch_adam") is True:
+        usual["weight_decay"] = 0.01
+    for name in ("betas", "eps", "weight_decay"):
+        value = config.get(f"{prefix}.{name}", usual[name])
+        config.put(f"optimizer.{name}", value, f"{prefix}.{name}")
+
+
+def _add_sgd(config: Config) -> None:
+    prefix = "optimizer.params"
+    config.put("optimizer.name", "sgd", "optimizer.type")
+    momentum = config.get(f"{prefix}.momentum") or 0.0
+    config.put("optimizer.options", {"momentum": momentum}, f"{prefix}.momentum")
+    decay = config.get(f"{prefix}.weight_decay") or 0.0
+    config.put("optimizer.weight_decay", decay, f"{prefix}.weight_decay")
 
 
 def _add_clipping(config: Config) -> None:

@@ -58,15 +58,17 @@ class Draft:
             "from."
         ]
         for table in tables_of_a_run():
-            own = {
+            rows = {
                 f"{key.partition('.')[2]} = {toml(entry.value)}": entry.origin
                 for key, entry in self.keys.items()
                 if key.startswith(f"{table}.")
             }
-            if own:
-                width = min(40, max(map(len, own)))
+            if rows:
+                width = min(40, max(map(len, rows)))
                 lines += ["", f"[{table}]"]
-                lines += [f"{line:{width}}  # {_printable(origin)}" for line, origin in own.items()]
+                lines += [
+                    f"{line:{width}}  # {_printable(origin)}" for line, origin in rows.items()
+                ]
         if notes:
             lines += ["", "# To know:"]
         for note in notes:

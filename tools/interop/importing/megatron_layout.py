@@ -2,6 +2,7 @@
 batch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
@@ -132,18 +133,8 @@ def _add_data(
             return 0
         data = ranks // per_replica if ranks else 1
         draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
-    is_known = ranks or "parallel.data" in draft.settled
-    micro = arguments.get("micro_batch_size")
-    if arguments.has("global_batch_size"):
-        arguments.put(draft, "train.global_batch", "global_batch_size")
-    elif micro is not None and is_known and draft.needs("train.global_batch"):
-        origin = "--micro-batch-size x replicas, as in Megatron-LM"
-        draft.put("train.global_batch", micro * data, origin)
-    elif draft.needs("train.global_batch") and "global_batch_size" not in arguments.tried:
-        draft.missing.append(
-            "--global-batch-size is missing, and without it the batch depends on the number of "
-            "ranks: give it, or --ranks N"
-        )
+    is_known = bool(ranks) or "parallel.data" in draft.settled
+    _add_global_batch(arguments, draft, data if is_known else None)
     if not is_known:
         draft.notes.append(
             "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
@@ -152,22 +143,29 @@ def _add_data(
     return data
 
 
+def _add_global_batch(arguments: Arguments, draft: Draft, data: int | None) -> None:
+    """Add the global batch. data: the replicas; None if their number is not known."""
+    micro = arguments.get("micro_batch_size")
+    if arguments.has("global_batch_size"):
+        arguments.put(draft, "train.global_batch", "global_batch_size")
+    elif not draft.needs("train.global_batch"):
+        return
+    elif micro is not None and data is not None:
+        origin = "--micro-batch-size x replicas, as in Megatron-LM"
+        draft.put("train.global_batch", micro * data, origin)
+    elif "global_batch_size" not in arguments.tried:
+        draft.missing.append(
+            "--global-batch-size is missing, and without it the batch depends on the number of "
+            "ranks: give it, or --ranks N"
+        )
+
+
 def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
     """Add an interleaved schedule, and the layers of each stage as Megatron-LM cuts them."""
     layers = draft.value("model.layers")
-    chunks, each = map(arguments.get, CHUNKS)
-    if chunks is not None and each is not None:
-        arguments.refuse("give one of them", *CHUNKS)
+    chunks = _chunks(arguments, layers, pipeline)
+    if chunks is None:
         return
-    if not isinstance(layers, int) or layers < 1:
-        return
-    if each is not None:
-        if each < 1 or layers % (pipeline * each):
-            why = f"does not divide {layers} layers on {pipeline} ranks"
-            arguments.refuse(why, CHUNKS[1])
-            return
-        chunks = layers // pipeline // each
-    chunks = max(chunks or 1, 1)
     if chunks > 1:
         draft.put("parallel.schedule", "interleaved", arguments.origin(*CHUNKS))
         draft.put("parallel.chunks", chunks, arguments.origin(*CHUNKS))
@@ -183,6 +181,23 @@ def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
     why = f"{layers} layers cannot be cut evenly into {pipeline} x {chunks} stages"
     names = (*UNEVEN, *COUNTED, "pipeline_model_parallel_size")
     arguments.refuse(f"{why}: parallel.cuts says how", *filter(arguments.has, names))
+
+
+def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:
+    """Return the stages of each pipeline rank; None if the layers are not known, or after a
+    problem."""
+    chunks, layers_of_chunk = map(arguments.get, CHUNKS)
+    if chunks is not None and layers_of_chunk is not None:
+        arguments.refuse("give one of them", *CHUNKS)
+        return None
+    if not isinstance(layers, int) or layers < 1:
+        return None
+    if layers_of_chunk is None:
+        return max(chunks or 1, 1)
+    if layers_of_chunk < 1 or layers % (pipeline * layers_of_chunk):
+        arguments.refuse(f"does not divide {layers} layers on {pipeline} ranks", CHUNKS[1])
+        return None
+    return layers // pipeline // layers_of_chunk
 
 
 def _cuts(arguments: Arguments, layers: int, pipeline: int, chunks: int) -> Iterator[int]:

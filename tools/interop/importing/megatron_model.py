@@ -32,9 +32,8 @@ NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows 
 def add_model(arguments: Arguments, draft: Draft) -> None:
     """Add the keys of [model]."""
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    if missing == list(REQUIRED) and any(
-        key in draft.settled for key in ("model.preset", "train.init_from")
-    ):
+    is_settled = not draft.settled.keys().isdisjoint({"model.preset", "train.init_from"})
+    if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
         if name not in arguments.tried:
@@ -49,18 +48,25 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         return
     for key, value in _stated(model, arguments).items():
         draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
-    if (std := arguments.get("embedding_init_method_std")) is not None:
-        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
-    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
-        weight = arguments.get("mtp_loss_scaling_factor")
-        draft.put("model.mtp_loss_weight", weight, arguments.origin("mtp_loss_scaling_factor"))
-    kind = args["moe_router_load_balancing_type"]
+    _add_training_only(arguments, draft, model)
+    _note_balance(args["moe_router_load_balancing_type"], model, draft)
+
+
+def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
     if model.experts and model.router_aux_loss and kind in BALANCED:
         draft.notes.append(
             f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each "
-            "sample, as seq_aux_loss "
-            f"does, not {BALANCED[kind]}"
+            f"sample, as seq_aux_loss does, not {BALANCED[kind]}"
         )
+
+
+def _add_training_only(arguments: Arguments, draft: Draft, model: ModelConfig) -> None:
+    """Add keys of [model] that a checkpoint says nothing of."""
+    std = arguments.get("embedding_init_method_std")
+    if std is not None:
+        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
+        arguments.put(draft, "model.mtp_loss_weight", "mtp_loss_scaling_factor")
 
 
 def completed(arguments: Arguments) -> dict[str, Any]:
@@ -71,23 +77,32 @@ def completed(arguments: Arguments) -> dict[str, Any]:
         if args[name] is not None and args[name] < 1:
             raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
-    hidden = args["hidden_size"]
-    if args["kv_channels"] is None and hidden % heads:
+    if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
         raise UserError.of("import.heads_multiple", said=said, heads=heads)
     if args["ffn_hidden_size"] is None:
-        gated = int(4 * hidden * 2 / 3 / 64) * 64
-        args["ffn_hidden_size"] = gated if args["swiglu"] else 4 * hidden
+        args["ffn_hidden_size"] = _usual_width(args["hidden_size"], args["swiglu"])
     args["num_experts"] = args["num_experts"] or None
     args["window_size"] = _pair(args["window_size"])
     for name in ("no_rope_freq", "moe_layer_freq", "window_attn_skip_freq"):
         args[name] = _frequency(name, args[name])
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        if len(args[name]) != 1:
-            values = " ".join(map(str, args[name]))
-            raise UserError.of("import.one_loss_value", option=option(name), map=values)
-        (args[name],) = args[name]
+        args[name] = _only(name, args[name])
     return args
+
+
+def _usual_width(hidden: int, is_gated: bool) -> int:
+    """Return Megatron-LM's width of a feed-forward; a gated one is rounded down to a multiple of
+    64."""
+    return int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
+
+
+def _only(name: str, values: tuple[Any, ...]) -> Any:
+    """Return the one value of an argument that may have several."""
+    if len(values) != 1:
+        shown = " ".join(map(str, values))
+        raise UserError.of("import.one_loss_value", option=option(name), map=shown)
+    return values[0]
 
 
 def _pair(text: str | None) -> tuple[int, ...] | None:

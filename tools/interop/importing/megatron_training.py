@@ -125,36 +125,56 @@ def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> 
     """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
     whole step."""
     by_samples = arguments.has("train_samples")
-    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-        if arguments.has(name) and arguments.get(name):
-            arguments.refuse(f"the length of the run is in {unit}, so this must be too", name)
-    whole = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or whole
+    unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
+    _refuse_units(arguments, unit, other_unit)
+    run_length = arguments.get("train_samples") if by_samples else steps
+    length = arguments.get(f"lr_decay_{unit}") or run_length
     warmup = arguments.get(f"lr_warmup_{unit}")
     origin = arguments.origin(f"lr_warmup_{unit}")
-    factor = 1
+    factor = 1  # samples of what is counted
     if arguments.has("lr_warmup_fraction"):
         if warmup:
             arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
         origin = arguments.origin("lr_warmup_fraction")
-        share = arguments.get("lr_warmup_fraction") * length
-        factor = 1 if by_samples or _is_whole(share) else batch
-        share *= factor
-        warmup = round(share)
-        if not _is_whole(share):
-            draft.notes.append(
-                f"{origin}: warm-up takes {warmup} samples, the nearest whole number to {share:g}"
-            )
-    if by_samples or factor > 1:
-        draft.put("lr.unit", "samples", origin if factor > 1 else arguments.origin("train_samples"))
+        warmup, factor = _warmup_of_fraction(arguments, draft, length, 1 if by_samples else batch)
+    if factor > 1:
+        draft.put("lr.unit", "samples", origin)
+    elif by_samples:
+        draft.put("lr.unit", "samples", arguments.origin("train_samples"))
     draft.put("lr.warmup", warmup, origin)
-    if length != whole or (by_samples and length != steps * batch):
+    if length != run_length or (by_samples and length != steps * batch):
         origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
         draft.put("lr.length", length * factor, origin)
-    decay = f"lr_wsd_decay_{unit}"
-    if arguments.has(decay):
-        draft.put("lr.decay", arguments.get(decay) * factor, arguments.origin(decay))
+    _add_decay(arguments, draft, f"lr_wsd_decay_{unit}", factor)
+
+
+def _add_decay(arguments: Arguments, draft: Draft, name: str, factor: int) -> None:
+    if arguments.has(name):
+        draft.put("lr.decay", arguments.get(name) * factor, arguments.origin(name))
+
+
+def _refuse_units(arguments: Arguments, unit: str, other_unit: str) -> None:
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        other = f"{name}_{other_unit}"
+        if arguments.has(other) and arguments.get(other):
+            arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+
+
+def _warmup_of_fraction(
+    arguments: Arguments, draft: Draft, length: int, batch: int
+) -> tuple[int, int]:
+    """Return the warm-up of --lr-warmup-fraction, and the samples of what it counts: `batch` if the
+    share of the length is no whole number."""
+    share = arguments.get("lr_warmup_fraction") * length
+    factor = 1 if _is_whole(share) else batch
+    share *= factor
+    warmup = round(share)
+    if not _is_whole(share):
+        draft.notes.append(
+            f"{arguments.origin('lr_warmup_fraction')}: warm-up takes {warmup} samples, the "
+            f"nearest whole number to {share:g}"
+        )
+    return warmup, factor
 
 
 def _is_whole(number: float) -> bool:
@@ -243,7 +263,8 @@ def _fields_of_nemo(arguments: Arguments, half: str) -> dict[str, Any]:
 
 def _typed_name(problem: str) -> str:
     """Return a problem of the dialect by the name that is typed."""
-    key, sign, rest = problem.removeprefix("precision.nemo.").partition(" ")
+    text = problem.removeprefix("precision.nemo.").removesuffix(" (NeMo)")
+    key, sign, rest = text.partition(" ")
     name = "fp8_format" if key == "fp8" else key.removeprefix("fp16_")
     return f"{option(name)}{sign}{rest}"
 

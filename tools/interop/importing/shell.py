@@ -206,38 +206,63 @@ def _tokens(text: str, name: str) -> Iterator[_Token]:
             at += len(body)
 
 
-def _commands(text: str, name: str) -> Iterator[_Command]:
-    """Yield the commands of a text. Raises UserError as `_tokens`."""
-    words = list[_Word]()
-    pieces = list[_Token]()
-    array: _Word | None = None  # the one that is being read
-    is_target = False  # the word belongs to a redirection
-    start = 0
-    before = "\n"
-    for token in _tokens(text, name):
-        if token.kind in _PIECES:
-            pieces.append(token)
-        if token.kind in (*_PIECES, "continued"):
-            continue
-        if token.text == "(" and ARRAY.fullmatch(_Word(pieces).plain if pieces else ""):
-            array = _Word(pieces, [])
-            pieces = []
-            continue
-        if pieces and not is_target:
-            (words if array is None or array.items is None else array.items).append(_Word(pieces))
-        is_target = token.kind == "redirect" or (is_target and not pieces)
-        pieces = []
-        if array is not None and token.text == ")":
-            words.append(array)
-            array = None
-        elif token.kind == "body" or (token.kind == "end" and array is None):
-            line = words[0].pieces[0].line if words else token.line
-            yield _Command(words, line, text[start : token.end], before, token.text)
-            words = []
-            start = token.end
-            before = "\n" if token.kind == "body" else token.text
-    if array is not None:
-        raise UserError.of("import.open_block", name=name, line=array.pieces[0].line, sign="(")
+class _Commands:
+    """The commands of a text, made of its tokens in order."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self._text = text
+        self._name = name
+        self._words: list[_Word] = []
+        self._pieces: list[_Token] = []
+        self._array: _Word | None = None  # the one that is being read
+        self._is_target = False  # the word belongs to a redirection
+        self._start = 0  # of the command
+        self._before = "\n"
+
+    def read(self) -> Iterator[_Command]:
+        """Yield the commands. Raises UserError as `_tokens`."""
+        for token in _tokens(self._text, self._name):
+            if token.kind in _PIECES:
+                self._pieces.append(token)
+            elif token.kind == "continued":
+                continue
+            elif token.text == "(" and self._begins_array():
+                self._array = _Word(self._pieces, [])
+                self._pieces = []
+            else:
+                self._end_word(token)
+                if self._array is not None and token.text == ")":
+                    self._words.append(self._array)
+                    self._array = None
+                elif token.kind == "body" or (token.kind == "end" and self._array is None):
+                    yield self._ended(token)
+        if self._array is not None:
+            line = self._array.pieces[0].line
+            raise UserError.of("import.open_block", name=self._name, line=line, sign="(")
+
+    def _begins_array(self) -> bool:
+        begin = _Word(self._pieces).plain if self._pieces else ""
+        return ARRAY.fullmatch(begin) is not None
+
+    def _end_word(self, token: _Token) -> None:
+        """End the word before a token that is no piece of one."""
+        if self._pieces and not self._is_target:
+            words = self._words
+            if self._array is not None and self._array.items is not None:
+                words = self._array.items
+            words.append(_Word(self._pieces))
+        self._is_target = token.kind == "redirect" or (self._is_target and not self._pieces)
+        self._pieces = []
+
+    def _ended(self, token: _Token) -> _Command:
+        """Return the command that a token ends."""
+        line = self._words[0].pieces[0].line if self._words else token.line
+        written = self._text[self._start : token.end]
+        command = _Command(self._words, line, written, self._before, token.text)
+        self._words = []
+        self._start = token.end
+        self._before = "\n" if token.kind == "body" else token.text
+        return command
 
 
 class _Value(NamedTuple):
@@ -274,33 +299,35 @@ class _Script:
 
     def command_line(self) -> CommandLine:
         """Return the one command that runs a program with arguments."""
-        found = [one for one in self.launches if one[2] or _program(one[1])]
-        if self.path is None and not found:
-            found = self.launches
-            if len(found) != 1:
+        launches = [one for one in self.launches if one[2] or _program(one[1])]
+        if self.path is None and not launches:
+            launches = self.launches
+            if len(launches) != 1:
                 raise UserError.of(
-                    "import.several_commands", shown=self.shown, num_found=len(found)
+                    "import.several_commands", shown=self.shown, num_found=len(launches)
                 )
-        if not found:
+        if not launches:
             raise UserError.of("import.no_program", shown=self.shown)
-        if len(found) > 1:
-            lines = ", ".join(str(line) for line, _, _ in found)
+        if len(launches) > 1:
+            lines = ", ".join(str(line) for line, _, _ in launches)
             raise UserError.of(
-                "import.several_programs", shown=self.shown, num_found=len(found), lines=lines
+                "import.several_programs", shown=self.shown, num_found=len(launches), lines=lines
             )
-        ((_, words, problem),) = found
+        ((_, words, problem),) = launches
         if problem:
             raise problem
         at = _program(words)
-        notes = {note for word in words[at:] for note in word.defaults}
-        ranks = _ranks(words[:at])
-        return CommandLine(words[at:], ranks, [*self.notes, *sorted(notes)], self.taken_in)
+        defaults = set[str]()
+        for word in words[at:]:
+            defaults |= word.defaults
+        notes = [*self.notes, *sorted(defaults)]
+        return CommandLine(words[at:], _ranks(words[:at]), notes, self.taken_in)
 
     def follow(self, text: str, name: str) -> None:
         """Follow the commands of a file."""
         if PRIVATE.search("".join((text, *self.assumed.values()))):
             raise UserError.of("import.private_character", shown=name)
-        for command in _commands(f"{text}\n".replace("\r\n", "\n"), name):
+        for command in _Commands(f"{text}\n".replace("\r\n", "\n"), name).read():
             words = self._enter_blocks(command.words)
             certain = not self.blocks and {command.before, command.after} <= {"\n", ";"}
             if certain and words and words[0].plain in ("exit", "return"):
@@ -309,14 +336,18 @@ class _Script:
                 self._command(words, command, certain, name)
             elif not command.words:
                 self._open_set_by(command.written, command.line)
-            if command.before == "(" and command.after == ")" and not command.words:
-                self.blocks.pop()  # it was no subshell, but NAME()
-                self.defines = True
-            elif command.after == "(":
-                self.functions.update(word.plain for word in command.words[-1:])
-                self._open_block("(")
-            elif command.after == ")" and self.blocks[-1:] in (["("], ["function"]):
-                self.blocks.pop()
+            self._enter_brackets(command)
+
+    def _enter_brackets(self, command: _Command) -> None:
+        """Keep count of the brackets of subshells, functions and cases around commands."""
+        if command.before == "(" and command.after == ")" and not command.words:
+            self.blocks.pop()  # it was no subshell, but NAME()
+            self.defines = True
+        elif command.after == "(":
+            self.functions.update(word.plain for word in command.words[-1:])
+            self._open_block("(")
+        elif command.after == ")" and self.blocks[-1:] in (["("], ["function"]):
+            self.blocks.pop()
 
     def _open_block(self, sign: str) -> None:
         self.blocks.append("function" if self.defines else sign)
@@ -341,33 +372,46 @@ class _Script:
     def _command(self, words: list[_Word], command: _Command, certain: bool, file: str) -> None:
         first = words[0].plain
         line = command.line
-        named = [w for w in words[1:] if not w.plain.isidentifier()] if first == "export" else words
-        if certain and all(ASSIGNMENT.match(word.head) for word in named):
-            for word in named:
-                self._assign(word, line)
+        if certain and self._assign_all(words, line):
             return
-        expanded = [made for word in words for made in self._expanded(word, file)]
-        said = " ".join(word.text for word in expanded)
-        written = command.written
+        expanded = list[Word]()
+        for word in words:
+            expanded += self._expanded(word, file)
         if first in ("echo", "cat"):
-            self._open_set_by(" ".join(SETS_WITHIN.findall(written)), line)
+            self._open_set_by(" ".join(SETS_WITHIN.findall(command.written)), line)
             return
-        self._open_set_by(written, line)
-        if SETS_ARGUMENTS.match(f"{said} ") and "function" not in self.blocks:
-            for name in ("@", "*", *map(str, range(1, 100))):
-                self._open(name, line)
-        if ENVIRONMENTS.match(said):
+        self._open_set_by(command.written, line)
+        text = " ".join(word.text for word in expanded)
+        self._open_arguments(text, line)
+        if ENVIRONMENTS.match(text):
             self.notes.append(
-                f"{file}, line {line}: {said} is taken for an environment of programs, and is not "
+                f"{file}, line {line}: {text} is taken for an environment of programs, and is not "
                 "read"
             )
         elif first in ("source", "."):
-            self._source(said.partition(" ")[2], line, certain)
-        elif SETS_ANY.match(written.strip()):
-            self._open_rest(f"may be set in line {line} by {said}, which is not run")
-        elif first in ("cd", "pushd", "popd") and not OWN_FOLDER.match(f"{said[3:]}/"):
+            self._source(text.partition(" ")[2], line, certain)
+        elif SETS_ANY.match(command.written.strip()):
+            self._open_rest(f"may be set in line {line} by {text}, which is not run")
+        elif _leaves_folder(first, text):
             self.moved = f"line {line} moves to another folder"
         self._note_launch(expanded, line)
+
+    def _open_arguments(self, text: str, line: int) -> None:
+        """Leave open the script's own arguments if a command sets them; those of a function are its
+        own."""
+        if SETS_ARGUMENTS.match(f"{text} ") and "function" not in self.blocks:
+            for name in ("@", "*", *map(str, range(1, 100))):
+                self._open(name, line)
+
+    def _assign_all(self, words: list[_Word], line: int) -> bool:
+        """Follow a command of plain assignments; return False for any other."""
+        if words[0].plain == "export":
+            words = [word for word in words[1:] if not word.plain.isidentifier()]
+        if not all(ASSIGNMENT.match(word.head) for word in words):
+            return False
+        for word in words:
+            self._assign(word, line)
+        return True
 
     def _assign(self, word: _Word, line: int) -> None:
         match = ASSIGNMENT.fullmatch(word.head)
@@ -376,8 +420,9 @@ class _Script:
         self.defaults = set()
         if word.items is not None:
             keeps = adds and (name in self.values or self.open_rest)
-            before = self._value(name) if keeps else []
-            items = [*before, *(text for item in word.items for text in self._fields(item))]
+            items = [*self._value(name)] if keeps else []
+            for item in word.items:
+                items += self._fields(item)
             self.arrays.add(name)
         elif name in self.arrays:  # only its first item is set
             self._open(name, line)
@@ -493,27 +538,35 @@ class _Script:
         if match is None:
             return [self._to_run(written)]
         name, whole, sign, default = match.groups()
-        known = name in self.assumed or name in self.values or name in self.open
         items = self._value(name)
-        if (
-            sign in ("-", ":-")
-            and not self.open_rest
-            and not (known and (sign == "-" or "".join(items)))
-        ):
-            plain = DEFAULT.fullmatch(default)
-            if plain is None or (plain[1] and (quoted or re.search(r"[\s$]", default))):
-                return [self._to_run(written)]
-            chosen = SPLITTING.sub("", self._in_quotes(plain[2]))
-            said = self._readable(chosen)
-            self.defaults.add(
-                f"${name} is taken as its default, {said!r}: --assume {name}=VALUE gives another"
-            )
-            return [chosen]
+        if sign in ("-", ":-") and self._is_left_out(name, sign, items):
+            return [self._default(written, name, default, quoted)]
         if not whole and name not in "@*":
             return items[:1] or [""]
         if name in self.assumed:
             items = self.assumed[name].split()
-        return [" ".join(items)] if quoted and "*" in f"{whole}{name}" else items
+        is_joined = quoted and "*" in f"{whole}{name}"
+        return [" ".join(items)] if is_joined else items
+
+    def _is_left_out(self, name: str, sign: str, items: list[str]) -> bool:
+        """Return True if a variable has no value, so that its default counts."""
+        if self.open_rest:
+            return False
+        is_set = name in self.assumed or name in self.values or name in self.open
+        return not is_set or (sign == ":-" and not "".join(items))
+
+    def _default(self, written: str, name: str, default: str, quoted: bool) -> str:
+        """Return the default of a variable, with a note; a mark if it would have to be run."""
+        match = DEFAULT.fullmatch(default)
+        # quotes within quotes, or around what would be cut, mean more than their text
+        if match is None or (match[1] and (quoted or re.search(r"[\s$]", default))):
+            return self._to_run(written)
+        value = SPLITTING.sub("", self._in_quotes(match[2]))
+        shown = self._readable(value)
+        self.defaults.add(
+            f"${name} is taken as its default, {shown!r}: --assume {name}=VALUE gives another"
+        )
+        return value
 
     def _value(self, name: str) -> list[str]:
         """Return the items of a variable."""
@@ -556,13 +609,20 @@ class _Script:
         self.launches.append((line, words, problem))
 
 
+def _leaves_folder(command: str, text: str) -> bool:
+    """Return True for a command that moves to another folder than the script's own."""
+    return command in ("cd", "pushd", "popd") and not OWN_FOLDER.match(f"{text[3:]}/")
+
+
 def _program(words: Sequence[Word]) -> int:
     """Return the index behind the program among the words of a command, if arguments follow it;
     otherwise 0."""
     for at, word in enumerate(words):
         if PROGRAM.fullmatch(word.text):
-            followed = any(arg.unknown or arg.text.startswith("--") for arg in words[at + 1 :])
-            return at + 1 if followed else 0
+            for argument in words[at + 1 :]:
+                if argument.unknown or argument.text.startswith("--"):
+                    return at + 1
+            return 0
     return 0
 
 

@@ -73,21 +73,10 @@ def read_sources(
             words += map(Word, items[i:])
             break
         path = Path(item)
-        named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
         if "--" not in item and _exists(path):
             _read_file(path, sources, assumed)
-        elif named and " " not in item and not item.startswith("-"):
-            raise UserError.of(
-                "import.file_unreadable", path=path, reason="No such file or directory"
-            )
-        elif "--" not in item:
-            raise UserError.of("import.no_file_or_command", item=item or "an empty word")
         else:
-            command = split_words(item, assumed)
-            _require_megatrons("the command line", [word.text for word in command.words])
-            words += command.words
-            sources.ranks = command.ranks or sources.ranks
-            sources.notes += command.notes
+            words += _words_of(item, sources, assumed)
     if words:
         sources.megatron = True
         sources.names.append("a command line")
@@ -95,6 +84,22 @@ def read_sources(
     if not sources.names:
         raise UserError.of("import.nothing_to_import")
     return sources
+
+
+def _words_of(item: str, sources: Sources, assumed: Mapping[str, str]) -> list[Word]:
+    """Return the words of a command line that is given as text. Raises UserError for any other
+    text."""
+    path = Path(item)
+    is_named = path.suffix.lower() in (*SCRIPTS, *YAML, JSON, *OTHERS, *LOGS)
+    if is_named and " " not in item and not item.startswith("-"):
+        raise UserError.of("import.file_unreadable", path=path, reason="No such file or directory")
+    if "--" not in item:
+        raise UserError.of("import.no_file_or_command", item=item or "an empty word")
+    command = split_words(item, assumed)
+    _require_megatrons("the command line", [word.text for word in command.words])
+    sources.ranks = command.ranks or sources.ranks
+    sources.notes += command.notes
+    return command.words
 
 
 def _exists(path: Path) -> bool:
@@ -266,20 +271,20 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
             "as that of a recipe"
         )
     arguments = sources.arguments
-    found = dict[str, Any]()
+    values = dict[str, Any]()
     for name, value, line in leaves:
         try:
             value = plain(value)
-        except Unreadable as why:
-            names = VARIABLE.findall(str(why))
-            way = f": --assume {names[0]}=VALUE gives it" if names else ""
-            arguments.add_problem(name, f"{path.name}, line {line}", f"{why}{way}")
+        except Unreadable as problem:
+            names = VARIABLE.findall(str(problem))
+            remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
+            arguments.add_problem(name, f"{path.name}, line {line}", f"{problem}{remedy}")
             arguments.tried.add(name.removeprefix("--").replace("-", "_"))
             continue
-        if found.setdefault(name, value) != value:
-            why = f"is {found[name]!r} and {value!r}: keep one of them"
-            arguments.problems.append(f"{name} ({path.name}): {why}")
-    read_table(found, arguments, path.name)
+        if values.setdefault(name, value) != value:
+            problem = f"is {values[name]!r} and {value!r}: keep one of them"
+            arguments.problems.append(f"{name} ({path.name}): {problem}")
+    read_table(values, arguments, path.name)
 
 
 def _leaves(table: Table) -> Iterator[tuple[str, Any, int]]:

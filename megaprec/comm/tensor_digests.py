@@ -27,7 +27,8 @@ WIDTH = 1 << 15
 BLOCK = 1 << 15
 # On other devices, where the start of a kernel costs more.
 _DEVICE_BLOCK = 1 << 22
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# the integers with the bits of a number of as many bytes
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANE_BYTES = 8
 
 
@@ -170,7 +171,7 @@ def _lanes_of_elements(values: Tensor) -> Tensor:
     # torch adds no numbers of eight bits
     wide = values if values.itemsize > 1 else values.float()
     positive_zero = wide + 0.0  # -0.0 + 0.0 is 0.0
-    lanes = positive_zero.view(_INTEGERS[wide.itemsize]).long()
+    lanes = positive_zero.view(INTEGERS[wide.itemsize]).long()
     if wide.itemsize < _LANE_BYTES:
         return lanes
     return _spread(lanes)

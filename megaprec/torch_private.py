@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
 without_dispatch_modes = _disable_current_modes
 """Return a context without fake tensors and other dispatch modes."""
+
+StatisticsNorm = _NormBase
+"""The base of batch and instance norms, which may hold running statistics."""
 
 # Kernels. The fused ones divide gradients by `grad_scale` and change nothing if `found_inf` is 1.
 

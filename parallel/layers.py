@@ -23,6 +23,7 @@ from megaprec.comm.layout import Layout, Part, attach
 from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
 from megaprec.comm.random import normal_part
 from megaprec.errors import UserError
+from megaprec.precision.row_sums import add_rows_
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, InputLayout, Linear
@@ -279,8 +280,7 @@ class Lookup(torch.autograd.Function):
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         rows = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
-        # accumulate: an id may occur several times
-        total.index_put_((ids.reshape(-1),), rows, accumulate=True)
+        add_rows_(total, ids.reshape(-1), rows)
         return None, None if target is Destination.MAIN else total, None, None, None
 
 

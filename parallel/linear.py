@@ -29,6 +29,7 @@ from megaprec.comm.waiting import Pending
 from megaprec.errors import UserError
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
+from megaprec.precision.row_sums import add_rows_
 from megaprec.torch_private import reshaped_result
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -245,7 +246,7 @@ class Add(torch.autograd.Function):
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
         elif isinstance(ctx.rows, Tensor):
-            total.index_add_(0, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
+            add_rows_(total, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
         else:
             total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
         return grad, None if target is Destination.MAIN else total, None

@@ -32,7 +32,8 @@ class Axis:
     """A mesh axis as this rank sees it: rank `rank` of `size` along it.
 
     group: the process group along the axis; None exactly when `size` is 1.
-    runs: the world ranks of all groups of this axis, [groups, size], if the axis is one of a mesh.
+    rank_groups: the world ranks of all groups of this axis, [groups, size], if the axis is one of a
+        mesh.
     """
 
     name: str

@@ -47,9 +47,15 @@ def gather_texts(
         joined[end - len(local_text) : end] = local_text
     # Every byte is zero on all ranks but the one that sends it, so a sum joins the texts.
     for start in range(0, len(joined), _ROUND):
+        # a view of `joined`, which takes in what the other ranks send
         chunk = torch.frombuffer(joined, dtype=torch.uint8)[start : start + _ROUND]
-        chunk.copy_(world.sum_(chunk.to(device, copy=True)))
-    return [bytes(joined[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
+        on_device = chunk.to(device, copy=True)
+        chunk.copy_(world.sum_(on_device))
+    texts: list[bytes] = []
+    for rank, length in lengths.items():
+        end = ends[rank]
+        texts.append(bytes(joined[end - length : end]))
+    return texts
 
 
 def _sender_lengths(
@@ -59,17 +65,18 @@ def _sender_lengths(
 ) -> dict[int, int]:
     """Return the length of the text of each rank that is the last one with its text, in rank
     order."""
-    announcements = world.gather(_announcement(local_text).to(device)).cpu().numpy().tobytes()
+    local_announcement = _announcement(local_text).to(device)
+    announcements = world.gather(local_announcement).cpu().numpy().tobytes()
     size = 8 * _WORDS
     last_ranks: dict[bytes, int] = {}
     for rank in range(world.size):
-        last_ranks[announcements[rank * size : (rank + 1) * size]] = rank
-    # the length comes first in an announcement
-    by_rank = {
-        rank: int.from_bytes(announcement[:8], "little")
-        for announcement, rank in last_ranks.items()
-    }
-    return dict(sorted(by_rank.items()))
+        announcement = announcements[rank * size : (rank + 1) * size]
+        last_ranks[announcement] = rank
+    lengths: dict[int, int] = {}
+    for announcement, rank in last_ranks.items():
+        # the length comes first in an announcement
+        lengths[rank] = int.from_bytes(announcement[:8], "little")
+    return dict(sorted(lengths.items()))
 
 
 def _announcement(text: bytes) -> torch.Tensor:

@@ -8,7 +8,7 @@ of parameters that received no gradient are cleared before gradients are reduced
 
 `parameter.grad`, the destination of autograd's gradients, is empty outside a backward pass. Code
 that reads it there, to clip or to unscale, would find nothing and continue with a norm of 0; code
-that discards or replaces it would do so in vain. A `Guarded` parameter raises an error instead.
+that discards or replaces it would do so in vain. A `GuardedParameter` raises an error instead.
 
 Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function.
 `destination` says whether they may: `torch.autograd.grad` runs the same function, but asks for

@@ -3,9 +3,9 @@
 The bits are read as 64-bit integers, here called lanes. Each lane is spread, lane + (lane >> 32),
 so that its highest bit also counts further down. A digest is two sums of lanes times constants,
 modulo 2^64. The constants are odd and pseudo-random. They differ between the two sums and between
-the places of lane_values: each is the product of one number for each coordinate of the lane.
-Integer sums have no rounding and no order: a digest is the same on every device, and the digests of
-parts add up to that of the whole.
+the lanes: each is the product of one number for each coordinate of the lane. Integer sums have no
+rounding and no order: a digest is the same on every device, and the digests of parts add up to that
+of the whole.
 
 One changed bit always changes both sums. Any other change, such as two elements or rows that are
 swapped, stays unseen with a probability of about 2^-64.
@@ -13,6 +13,7 @@ swapped, stays unseen with a probability of about 2^-64.
 
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ WIDTH = 1 << 15
 BLOCK = 1 << 15
 # On other devices, where the start of a kernel costs more.
 _DEVICE_BLOCK = 1 << 22
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# the integers with the bits of a number of as many bytes
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LANE_BYTES = 8
 
 
@@ -40,36 +42,48 @@ def digest(tensor: Tensor) -> Tensor:
     if flat_bytes.storage_offset() % _LANE_BYTES:
         # only bytes that begin at a multiple of eight can be viewed as int64
         flat_bytes = flat_bytes.clone()
-    num_bytes = len(flat_bytes) // _LANE_BYTES * _LANE_BYTES
-    lane_values = flat_bytes[:num_bytes].view(torch.int64)
-    left_over = flat_bytes[num_bytes:]
+    num_lanes = len(flat_bytes) // _LANE_BYTES
+    lanes = flat_bytes[: num_lanes * _LANE_BYTES].view(torch.int64)
+    left_over = flat_bytes[num_lanes * _LANE_BYTES :]
 
-    num_rows = -(-len(lane_values) // WIDTH)
-    rows = _row_constants(num_rows + 1, tensor.device)
-    lanes_of_row = _lane_constants(tensor.device)
-    total = _sum_flat(lane_values, 0, rows, lanes_of_row, _spread)
+    num_rows = -(-num_lanes // WIDTH)
+    row_constants = _row_constants(num_rows + 1, tensor.device)
+    column_constants = _column_constants(tensor.device)
+    total = _sum_flat(lanes, 0, row_constants, column_constants, _spread)
     if len(left_over):
         # the bytes that fill no lane are a row of their own, after all others
         last_lane = torch.zeros(_LANE_BYTES, dtype=torch.uint8, device=tensor.device)
         last_lane[: len(left_over)] = left_over
-        last_row = last_lane.view(torch.int64).view(1, 1)
-        total += _sum_table(last_row, rows[:, -1:], lanes_of_row[:, :1], _spread)
+        total += _sum_table(
+            last_lane.view(torch.int64).view(1, 1),
+            row_constants[:, -1:],
+            column_constants[:, :1],
+            _spread,
+        )
     return total
 
 
-def digest_terms(values: Tensor, part: Part, first_index: int) -> Tensor:
+def digest_terms(values: Tensor, part: Part, start: int) -> Tensor:
     """Return the terms of some elements in the digest of their logical tensor: int64 [2].
 
     Added over all elements of the tensor, wherever these are, the terms are its digest, the same in
     every layout. Negative zero counts as zero: a sum in another order may have either.
 
-    values: [n], elements [first, first + n) of the flattened slice, of any floating-point
-    dtype. part: the slice of the logical tensor.
+    values: [n], elements [start, start + n) of the flattened slice, of any floating-point dtype.
+    part: the slice of the logical tensor.
     """
-    shape = part.local or (1,)  # a scalar counts as a tensor of one element
-    offset = tuple(part.start if dim == part.dim else 0 for dim in range(len(part.shape))) or (0,)
-    rows, columns = _element_constants(offset, shape, values.device)
-    return _sum_flat(values, first_index, rows, columns, _lanes_of_elements)
+    first_indices = [0] * len(part.shape)
+    if part.dim is not None:
+        first_indices[part.dim] = part.start
+    if part.local:
+        row_constants, column_constants = _slice_constants(
+            tuple(first_indices),
+            part.local,
+            values.device,
+        )
+    else:  # a scalar counts as a tensor of one element
+        row_constants, column_constants = _slice_constants((0,), (1,), values.device)
+    return _sum_flat(values, start, row_constants, column_constants, _lanes_of_elements)
 
 
 def hexadecimal(sums: Tensor) -> str:
@@ -83,62 +97,73 @@ ToLanes = Callable[[Tensor], Tensor]
 
 def _sum_flat(
     values: Tensor,
-    first_index: int,
-    rows: Tensor,
-    columns: Tensor,
+    start: int,
+    row_constants: Tensor,
+    column_constants: Tensor,
     to_lanes: ToLanes,
 ) -> Tensor:
-    """Return the sums over elements [first, first + len(values)) of a flattened matrix: int64 [2].
+    """Return the sums over elements [start, start + len(values)) of a flattened matrix: int64 [2].
 
-    rows, columns: the constants of the matrix, int64 [2, rows] and [2, columns].
+    row_constants, column_constants: of the matrix, int64 [2, rows] and [2, columns].
     to_lanes: returns the lanes of some of the values.
     """
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     if not len(values):
         return total  # the matrix may have no columns
-    width = columns.shape[1]
-    for run_start, run_stop in _split_at_rows(first_index, first_index + len(values), width):
+    width = column_constants.shape[1]
+    for run_start, run_stop in _split_at_rows(start, start + len(values), width):
         row, column = divmod(run_start, width)
-        count = min(width, run_stop - run_start)
-        table = values[run_start - first_index : run_stop - first_index].view(-1, count)
-        rows_of_table = rows[:, row : row + len(table)]
-        columns_of_table = columns[:, column : column + count]
-        total += _sum_table(table, rows_of_table, columns_of_table, to_lanes)
+        # a part of one row, or full rows
+        num_columns = min(width, run_stop - run_start)
+        table = values[run_start - start : run_stop - start].view(-1, num_columns)
+        total += _sum_table(
+            table,
+            row_constants[:, row : row + len(table)],
+            column_constants[:, column : column + num_columns],
+            to_lanes,
+        )
     return total
 
 
-def _split_at_rows(first_index: int, last: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield elements [first, last) of a matrix of `width` columns as runs [start, stop).
+def _split_at_rows(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield elements [start, stop) of a matrix of `width` columns as runs [start, stop).
 
     The runs are the end of a row, full rows, and the beginning of a row; none is empty.
     """
-    next_row = min(last, -(-first_index // width) * width)
-    last_row = max(next_row, last // width * width)
-    for run_start, run_stop in ((first_index, next_row), (next_row, last_row), (last_row, last)):
+    next_row = min(stop, -(-start // width) * width)
+    last_row = max(next_row, stop // width * width)
+    for run_start, run_stop in pairwise((start, next_row, last_row, stop)):
         if run_start < run_stop:
             yield run_start, run_stop
 
 
-def _sum_table(table: Tensor, rows: Tensor, columns: Tensor, to_lanes: ToLanes) -> Tensor:
+def _sum_table(
+    table: Tensor,
+    row_constants: Tensor,
+    column_constants: Tensor,
+    to_lanes: ToLanes,
+) -> Tensor:
     """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and
     columns, int64 [2, c]."""
     block = BLOCK if table.device.type == "cpu" else _DEVICE_BLOCK
-    rows_at_once = max(1, block // table.shape[1])
+    block_rows = max(1, block // table.shape[1])
     total = torch.zeros(2, dtype=torch.int64, device=table.device)
-    first_columns, second_columns = columns.unbind()
-    blocks = zip(table.split(rows_at_once), rows.split(rows_at_once, dim=1), strict=True)
-    for elements, row_constants in blocks:
-        lane_values = to_lanes(elements)
+    first_columns, second_columns = column_constants.unbind()
+    blocks = table.split(block_rows)
+    blocks_of_constants = row_constants.split(block_rows, dim=1)
+    for elements, constants in zip(blocks, blocks_of_constants, strict=True):
+        lanes = to_lanes(elements)
         # one sum at a time, so that no temporary is larger than the block
-        first_sums = (lane_values * first_columns).sum(1)
-        second_sums = (lane_values * second_columns).sum(1)
-        total += (torch.stack([first_sums, second_sums]) * row_constants).sum(1)
+        first_sums = (lanes * first_columns).sum(1)
+        second_sums = (lanes * second_columns).sum(1)
+        sums_of_rows = torch.stack([first_sums, second_sums])
+        total += (sums_of_rows * constants).sum(1)
     return total
 
 
-def _spread(lane_values: Tensor) -> Tensor:
+def _spread(lanes: Tensor) -> Tensor:
     """Return the lanes with their upper half added to the lower one."""
-    return lane_values + (lane_values >> 32)
+    return lanes + (lanes >> 32)
 
 
 def _lanes_of_elements(values: Tensor) -> Tensor:
@@ -146,51 +171,57 @@ def _lanes_of_elements(values: Tensor) -> Tensor:
     # torch adds no numbers of eight bits
     wide = values if values.itemsize > 1 else values.float()
     positive_zero = wide + 0.0  # -0.0 + 0.0 is 0.0
-    lane_values = positive_zero.view(_INTEGERS[wide.itemsize]).long()
-    return _spread(lane_values) if wide.itemsize == _LANE_BYTES else lane_values
+    lanes = positive_zero.view(INTEGERS[wide.itemsize]).long()
+    if wide.itemsize < _LANE_BYTES:
+        return lanes
+    return _spread(lanes)
 
 
 @cache
-def _lane_constants(device: torch.device) -> Tensor:
+def _column_constants(device: torch.device) -> Tensor:
     """Return the constants of the lanes of a row: int64 [2, WIDTH]."""
     return _coordinate_constants(-1, 0, WIDTH).to(device)
 
 
 @lru_cache(1024)
-def _row_constants(count: int, device: torch.device) -> Tensor:
-    """Return the constants of the first rows of lane_values: int64 [2, count]."""
-    return _coordinate_constants(-2, 0, count).to(device)
+def _row_constants(num_rows: int, device: torch.device) -> Tensor:
+    """Return the constants of the first rows of lanes: int64 [2, num_rows]."""
+    return _coordinate_constants(-2, 0, num_rows).to(device)
 
 
 @lru_cache(1024)
-def _element_constants(
-    offset: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+def _slice_constants(
+    first_indices: tuple[int, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return the constants of the rows and columns of a slice: int64 [2, rows], [2, columns].
 
     A row is one index of all dims but the last.
 
-    offset: first index of the slice along each dim.
-    shape: size of the slice along each dim.
+    first_indices: of the slice along each dim. sizes: of the slice along each dim.
     """
-    *outer_dims, columns = [
-        _coordinate_constants(dim - len(shape), first_index, count)
-        for dim, (first_index, count) in enumerate(zip(offset, shape, strict=True))
-    ]
-    rows = torch.ones(2, 1, dtype=torch.int64)
+    constants_of_dims: list[Tensor] = []
+    for dim in range(-len(sizes), 0):
+        constants_of_dims.append(_coordinate_constants(dim, first_indices[dim], sizes[dim]))
+    *outer_dims, column_constants = constants_of_dims
+    row_constants = torch.ones(2, 1, dtype=torch.int64)
     for constants in outer_dims:
         # all products of a row so far and a coordinate of this dim, in row-major order
-        products = rows[:, :, None] * constants[:, None, :]
-        rows = products.reshape(2, -1)
-    return rows.to(device), columns.to(device)
+        products = row_constants[:, :, None] * constants[:, None, :]
+        row_constants = products.reshape(2, -1)
+    return row_constants.to(device), column_constants.to(device)
 
 
 def _coordinate_constants(dim: int, first_index: int, count: int) -> Tensor:
     """Return the constants of `count` coordinates of a dim, for both sums: int64 [2, count].
 
-    dim: counted from the last, which is -1. Odd numbers have inverses modulo 2^64, so no change of
-    an element is multiplied away.
+    dim: counted from the last, which is -1.
     """
     coordinates = torch.arange(first_index, first_index + count)
-    streams = [key(0, "coordinate", dim, number) for number in range(2)]
-    return torch.stack([bits(stream, coordinates) | 1 for stream in streams])
+    constants: list[Tensor] = []
+    for number in range(2):
+        stream = key(0, "coordinate", dim, number)
+        # odd numbers have inverses modulo 2^64, so no change of an element is multiplied away
+        constants.append(bits(stream, coordinates) | 1)
+    return torch.stack(constants)

@@ -91,7 +91,7 @@ def unmark_fp8(parameter: nn.Parameter) -> None:
 
 
 def fp8_param_of(parameter: nn.Parameter) -> FP8Param | None:
-    """Return the mark of `hold`, or None for a parameter without a gradient, which has no
+    """Return the mark of `mark_fp8`, or None for a parameter without a gradient, which has no
     masters."""
     if parameter.requires_grad:
         return getattr(parameter, "megaprec_fp8", None)

@@ -38,6 +38,7 @@ from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.torch_private import num_writes
 
 # the three tensors of a linear layer's products
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -207,7 +208,7 @@ class FP8State:
         name: unique among the weights of this process. Every change of a weight must increment its
         version (`Buffer.start_all_gather` does so for the optimizers of this project).
         """
-        state = (weight._version, moment)
+        state = (num_writes(weight), moment)
         cast_in, casts = self._casts.get(name, (None, None))
         if casts is None or cast_in != state:
             casts = make()

@@ -554,7 +554,9 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
 def require_in_place(buffers: Iterable[Buffer]) -> None:
     """Raise RuntimeError if a parameter no longer lies in its buffer: a step would not update the
     model."""
-    lost = [name for buffer in buffers for name in buffer.reclaim_parameters()]
+    lost: list[str] = []
+    for buffer in buffers:
+        lost += buffer.reclaim_parameters()
     if lost:
         others = f" (and {len(lost) - 1} others)" if len(lost) > 1 else ""
         raise RuntimeError(

@@ -85,8 +85,9 @@ def load_tensors(
     # a rank without problems must not go on alone
     num_problems = torch.tensor(float(len(problems)), device=device)
     if world.max_(num_problems):
+        heading = Problem.of("optimizer.state_of_other_model")
         shown = problems[:_MAX_PROBLEMS] or [Problem.of("optimizer.state_elsewhere")]
-        raise UserError(Problem.of("optimizer.state_of_other_model"), *shown)
+        raise UserError(heading, *shown)
     for buffer in buffers:
         for kind in buffer.saved_names:
             for owned in buffer.owned_pieces():

@@ -192,15 +192,22 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         if torch.is_inference_mode_enabled():
             # the optimizer's memory could not be trained
             raise UserError.of("optimizer.inference_mode")
+        if isinstance(parts, nn.Module) and not isinstance(parts, nn.ModuleList):
+            # a Sequential is a sequence too, of its layers: parameters of its own would be left out
+            raise UserError.of("optimizer.parts_not_listed", kind=type(parts).__name__)
         rule = rule or AdamW()
+        groups = tuple(groups)  # read more than once
         numbers = {
             "clip": clip,
             "norm": norm,
             "bucket": bucket,
             "zero_size": zero_size,
             "weight_decay": weight_decay,
+            "seed": seed,
+            "lr": lr,
         }
-        require_settings(**numbers, lr=lr)
+        switches = {"average": average, "overlap": overlap, "canonical": canonical}
+        require_settings(**numbers, **switches)
         require_same_plan(parts, plan)
         self.observers = [*observers]
         self.stop = False  # any rank may set it, and all learn of it
@@ -227,16 +234,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         self.plan = plan
         self._parts = parts
         require_muon_patterns(rule, parts, ranks)
-        settings = {
-            **numbers,
-            "seed": seed,
-            "lr": lr,
-            "groups": groups,
-            "average": average,
-            "overlap": overlap,
-            "canonical": canonical,
-            "rule": rule,
-        }
+        settings = {**numbers, **switches, "groups": groups, "rule": rule}
         require_equal_on_all_ranks(parts, ranks, plan, settings)
         # the sum over virtual ranks is that of `ModelBuffers.sum_copies`
         tp = Axis("tp") if virtual else self.tp

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
-from math import inf
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from torch import nn
 
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.setting_ranges import require_clip, require_rates
 from megaprec.optim.update_rules import SGD, AdamW, Step, UpdateRule
@@ -51,7 +51,7 @@ class Group:
 
     def __post_init__(self) -> None:
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if factor is not None and not 0 <= factor < inf:
+            if factor is not None and not (is_number(factor) and factor >= 0):
                 raise UserError.of(
                     "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
                 )

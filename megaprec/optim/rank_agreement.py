@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_texts
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
+from megaprec.comm.tensor_digests import INTEGERS
 from megaprec.errors import Problem, UserError
 from megaprec.optim.ranks import Ranks
 from megaprec.optim.torch_wrappers import is_dtensor
 from megaprec.precision.plan import PrecisionPlan
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NUM_SLOTS = 2**16  # for digests of names: a sum of 256 KiB, in which chance hits are rare
 
@@ -178,24 +177,36 @@ def _differences(all_facts: Sequence[_Facts]) -> list[Problem]:
         # without repetition, in order
         values = list(dict.fromkeys(facts.settings.get(name) for facts in all_facts))
         if len(values) > 1:
+            first_value, other_value, *_ = values
             problems.append(
-                Problem.of("optimizer.settings_differ", name=name, first=values[0], other=values[1])
+                Problem.of(
+                    "optimizer.settings_differ",
+                    name=name,
+                    first=first_value,
+                    other=other_value,
+                )
             )
-    for stage in sorted({facts.stage for facts in all_facts}):
-        first, *others = [facts.parameters for facts in all_facts if facts.stage == stage]
-        different = next((parameters for parameters in others if parameters != first), None)
-        if different is not None:
-            mine, theirs = _first_difference(first, different)
-            problems.append(
-                Problem.of("optimizer.parameters_differ", stage=stage, mine=mine, theirs=theirs)
-            )
+    parameters_of_stage: dict[int, list[str]] = {}
+    different_stages = set[int]()
+    for facts in sorted(all_facts, key=lambda facts: facts.stage):
+        stage = facts.stage
+        first = parameters_of_stage.setdefault(stage, facts.parameters)
+        if facts.parameters == first or stage in different_stages:
+            continue
+        different_stages.add(stage)
+        mine, theirs = _first_difference(first, facts.parameters)
+        problems.append(
+            Problem.of("optimizer.parameters_differ", stage=stage, mine=mine, theirs=theirs)
+        )
     return problems
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
     """Return the first entries in which two different lists differ; "none" past the end of one."""
-    pairs = zip_longest(first, second, fillvalue="none")
-    return next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+    for pair in zip_longest(first, second, fillvalue="none"):
+        if pair[0] != pair[1]:
+            return pair
+    raise AssertionError("the lists are equal")
 
 
 def require_same_weights(
@@ -214,9 +225,11 @@ def require_same_weights(
         return
     problem: Problem | None = None
     for axis in axes:
-        parameters = _replicated_parameters(stages, only_uncut=axis is not ranks.dp)
+        is_dp = axis is ranks.dp
+        parameters = _replicated_parameters(stages, only_uncut=not is_dp)
         if axis.size == 1 or not parameters:
             continue
+        # compared in any case: the others of the axis wait for this rank
         name = _first_differing(parameters, axis, ranks.device)
         if name and problem is None:
             problem = Problem.of("optimizer.weights_differ", axis=axis.name, verb=verb, name=name)
@@ -246,9 +259,11 @@ def _first_differing(parameters: Sequence[nn.Parameter], axis: Axis, device: tor
     # of bits, not of values: NaNs are compared too, and a sum of them is no NaN
     sums = torch.stack([_sum_of_bits(parameter).to(device) for parameter in parameters])
     largest = axis.max_(sums.clone())
+    # the smallest is the inverse of the largest inverse
     smallest = ~axis.max_(~sums)
-    for parameter, differs in zip(parameters, (largest != smallest).tolist(), strict=True):
-        if differs:
+    differences = (largest != smallest).tolist()
+    for parameter, is_different in zip(parameters, differences, strict=True):
+        if is_different:
             return layout_of(parameter).parts[0].name
     return ""
 
@@ -259,4 +274,4 @@ def _sum_of_bits(parameter: nn.Parameter) -> Tensor:
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    return values.view(_BITS[values.itemsize]).sum(dtype=torch.int64)
+    return values.view(INTEGERS[values.itemsize]).sum(dtype=torch.int64)

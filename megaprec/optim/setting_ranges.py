@@ -1,7 +1,8 @@
 """Ranges of the numbers that an optimizer is given: settings, rates of a step, and a saved state's.
 
 A number out of its range would train wrongly without any error. NaN compares as false with
-everything, so that it would pass as a setting that is off.
+everything, so that it would pass as a setting that is off. True would count as 1, and a text "no"
+as true.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megaprec.errors import Problem, UserError
+from megaprec.kinds import is_number
 from megaprec.precision.plan import LossScaling
 
 
@@ -20,18 +22,27 @@ def require_settings(
     norm: float,
     bucket: int,
     zero_size: int,
+    seed: int,
     lr: float | None,
     weight_decay: float,
+    **switches: bool | None,
 ) -> None:
-    """Raise UserError, naming all that are wrong, for settings that are out of their range."""
+    """Raise UserError, naming all that are wrong, for settings that are out of their range.
+
+    switches: settings that are True or False; None where a switch is left open.
+    """
     problems: list[Problem] = []
     for name, count in (("bucket", bucket), ("zero_size", zero_size)):
-        if count < 0:
+        if not _is_count(count):
             problems.append(Problem.of("optimizer.count_range", name=name, value=count))
-    if not norm >= 1:
+    if not is_number(seed, whole=True):
+        problems.append(Problem.of("optimizer.seed", seed=seed))
+    if not (is_number(norm) and norm >= 1) and norm != math.inf:
         problems.append(Problem.of("optimizer.norm_range", norm=norm))
-    if not clip >= 0:
-        problems.append(Problem.of("optimizer.clip_range", clip=clip))
+    problems += _clip_problems(clip)
+    for name, switch in switches.items():
+        if not isinstance(switch, bool | None):
+            problems.append(Problem.of("optimizer.switch", name=name, value=switch))
     # a learning rate may be left out, because each step can have its own
     rates = (
         {"weight_decay": weight_decay} if lr is None else {"lr": lr, "weight_decay": weight_decay}
@@ -44,8 +55,9 @@ def require_settings(
 def require_clip(clip: float) -> None:
     """Raise UserError for a largest norm that a loop has set to none. NaN would make every weight
     NaN."""
-    if not clip >= 0:
-        raise UserError.of("optimizer.clip_range", clip=clip)
+    problems = _clip_problems(clip)
+    if problems:
+        raise UserError(*problems)
 
 
 def require_rates(**rates: float) -> None:
@@ -56,12 +68,23 @@ def require_rates(**rates: float) -> None:
         raise UserError(*problems)
 
 
+def _clip_problems(clip: float) -> list[Problem]:
+    if (is_number(clip) and clip >= 0) or clip == math.inf:
+        return []
+    return [Problem.of("optimizer.clip_range", clip=clip)]
+
+
 def _rate_problems(rates: Mapping[str, float]) -> list[Problem]:
     return [
         Problem.of("optimizer.rate_range", name=name, rate=rate)
         for name, rate in rates.items()
-        if not 0 <= rate < math.inf
+        if not (is_number(rate) and rate >= 0)
     ]
+
+
+def _is_count(value: object) -> bool:
+    """Return True for a whole number from 0 on."""
+    return isinstance(value, int) and is_number(value, whole=True) and value >= 0
 
 
 def require_scaled(was_read: bool, scaling: LossScaling) -> None:
@@ -93,7 +116,7 @@ def require_saved(numbers: Mapping[str, Any], keys: Sequence[str]) -> None:
         raise UserError.of("optimizer.state_incomplete", missing_keys=" and no ".join(missing_keys))
     problems: list[Problem] = []
     steps = numbers["steps"]
-    if steps < 0:
+    if not _is_count(steps):
         problems.append(Problem.of("optimizer.state_steps", steps=steps))
     # a constant scaler saves nothing
     scale = numbers["scaler"].get("scale", 1.0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
+from megaprec.torch_private import has_bf16_products, has_kernel
 
 # elements that a CPU casts to a wider dtype at a time: they stay in a core's cache
 _ELEMENTS_PER_CAST = 1 << 16
@@ -156,9 +157,7 @@ def slow_bf16(tensor: Tensor) -> bool:
     return on_cpu and tensor.dtype == torch.bfloat16 and not _has_bf16_products()
 
 
-@cache
-def _has_bf16_products() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_has_bf16_products = cache(has_bf16_products)
 
 
 def lacks_tf32(tensor: Tensor) -> bool:
@@ -224,7 +223,7 @@ def _has_wide_totals(device: str) -> bool:
     # older releases of torch lack the overload
     if dispatch_key is None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", dispatch_key)
+    return has_kernel("aten::addmm.dtype_out", dispatch_key)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _NormBase
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import Problem, UserError
@@ -26,6 +25,7 @@ from megaprec.precision.nested import cast_dtypes, cast_floating
 from megaprec.precision.parallel_modes import Group, ParallelMode, axes_of, known_group
 from megaprec.precision.patterns import match_patterns, unmatched_problems
 from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan, dtype_name
+from megaprec.torch_private import StatisticsNorm
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -205,7 +205,7 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
         marked_modules |= set(part.modules())
     problems: list[Problem] = []
     for path, module in model.named_modules():
-        if not isinstance(module, _NormBase) or module.running_mean is None:
+        if not isinstance(module, StatisticsNorm) or module.running_mean is None:
             continue
         if module in marked_modules:
             continue

@@ -16,7 +16,10 @@ NORMS = ("*norm.weight", "*norm.bias")
 
 def match_patterns(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
     """Return, for each pattern, True if it matches at least one of the names."""
-    return [any(fnmatchcase(name, pattern) for name in names) for pattern in patterns]
+    matches: list[bool] = []
+    for pattern in patterns:
+        matches.append(any(fnmatchcase(name, pattern) for name in names))
+    return matches
 
 
 def unmatched_problems(

@@ -18,7 +18,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import BLOCK, Buffer
 from megaprec.optim.model_buffers import Moments, bucket_elements, buckets
 from megaprec.optim.muon.matrix_exchange import owners_of
-from megaprec.optim.muon.matrix_updates import held_elements_of
+from megaprec.optim.muon.matrix_updates import held_span_of
 from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.ranks import sharing_replicas
@@ -254,8 +254,8 @@ def _muon_peak(
         by_tensor = {piece.part.name: piece.part.shape for piece in buffer.pieces}
         # Other ranks of the stage hold as many other experts.
         shapes += [*by_tensor.values()] * (sharding.expert if buffer.holds_experts else 1)
-        runs = [held_elements_of(buffer, piece, 0, 0) for piece in buffer.pieces]
-        num_given += sum(run.given for run in runs)
+        runs = [held_span_of(buffer, piece, 0, 0) for piece in buffer.pieces]
+        num_given += sum(run.num_sent for run in runs)
         num_returned = max(num_returned, sum(run.stop - run.start for run in runs))
 
     owned = _most_owned(shapes, rule, ranks)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
 from megaprec.comm.main_grad import Destination, cleared_main_grad, destination
+from megaprec.precision.row_sums import add_rows_
 from parallel.context import Context
 from parallel.layers import parameter
 
@@ -96,9 +97,9 @@ def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tenso
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if expert_of_row is None:
         return rows.sum(0, dtype=wide_dtype).unsqueeze(0)
-    # Accumulation into indexed rows has a fixed order on every device.
     sums = rows.new_zeros(experts, rows.shape[1], dtype=wide_dtype)
-    return sums.index_put_((expert_of_row,), rows.to(wide_dtype), accumulate=True)
+    add_rows_(sums, expert_of_row, rows.to(wide_dtype))
+    return sums
 
 
 def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) -> Tensor | None:

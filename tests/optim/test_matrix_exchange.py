@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.muon import matrix_updates
-from megaprec.optim.muon.matrix_exchange import HeldElements, MatrixExchange, owners_of
+from megaprec.optim.muon.matrix_exchange import HeldSpan, MatrixExchange, owners_of
 from megaprec.optim.muon.newton_schulz import orthogonalized
 from tests.logical import SHAPES, Case, give, make_optimizer
 from tests.ranks import run_ranks
@@ -62,7 +62,7 @@ def test_owners_have_equal_work_as_far_as_matrices_allow() -> None:
 # --- exchanges
 
 
-def exchange(*runs: HeldElements) -> MatrixExchange:
+def exchange(*runs: HeldSpan) -> MatrixExchange:
     return MatrixExchange(
         {"w": (4, 6)}, [1.0], runs, 1, Axis("stage"), torch.device("cpu"), torch.float64
     )
@@ -72,7 +72,7 @@ def test_several_slices_of_a_matrix_on_one_rank_are_put_together() -> None:
     """Cut by columns, each slice flat and in two runs."""
     whole = torch.randn(4, 6, dtype=torch.float64)
     cuts = [(0, 5), (5, 12)]
-    runs = [HeldElements(0, 0, 1, 2, shard, *cut, *cut) for shard in (0, 1) for cut in cuts]
+    runs = [HeldSpan(0, 0, 1, 2, shard, *cut, *cut) for shard in (0, 1) for cut in cuts]
     made = exchange(*runs)
     values = [half.reshape(-1)[a:b] for half in whole.chunk(2, 1) for a, b in cuts]
     assert torch.equal(made.assemble(made.start_collect(0, values)())[0], whole)
@@ -82,13 +82,13 @@ def test_several_slices_of_a_matrix_on_one_rank_are_put_together() -> None:
 @pytest.mark.parametrize(
     "runs",
     [
-        [HeldElements(0, 0, -1, 1, 0, 0, 24, 0, 23)],
-        [HeldElements(0, 0, -1, 1, 0, 0, 24, 0, 24)] * 2,
+        [HeldSpan(0, 0, -1, 1, 0, 0, 24, 0, 23)],
+        [HeldSpan(0, 0, -1, 1, 0, 0, 24, 0, 24)] * 2,
         [],
     ],
     ids=["an element is missing", "all are given twice", "nothing is given"],
 )
-def test_elements_that_do_not_add_up_to_the_matrix_are_an_error(runs: list[HeldElements]) -> None:
+def test_elements_that_do_not_add_up_to_the_matrix_are_an_error(runs: list[HeldSpan]) -> None:
     with pytest.raises(
         RuntimeError, match=r"w: the ranks of its stage give \d+ elements of a matrix \[4, 6\]"
     ):

@@ -283,17 +283,22 @@ def test_a_loss_that_cannot_have_been_scaled_is_refused_at_the_first_step() -> N
 # Numbers.
 
 WRONG: dict[str, list[Any]] = {
-    "lr": [math.nan, math.inf, -0.1],
-    "weight_decay": [math.nan, math.inf, -0.1],
-    "clip": [math.nan, -1.0],
-    "norm": [math.nan, 0.5],
-    "bucket": [-1],
-    "zero_size": [-1],
+    "lr": [math.nan, math.inf, -0.1, "0.1", True],
+    "weight_decay": [math.nan, math.inf, -0.1, "0.1", True],
+    "clip": [math.nan, -1.0, "1", True],
+    "norm": [math.nan, 0.5, "2", True],
+    "bucket": [math.nan, -1, 1.5, True],
+    "zero_size": [math.nan, -1, 0.5, True],
+    "seed": [math.nan, 0.5, None, True],
+    # any text would count as true
+    "average": ["sum", "no", 0],
+    "overlap": ["no", 1],
+    "canonical": ["no", 0],
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_number_out_of_its_range_is_refused_by_name(name: str) -> None:
+def test_a_setting_out_of_its_range_is_refused_by_name(name: str) -> None:
     for value in WRONG[name]:
         with pytest.raises(UserError, match=f"^{name} = {value!r}: must be "):
             made(**{name: value})
@@ -317,7 +322,31 @@ def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None
     assert all(map(torch.equal, held(model), before))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+class Scaled(nn.Sequential):
+    """A sequence of layers with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 3))
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+def test_a_model_without_its_list_is_not_taken_for_a_list_of_its_layers() -> None:
+    model = Scaled()
+    attach_whole(model)
+    with raises("optimizer.parts_not_listed", kind="Scaled"):
+        ParallelAMPOptimizer(model, plan("fp32"))  # type: ignore[arg-type]
+    listed = ParallelAMPOptimizer(nn.ModuleList([model]), plan("fp32"))  # type: ignore[arg-type]
+    assert listed.num_elements == 5 * 3 + 3 + 1
+
+
+def test_groups_that_can_be_read_once_only_apply() -> None:
+    groups = [Group("*.bias", lr=2.0)]
+    generated: Any = (group for group in groups)
+    _, optimizer = made(groups=generated)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, True])
 def test_a_number_of_a_rule_is_refused_by_name(value: float) -> None:
     rules = (
         lambda: AdamW(eps=value),
@@ -448,6 +477,7 @@ def state_with(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative steps": (lambda s: s.update(steps=-5), "steps = -5"),
+    "steps of NaN": (lambda s: s.update(steps=math.nan), "steps = nan"),
     "scale of NaN": (lambda s: s["scaler"].update(scale=math.nan), "scale = nan"),
     "integers": (
         lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}),

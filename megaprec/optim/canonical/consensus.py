@@ -34,10 +34,11 @@ class CanonicalConsensus(StepConsensus):
     def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
         # A largest magnitude is exact as it is. Every other norm is computed here, from exact sums
         # of powers, and the base class exchanges no norm.
-        super().__init__(pp, world, order if order == math.inf else 2.0, device)
+        is_largest = order == math.inf
+        super().__init__(pp, world, math.inf if is_largest else 2.0, device)
         self.exact_order = order
         # exchanged numbers of the norm: an exact sum, and the exponent of its unit
-        self._num_exact = 0 if order == math.inf else LENGTH + 1
+        self._num_exact = 0 if is_largest else LENGTH + 1
 
     def measure(self, gradients: Sequence[Tensor], copies: Sequence[Tensor]) -> Measured:
         """Return the measures of this rank's gradients; the sum of squares is 0, or not finite if
@@ -51,32 +52,34 @@ class CanonicalConsensus(StepConsensus):
         if self.exact_order == math.inf:
             counted[0] *= 0
             return Measured(counted, _largest(gradients, self.device))
-        exponent = 0 if self.exact_order == 2 else self._exponent(gradients)
+        # squares of FP32 numbers fit into float64, other powers may not
+        exponent = 0
+        if self.exact_order != 2:
+            exponent = self._exponent(gradients)
         powers = ExactSum(self.device)
         # blocks of one length: a power has other last bits at the end of a shorter tensor
         for block in _blocks(gradients, powers.length):
             powers.add_(_powers(block, exponent, self.exact_order, powers.length))
-        exact_norm = torch.cat((powers.numbers(), self._scalar(exponent).view(1)))
-        infinite = exact_norm[LENGTH - 1]  # the last of an exact sum, 0 if every term is finite
+        sum_of_powers = powers.numbers()
+        unit = self._scalar(exponent).view(1)
+        # the last number of an exact sum is 0 if every term is finite
+        infinite = sum_of_powers[LENGTH - 1]
         counted[0] = 0 * counted[0] + 0 * infinite
-        return Measured(counted, exact_norm)
+        return Measured(counted, torch.cat((sum_of_powers, unit)))
 
     def pack(self, local: LocalNumbers) -> Tensor:
         """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
         assert local.loss is not None
-        norm = local.measured.norm
-        empty = norm.view(-1)[:0]
-        # the base class exchanges a largest magnitude only
-        powers = norm if self._num_exact else empty
-        largest = empty if self._num_exact else norm
-        of_base = super().pack(
-            replace(
-                local,
-                measured=Measured(local.measured.counted, largest),
-                loss=local.loss.sum(),
-            )
-        )
+        measured = local.measured
+        empty = measured.norm.view(-1)[:0]
+        powers = empty
+        if self._num_exact:
+            powers = measured.norm
+            # the base class exchanges a largest magnitude only
+            measured = Measured(measured.counted, empty)
+        local_of_base = replace(local, measured=measured, loss=local.loss.sum())
+        of_base = super().pack(local_of_base)
         return torch.cat((of_base, powers, local.loss))
 
     def read(self, summed: Tensor) -> Consensus:
@@ -85,8 +88,9 @@ class CanonicalConsensus(StepConsensus):
         losses_start = powers_start + self._num_exact
         of_base, powers, losses = summed.tensor_split((powers_start, losses_start))
         agreed = super().read(of_base)
-        loss = self._scalar(total_loss(losses))
-        agreed = replace(agreed, loss=loss.where(agreed.gave_loss, math.nan))
+        exact_loss = self._scalar(total_loss(losses))
+        loss = exact_loss.where(agreed.gave_loss, math.nan)
+        agreed = replace(agreed, loss=loss)
         if not self._num_exact:
             return agreed
         # the exponent is the same on all ranks, and here it is the sum of theirs
@@ -96,12 +100,14 @@ class CanonicalConsensus(StepConsensus):
             root = math.sqrt(sum_of_powers)  # correctly rounded, unlike a power
         else:
             root = sum_of_powers ** (1 / self.exact_order)
-        return replace(agreed, norm=self._scalar(root * 2.0**exponent))
+        norm = self._scalar(root * 2.0**exponent)
+        return replace(agreed, norm=norm)
 
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
         """Return e such that all gradients of all ranks are less than 2^e. Collective over the
         world."""
-        largest = self.world.max_(_largest(gradients, self.device)).item()
+        local_largest = _largest(gradients, self.device)
+        largest = self.world.max_(local_largest).item()
         if not math.isfinite(largest):
             return 0  # the norm is not finite, whatever the unit
         _, exponent = math.frexp(largest)
@@ -118,8 +124,9 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
     # None: this rank is of a stage that computes no loss
     if loss is not None:
-        if loss.numel() != count:
-            raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
+        num_losses = loss.numel()
+        if num_losses != count:
+            raise UserError.of("optimizer.canonical_losses", numel=num_losses, count=count)
         slots[dp.rank] = loss.detach().reshape(-1)
     return slots.view(-1)
 
@@ -136,7 +143,8 @@ def summed_loss(loss: Tensor, dp: Axis, world: Axis) -> float:
     [micro-batches]. Collective."""
     if loss.dim() == 0:
         return world.sum_(loss).item()
-    return total_loss(world.sum_(in_slots(loss, len(loss), dp, loss.device)))
+    slots = in_slots(loss, len(loss), dp, loss.device)
+    return total_loss(world.sum_(slots))
 
 
 def _blocks(gradients: Iterable[Tensor], length: int) -> Iterator[Tensor]:
@@ -150,10 +158,12 @@ def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
     elements."""
     # a product needs no padding: its bits are the same in every slice
     if order == 2:
-        return block.to(torch.float64, copy=True).square_()
-    padded = torch.zeros(length, dtype=torch.float64, device=block.device)
-    padded[: len(block)] = block
-    return padded.abs_().mul_(2.0**-exponent).pow_(order)
+        squares = block.to(torch.float64, copy=True)
+        return squares.square_()
+    powers = torch.zeros(length, dtype=torch.float64, device=block.device)
+    powers[: len(block)] = block
+    powers.abs_().mul_(2.0**-exponent)
+    return powers.pow_(order)
 
 
 def _largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -135,9 +135,10 @@ class MicrobatchSums(RunningSums):
     """
 
     def __init__(self, chunks: Sequence[Sequence[Buffer]]) -> None:
-        self._chunks = [
-            list(chain.from_iterable(buffer.parameters for buffer in chunk)) for chunk in chunks
-        ]
+        self._chunks: list[list[nn.Parameter]] = []
+        for chunk in chunks:
+            parameters = chain.from_iterable(buffer.parameters for buffer in chunk)
+            self._chunks.append(list(parameters))
         self._trees = {
             parameter: MicrobatchTree(parameter.main_grad)  # type: ignore[attr-defined]
             for parameter in chain.from_iterable(self._chunks)

@@ -3,13 +3,13 @@ who hold a slice.
 
 Tensor parallelism cuts a matrix by rows or columns, ZeRO-1 cuts the flattened slices again, and
 replicas hold copies. So that a matrix is computed whole and once, each has an owner among the data-
-and tensor-parallel ranks of its pipeline stage. The ranks that hold it give the owner its elements,
+and tensor-parallel ranks of its pipeline stage. The ranks that hold it send the owner its elements,
 each element once, and the owner sends every rank the elements that it holds. Owners are chosen by
 the cost of their matrices, the most expensive first, each to the rank that has least to do: a stage
 of 16 ranks computes each matrix once and not 16 times.
 
 What each rank holds is gathered once, at the start. Nothing is assumed about other ranks but that
-they have the same matrices. This is checked, and so is that the elements which are given add up to
+they have the same matrices. This is checked, and so is that the elements which are sent add up to
 each matrix.
 """
 
@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class MatrixSlice(NamedTuple):
-    """The identity of a slice among the slices of all matrices; fields as in `HeldElements`."""
+    """The identity of a slice among the slices of all matrices; fields as in `HeldSpan`."""
 
     matrix: int
     dim: int
@@ -39,13 +39,13 @@ class MatrixSlice(NamedTuple):
     shard: int
 
 
-class HeldElements(NamedTuple):
-    """Elements [first, last) of a flattened slice of a matrix, as one rank holds them.
+class HeldSpan(NamedTuple):
+    """Elements [start, stop) of a flattened slice of a matrix, as one rank holds them.
 
     matrix: its number among the matrices of the stage.
     buffer: number of the buffer that they lie in, which has an exchange of its own.
     dim, shards, shard: of the slice, as in `Part`; dim is -1 if the slice is the whole matrix.
-    given_first, given_last: the elements among them that this rank gives the owner.
+    sent_start, sent_stop: the elements among them that this rank sends the owner.
     """
 
     matrix: int
@@ -55,8 +55,8 @@ class HeldElements(NamedTuple):
     shard: int
     start: int
     stop: int
-    given_first: int
-    given_last: int
+    sent_start: int
+    sent_stop: int
 
     @property
     def size(self) -> int:
@@ -64,14 +64,14 @@ class HeldElements(NamedTuple):
         return self.stop - self.start
 
     @property
-    def given(self) -> int:
-        """Return the number of elements that are given to the owner."""
-        return self.given_last - self.given_first
+    def num_sent(self) -> int:
+        """Return the number of elements that are sent to the owner."""
+        return self.sent_stop - self.sent_start
 
     @property
-    def given_span(self) -> slice:
-        """Return the positions of the given elements among those that the rank holds."""
-        return slice(self.given_first - self.start, self.given_last - self.start)
+    def sent_span(self) -> slice:
+        """Return the positions of the sent elements among those that the rank holds."""
+        return slice(self.sent_start - self.start, self.sent_stop - self.start)
 
     @property
     def matrix_slice(self) -> MatrixSlice:
@@ -82,7 +82,7 @@ class HeldElements(NamedTuple):
 class ReceivedElements(NamedTuple):
     """Flat elements of a matrix that an owner has received from a rank that holds them."""
 
-    held: HeldElements
+    span: HeldSpan
     values: Tensor
 
 
@@ -92,19 +92,19 @@ class MatrixExchange:
 
     shapes: of all matrices of the stage, by name, the same on every rank.
     costs: of computing each, in any unit.
-    held: what this rank holds.
+    held_spans: what this rank holds.
     num_buffers: each has an exchange in a step.
     dtype: of the exchanged elements.
     owned: numbers of the matrices that this rank owns.
     Collective over `stage`. Raises RuntimeError on every rank if ranks have different matrices, or
-    if elements of a matrix are given by no rank or by several.
+    if elements of a matrix are sent by no rank or by several.
     """
 
     def __init__(
         self,
         shapes: Shapes,
         costs: Sequence[float],
-        held: Sequence[HeldElements],
+        held_spans: Sequence[HeldSpan],
         num_buffers: int,
         stage: Axis,
         device: torch.device,
@@ -117,20 +117,20 @@ class MatrixExchange:
         matrices = range(len(shapes))
         self.owned = [matrix for matrix in matrices if self.owners[matrix] == stage.rank]
         facts = json.dumps([dict(shapes), num_buffers])
-        held_by_rank = _gather_held(held, crc32(facts.encode()), stage, device)
-        _require_complete(shapes, held_by_rank)
-        # Known once, so that a step exchanges elements only. [buffer][rank]: what a rank gives and
+        spans_by_rank = _gather_spans(held_spans, crc32(facts.encode()), stage, device)
+        _require_complete(shapes, spans_by_rank)
+        # Known once, so that a step exchanges elements only. [buffer][rank]: what a rank sends and
         # receives in an exchange.
-        self._held: list[list[list[HeldElements]]] = []
+        self._spans: list[list[list[HeldSpan]]] = []
         for buffer in range(num_buffers):
-            self._held.append([_in_buffer(buffer, of_rank) for of_rank in held_by_rank])
+            self._spans.append([_in_buffer(buffer, spans) for spans in spans_by_rank])
 
     def start_collect(
         self,
         buffer: int,
         values: Sequence[Tensor],
     ) -> Callable[[], list[ReceivedElements]]:
-        """Start to give the owners the elements in a buffer. values: flat, of all that this rank
+        """Start to send the owners the elements in a buffer. values: flat, of all that this rank
         holds in it.
 
         The returned function waits; it returns what this rank received of the matrices that it
@@ -138,15 +138,15 @@ class MatrixExchange:
         """
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = [[] for _ in range(self.stage.size)]
-        for held, elements in zip(self._held[buffer][local_rank], values, strict=True):
-            owner = self.owners[held.matrix]
-            outgoing[owner].append(elements[held.given_span])
-        incoming: list[list[HeldElements]] = []
+        for span, elements in zip(self._spans[buffer][local_rank], values, strict=True):
+            owner = self.owners[span.matrix]
+            outgoing[owner].append(elements[span.sent_span])
+        incoming: list[list[HeldSpan]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            from_rank = self._held_of_owner(buffer, rank, local_rank)
+            from_rank = self._spans_of_owner(buffer, rank, local_rank)
             incoming.append(from_rank)
-            sizes.append([held.given for held in from_rank])
+            sizes.append([span.num_sent for span in from_rank])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[ReceivedElements]:
@@ -171,29 +171,29 @@ class MatrixExchange:
         # several ranks hold elements of one slice, which is made contiguous once
         flat_slices: dict[MatrixSlice, Tensor] = {}
 
-        def elements_of(held: HeldElements) -> Tensor:
-            matrix_slice = held.matrix_slice
+        def elements_of(span: HeldSpan) -> Tensor:
+            matrix_slice = span.matrix_slice
             if matrix_slice not in flat_slices:
                 part = self._part_of(matrix_slice)
-                flat_slices[matrix_slice] = part.take(results[held.matrix]).reshape(-1)
-            return flat_slices[matrix_slice][held.start : held.stop]
+                flat_slices[matrix_slice] = part.take(results[span.matrix]).reshape(-1)
+            return flat_slices[matrix_slice][span.start : span.stop]
 
         local_rank = self.stage.rank
         outgoing: list[list[Tensor]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            sent = self._held_of_owner(buffer, rank, local_rank)
-            received = self._held_of_owner(buffer, local_rank, rank)
-            outgoing.append([elements_of(held) for held in sent])
-            sizes.append([held.size for held in received])
+            sent_spans = self._spans_of_owner(buffer, rank, local_rank)
+            received_spans = self._spans_of_owner(buffer, local_rank, rank)
+            outgoing.append([elements_of(span) for span in sent_spans])
+            sizes.append([span.size for span in received_spans])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[Tensor]:
             # each owner sends in the order in which this rank holds its elements
             from_owners = [iter(tensors) for tensors in wait()]
             in_order: list[Tensor] = []
-            for held in self._held[buffer][local_rank]:
-                owner = self.owners[held.matrix]
+            for span in self._spans[buffer][local_rank]:
+                owner = self.owners[span.matrix]
                 in_order.append(next(from_owners[owner]))
             return in_order
 
@@ -204,14 +204,14 @@ class MatrixExchange:
         exchanges of a step."""
         slices: dict[MatrixSlice, list[ReceivedElements]] = defaultdict(list)
         for elements in received:
-            slices[elements.held.matrix_slice].append(elements)
+            slices[elements.span.matrix_slice].append(elements)
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
         for matrix_slice, of_slice in slices.items():
             part = self._part_of(matrix_slice)
             num_elements = prod(part.local)
             flat = self._empty.new_empty(num_elements)
-            for held, values in of_slice:
-                flat[held.given_first : held.given_last] = values
+            for span, values in of_slice:
+                flat[span.sent_start : span.sent_stop] = values
             target = part.take(matrices[matrix_slice.matrix])
             target.copy_(flat.view(part.local))
         return matrices
@@ -224,18 +224,21 @@ class MatrixExchange:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
         joined = [torch.cat(tensors) if tensors else self._empty for tensors in outgoing]
-        joined_sizes = [sum(of_rank) for of_rank in sizes]
+        joined_sizes = [sum(sizes_of_rank) for sizes_of_rank in sizes]
         wait = self.stage.start_uneven_exchange(joined, joined_sizes)
 
         def finish() -> list[Sequence[Tensor]]:
-            return [flat.split(of_rank) for flat, of_rank in zip(wait(), sizes, strict=True)]
+            received: list[Sequence[Tensor]] = []
+            for flat, sizes_of_rank in zip(wait(), sizes, strict=True):
+                received.append(flat.split(sizes_of_rank))
+            return received
 
         return finish
 
-    def _held_of_owner(self, buffer: int, rank: int, owner: int) -> list[HeldElements]:
+    def _spans_of_owner(self, buffer: int, rank: int, owner: int) -> list[HeldSpan]:
         """Return what `rank` holds in a buffer of the matrices that belong to `owner`."""
-        of_rank = self._held[buffer][rank]
-        return [held for held in of_rank if self.owners[held.matrix] == owner]
+        spans = self._spans[buffer][rank]
+        return [span for span in spans if self.owners[span.matrix] == owner]
 
     def _part_of(self, matrix_slice: MatrixSlice) -> Part:
         dim = None if matrix_slice.dim < 0 else matrix_slice.dim
@@ -244,8 +247,8 @@ class MatrixExchange:
         )
 
 
-def _in_buffer(buffer: int, elements: Sequence[HeldElements]) -> list[HeldElements]:
-    return [held for held in elements if held.buffer == buffer]
+def _in_buffer(buffer: int, spans: Sequence[HeldSpan]) -> list[HeldSpan]:
+    return [span for span in spans if span.buffer == buffer]
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
@@ -262,40 +265,41 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def _gather_held(
-    held: Sequence[HeldElements],
+def _gather_spans(
+    local_spans: Sequence[HeldSpan],
     fingerprint: int,
     stage: Axis,
     device: torch.device,
-) -> list[list[HeldElements]]:
+) -> list[list[HeldSpan]]:
     """Return what every rank holds. fingerprint: a number that must be equal on all ranks.
     Collective over `stage`."""
-    width = len(HeldElements._fields)
+    width = len(HeldSpan._fields)
     # the first row has the fingerprint and the number of rows after it
     padding = [0] * (width - 2)
-    rows = torch.tensor([(fingerprint, len(held), *padding), *held], device=device)
+    header = (fingerprint, len(local_spans), *padding)
+    rows = torch.tensor([header, *local_spans], device=device)
     num_rows = torch.tensor(len(rows), device=device)
     height = int(stage.max_(num_rows))
     table = rows.new_zeros(height, width)
     table[: len(rows)] = rows
     tables = stage.gather(table).view(stage.size, height, width).tolist()
-    if any(of_rank[0][0] != fingerprint for of_rank in tables):
+    fingerprints = [table_of_rank[0][0] for table_of_rank in tables]
+    if any(of_rank != fingerprint for of_rank in fingerprints):
         raise RuntimeError(
             "the ranks of a stage hold different matrices, or hold them in different buffers"
         )
-    held_by_rank: list[list[HeldElements]] = []
-    for header, *rows_of_rank in tables:
-        num_held = header[1]
-        held_by_rank.append([HeldElements(*row) for row in rows_of_rank[:num_held]])
-    return held_by_rank
+    spans_by_rank: list[list[HeldSpan]] = []
+    for (_, num_spans, *_), *rows_of_rank in tables:
+        spans_by_rank.append([HeldSpan(*row) for row in rows_of_rank[:num_spans]])
+    return spans_by_rank
 
 
-def _require_complete(shapes: Shapes, held_by_rank: Sequence[Sequence[HeldElements]]) -> None:
-    """Raise RuntimeError unless the elements that all ranks give add up to each matrix."""
-    num_given = [0] * len(shapes)
-    for held in chain.from_iterable(held_by_rank):
-        num_given[held.matrix] += held.given
-    for (name, shape), count in zip(shapes.items(), num_given, strict=True):
+def _require_complete(shapes: Shapes, spans_by_rank: Sequence[Sequence[HeldSpan]]) -> None:
+    """Raise RuntimeError unless the elements that all ranks send add up to each matrix."""
+    num_sent = [0] * len(shapes)
+    for span in chain.from_iterable(spans_by_rank):
+        num_sent[span.matrix] += span.num_sent
+    for (name, shape), count in zip(shapes.items(), num_sent, strict=True):
         if count != prod(shape):
             raise RuntimeError(
                 f"{name}: the ranks of its stage give {count} elements of a matrix {list(shape)}"

@@ -20,6 +20,7 @@ AdamW, because their moments differ.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.gathered_texts import gather_entries
 from megaprec.comm.layout import layout_of, parameters_of
-from megaprec.errors import UserError
+from megaprec.errors import Problem, UserError
 from megaprec.optim.flat_buffer import Buffer, Piece
-from megaprec.optim.muon.matrix_exchange import HeldElements, MatrixExchange, ReceivedElements
+from megaprec.optim.muon.matrix_exchange import HeldSpan, MatrixExchange, ReceivedElements
 from megaprec.optim.muon.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.muon.rule import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.param_groups import Factors, Group, StepOf, factors
@@ -48,7 +49,7 @@ class LocalElements:
     scale: Muon's factor of the learning rate for the matrix.
     """
 
-    held: HeldElements
+    span: HeldSpan
     tiles: tuple[Tile, ...]
     factors: Factors
     scale: float
@@ -84,7 +85,7 @@ class MatrixUpdates:
         self._exchange = MatrixExchange(
             shapes,
             costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
-            held=[local.held for local in chain.from_iterable(self._local)],
+            held_spans=[local.span for local in chain.from_iterable(self._local)],
             num_buffers=len(self.buffers),
             stage=stage,
             device=device,
@@ -114,11 +115,11 @@ class MatrixUpdates:
         buffer = self.buffers[buffer_number]
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            held = held_elements_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
+            span = held_span_of(buffer, owned.piece, matrix_numbers[part.name], buffer_number)
             tiles = tuple(buffer.tiles(owned.in_shard.start, owned.in_shard.stop))
             group_factors = factors(part, groups)  # of learning rate and weight decay
             shape_factor = self.rule.factor(part.shape)  # Muon's, of the update
-            yield LocalElements(held, tiles, group_factors, shape_factor)
+            yield LocalElements(span, tiles, group_factors, shape_factor)
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
         """Update all matrices.
@@ -183,24 +184,24 @@ class MatrixUpdates:
         return direction.to(self._dtype)
 
 
-def held_elements_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldElements:
-    """Return what this rank holds of a piece, of which it gives the owner what no other rank
-    gives."""
+def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) -> HeldSpan:
+    """Return what this rank holds of a piece, of which it sends the owner what no other rank
+    sends."""
     part = piece.part
-    held = piece.overlap(buffer.start, buffer.stop)
-    given = piece.overlap(*buffer.share)  # which lies within the slice
-    if part.copy or not given:
-        given = range(held.start, held.start)
-    return HeldElements(
+    in_slice = piece.overlap(buffer.start, buffer.stop)
+    in_share = piece.overlap(*buffer.share)  # which lies within the slice
+    if part.copy or not in_share:
+        in_share = range(in_slice.start, in_slice.start)
+    return HeldSpan(
         matrix=matrix,
         buffer=buffer_number,
         dim=-1 if part.dim is None else part.dim,
         shards=part.shards,
         shard=part.shard,
-        start=held.start - piece.start,
-        stop=held.stop - piece.start,
-        given_first=given.start - piece.start,
-        given_last=given.stop - piece.start,
+        start=in_slice.start - piece.start,
+        stop=in_slice.stop - piece.start,
+        sent_start=in_share.start - piece.start,
+        sent_stop=in_share.stop - piece.start,
     )
 
 
@@ -230,7 +231,8 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     world = ranks.world
     device = ranks.device
     layouts = map(layout_of, parameters_of(model_parts))
-    names = sorted({part.name for layout in layouts for part in layout.parts})
+    parts = chain.from_iterable(layout.parts for layout in layouts)
+    names = sorted({part.name for part in parts})
     if rule.by_adamw != NOT_HIDDEN:
         require_used(key, rule.by_adamw, names, world, device)
     else:
@@ -242,13 +244,17 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
                 not_hidden=" or ".join(NOT_HIDDEN),
                 names=names[0],
             )
-    problems = gather_entries(dict.fromkeys(_split_parameters(rule, model_parts)), world, device)
-    if problems:
-        raise UserError(*problems)
+    # by sentence: code and fields
+    local_problems: dict[str, tuple[str, dict[str, Any]]] = {}
+    for problem in _split_parameters(rule, model_parts):
+        local_problems[str(problem)] = (problem.code, problem.fields)
+    entries = gather_entries(local_problems, world, device)
+    if entries:
+        raise UserError(*(Problem(text, *entry) for text, entry in entries.items()))
 
 
-def _split_parameters(rule: Muon, model_parts: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield a line for each parameter whose logical tensors would be updated by two rules."""
+def _split_parameters(rule: Muon, model_parts: Sequence[nn.Module]) -> Iterator[Problem]:
+    """Yield a problem for each parameter whose logical tensors would be updated by two rules."""
     for parameter in parameters_of(model_parts):
         try:
             moments_of(rule, parameter)

@@ -108,7 +108,6 @@ def _on_one_process(config: RunConfig, folder: Path) -> RunConfig:
         update={
             "parallel": Parallel(),
             "precision": config.precision.model_copy(update=precision),
-            "optimizer": config.optimizer.model_copy(update={"validation": "before"}),
             "train": config.train.model_copy(update={"folder": str(folder)}),
         }
     )

@@ -19,7 +19,8 @@ import torch
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig
+from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import (
     DIGESTS,
@@ -65,10 +66,10 @@ class Side:
         """Open a run directory or a run file. Raises UserError."""
         folder = Path(path)
         if not folder.is_dir():
-            return Side(path, load_run(path), None)
+            return Side(path, resolve_run(path), None)
         for key_name in ("run.toml", "run.resolved.toml"):
             if (folder / key_name).is_file():
-                return Side(path, load_run(folder / key_name), folder)
+                return Side(path, resolve_run(folder / key_name), folder)
         raise UserError.of("bisect.not_a_run", path=path)
 
     @property

@@ -258,7 +258,8 @@ class RunFile:
     def __init__(self, path: str | Path | None, overrides: Sequence[str] = ()) -> None:
         """Read the TOML file `path`, changed by `overrides`. Raises UserError for an integer that
         is too large."""
-        self.path = path
+        # as origins write it, without a "./"
+        self.path = None if path is None else Path(path)
         self.settings, self.problems = read_run_settings(path, overrides)
         settings = self.settings
         # first, for no later message could print such a number
@@ -267,16 +268,15 @@ class RunFile:
 
         # other systems' tables leave the settings; then unknown keys are known
         self._dialect = resolve_dialect(settings, known_keys())
-        removed = [*take_removed(settings)]
-        # A run that an earlier megaprec wrote down has all keys; these never changed its numbers.
-        if not self._is_saved():
-            self.problems += removed
+        saved_origin = f"file {self.path}" if self._is_saved() else ""
+        removed_problems, removed_notes = take_removed(settings, saved_origin)
+        self.problems += removed_problems
         self.problems += self._dialect.problems
         self.problems += unknown_key_problems(settings, _known_fields())
         self.problems += _two_sources(settings)
 
         # weaker origins fill in what is still open
-        self.notes = [*self._dialect.notes, *_replace_model(settings)]
+        self.notes = [*removed_notes, *self._dialect.notes, *_replace_model(settings)]
         self._preset_problems = _add_preset(settings)
         self.problems += self._preset_problems
 
@@ -330,7 +330,7 @@ class RunFile:
 
     def _is_saved(self) -> bool:
         """Return True if the file is a resolved run, which megaprec wrote."""
-        return self.path is not None and read_whole(Path(self.path)).startswith(SAVED.encode())
+        return self.path is not None and read_whole(self.path).startswith(SAVED.encode())
 
     def _written_keys(self) -> set[str]:
         """Return the keys that the user wrote and means for this run.
@@ -367,7 +367,8 @@ def load_precision(
     """
     given_keys = set(settings)
     dialect = resolve_dialect(settings, None)
-    problems = [*take_removed(settings), *dialect.problems]
+    removed_problems, _ = take_removed(settings)
+    problems = [*removed_problems, *dialect.problems]
     # keys that a dialect adds are not of the user
     given = {key: setting for key, setting in settings.items() if key in given_keys}
     problems += unknown_key_problems(given, _known_fields())

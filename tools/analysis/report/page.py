@@ -73,7 +73,7 @@ summary { cursor: pointer; color: var(--main) }
   td { border: 0; padding: .05rem 0; max-width: none; overflow-wrap: anywhere }
   td::before { content: attr(data-head) ": "; color: var(--faint) }
   td:empty { display: none }
-    figcaption b { display: block }
+  figcaption b { display: block }
 }
 """
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from megaprec.comm.axis import device_of
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.step_report import StepObserver, StepReport
 from models.engine.engine import Engine, build_stages
@@ -36,10 +37,10 @@ from tools.bench.measurement import (
     rounded_median,
     run_on_ranks,
 )
-from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.training.compiling import compile_leaves
 from tools.training.step_records import Throughput
+from tools.training.trainer import optimizer_options
 
 SUBJECT = "tokens a second of training steps"
 LEARNING_RATE = 3e-4
@@ -152,7 +153,7 @@ class Bench:
         self.update_times = UpdateTimes()
         options = replace(config.engine_options, leaves=compile_leaves(config, config.model, mesh))
         stages = build_stages(config.model, config.plan, mesh, config.schedule, options)
-        optimizer = stages.make_optimizer(rule=make_rule(config.optimizer))
+        optimizer = stages.make_optimizer(**optimizer_options(config, device_of(mesh)))
         self.engine = Engine(stages, optimizer, [self.update_times])
         # The same tokens in every layout and process.
         generator = torch.Generator().manual_seed(0)

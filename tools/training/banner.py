@@ -136,9 +136,8 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
-    taken_samples = corpus.train.samples_taken(
-        steps * config.train.global_batch
-    )  # of each data set
+    # of each data set
+    taken_samples = corpus.train.samples_taken(steps * config.train.global_batch)
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     for source, part, taken in zip(

@@ -95,6 +95,7 @@ def _commit() -> str:
 def run_tests() -> dict[str, str]:
     """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or
     skipped: why."""
+    # pytest's own folder, which git ignores
     report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
     # Its exit code is 1 if a test fails, which the report says, too.

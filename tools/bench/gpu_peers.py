@@ -95,6 +95,7 @@ class Decoder(nn.Module):
         head_dim = workload.hidden // workload.heads
         frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.outer(torch.arange(workload.tokens), frequencies)
+        # Buffers, so that they move to the device and to bf16 with the weights.
         self.cos = nn.Buffer(angles.cos(), persistent=False)
         self.sin = nn.Buffer(angles.sin(), persistent=False)
 
@@ -128,7 +129,7 @@ def _make_step(
         for tokens, targets in batches:
             share = loss(tokens, targets) / len(batches)
             share.backward()
-            total += share.detach()
+            total += share.detach()  # on the device: reading it would make the host wait
         optimizer.step()
         return total
 
@@ -241,6 +242,7 @@ def _megatron_step(workload: Workload, model: Any, optimizer: Any) -> Step:
     batches = workload.batches()
     positions = torch.arange(workload.tokens, device=workload.device)[None]
     square = (1, 1, workload.tokens, workload.tokens)
+    # Megatron's masks are True where a token does not attend.
     mask = torch.ones(square, dtype=torch.bool, device=workload.device).triu(1)
 
     def step() -> Tensor:

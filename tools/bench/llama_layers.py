@@ -58,7 +58,7 @@ class Workload:
             hidden=args.hidden,
             heads=heads,
             kv_heads=max(2, heads // 4),
-            ffn=args.hidden * 7 // 2,
+            ffn=args.hidden * 7 // 2,  # 14336 of 4096
             vocab=args.vocab,
             tokens=args.tokens,
             micro_batch=args.micro_batch,
@@ -93,6 +93,7 @@ class Workload:
     def speed(self, seconds: float) -> dict[str, float]:
         """Return tokens and TFLOP a second of a step, and MFU if the GPU's peak is known."""
         tokens_per_s = self.micro_batch * self.microbatches * self.tokens / seconds
+        # The backward pass has twice the products of the forward pass.
         tflops = tokens_per_s * 3 * self.model.flops_per_token(self.tokens) / 1e12
         record = {"tokens_per_s": tokens_per_s, "step_s": seconds, "tflops": tflops}
         # A CPU has no peak that MFU could be a share of.
@@ -131,6 +132,7 @@ def megaprec_step(workload: Workload, fp8: FP8Recipe | None = None) -> Step:
     batches = workload.batches()
     tokens = torch.cat([tokens for tokens, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
+    # The engine splits the share of a step into micro-batches by itself.
     share = Share(tokens, targets)
     step_numbers = count()
     return lambda: engine.step(share, LEARNING_RATE, next(step_numbers))

@@ -185,6 +185,7 @@ class Bench:
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
         """Return medians and extremes, and the peak resident memory of every rank."""
+        # Linux counts in KiB.
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         memory_mb[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
@@ -211,6 +212,7 @@ class Bench:
         dist.barrier()
         seconds_alone = products.seconds()
         cpu_alone = products.seconds(time.process_time)
+        # Ranks wait for each other in a step: the slowest decides.
         alone = torch.tensor([seconds_alone, cpu_alone], dtype=torch.float64)
         slowest, slowest_cpu = self.engine.optimizer.world.max_(alone).tolist()
         # without the step that recorded the products

@@ -19,6 +19,7 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
+from tools.commands.options import add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
@@ -82,12 +83,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="name the experts of a Megatron DST as --moe-grouped-gemm does",
     )
-    parser.add_argument(
-        "--vocab",
-        type=int,
-        metavar="N",
-        help="vocabulary size without padding, if a Megatron or NeMo SRC does not state it",
-    )
+    add_vocab(parser)
     parser.add_argument(
         "--tokenizer",
         type=Path,

@@ -21,6 +21,7 @@ from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
+from tools.commands.options import add_text_field
 from tools.console.progress_bar import build_progress, tell_left_out
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
@@ -57,12 +58,7 @@ def _add_verify(commands: SubParsers) -> None:
         metavar="FILE",
         help="tokenizer of the token ids (default: PREFIX.model)",
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON object, or column of a table, that holds the text (default: text)",
-    )
+    add_text_field(parser)
     add_json(parser)
     parser.set_defaults(run=verification.verify)
 
@@ -92,12 +88,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         help="'python' (the standard library), a text file, or a folder of "
         f"{' '.join(SUFFIXES)}; all but .parquet also with .gz or .zst",
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON object, or column of a table, that holds the text (default: text)",
-    )
+    add_text_field(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="use only the first N characters"
     )

@@ -22,7 +22,8 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
 from models.presets import PRESETS
-from tools.config.key_help import key_tables
+from tools.commands.options import add_text_field
+from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 
@@ -89,9 +90,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help=f"known model (default: {DEMO_PRESET})",
     )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field or column that holds the text"
-    )
+    add_text_field(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -233,7 +232,7 @@ def _train_tokenizer(texts: list[str], size: int, prefix: Path) -> Path:
 def _run_file(args: argparse.Namespace, sizes: TextSizes) -> str:
     """Return the run file, with a comment for every key. Raises UserError if the text is too
     short."""
-    help_of = {key.name: key.help for table in key_tables() for key in table.keys}
+    help_of = {key.name: key.help for key in keys_of(key_tables())}
     lines = [HEADER.format(file=args.output)]
     current_table = ""
     for key, value in _key_values(args, sizes).items():

@@ -17,14 +17,13 @@ from rich.progress import track
 
 from megaprec.checkpoint.atomic import checkpoints
 from megaprec.diagnose.nonfinite_trace import Trace
-from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.engine.replay import trace_modules
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
-from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.config.settings import Parallel
 from tools.training.corpus import open_run_data
 from tools.training.launch import share_of_cores
@@ -120,14 +119,11 @@ def _last_checkpoint_before(folder: Path, step: int) -> Path | None:
 
 
 def _saved_run(folder: Path) -> RunConfig:
-    """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the
-    user's own file."""
-    for name in ("run.toml", "run.resolved.toml"):
-        path = folder / name
-        # a file of the user may have been changed since the run
-        if path.is_file() and read_whole(path).startswith(SAVED.encode()):
-            return load_run(path)
-    raise UserError.of("command.replay_no_run_file", folder=folder)
+    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
+    path = run_file_in(folder, written_by_run=True)
+    if path is None:
+        raise UserError.of("command.replay_no_run_file", folder=folder)
+    return load_run(path)
 
 
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:

@@ -10,6 +10,7 @@ from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from parallel.pipeline.instructions import Instruction, Message, Op
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
 
 TIMELINE = "timeline.json"  # file in the run folder that `log.timeline` writes
@@ -47,6 +48,18 @@ def read_trace(path: Path) -> list[Span]:
         raise UserError.of("plots.trace_unreadable", path=path, strerror=error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError.of("plots.trace_foreign", path=path) from error
+
+
+def read_trace_of(path: Path, schedule: Schedule) -> list[Span]:
+    """Return the spans of a file; none if it was recorded with another schedule. Raises
+    UserError.
+    """
+    expected = list[tuple[int, Instruction]]()
+    # Spans are recorded rank by rank, in the order of the programs.
+    for rank, program in enumerate(schedule.programs):
+        expected += [(rank, instruction) for instruction in program]
+    spans = read_trace(path)
+    return spans if [(span.rank, span.instruction) for span in spans] == expected else []
 
 
 def _event(span: Span) -> dict[str, Any]:

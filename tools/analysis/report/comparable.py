@@ -77,12 +77,12 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
         {compared.name: _held_out_facts(compared) for compared in known if _is_evaluated(compared)},
     )
     newest_steps = dict[str, int]()
+    steps_as_facts = dict[str, Facts]()
     for run_name, run in zip(run_names, runs, strict=True):
-        newest_steps[run_name] = run.records[-1]["step"]
-    yield from _compare_facts(
-        "the runs are at different steps",
-        {run_name: {"step": f"{step:,}"} for run_name, step in newest_steps.items()},
-    )
+        step = run.records[-1]["step"]
+        newest_steps[run_name] = step
+        steps_as_facts[run_name] = {"step": f"{step:,}"}
+    yield from _compare_facts("the runs are at different steps", steps_as_facts)
     yield from _older_evaluations(run_names, runs, newest_steps)
 
 
@@ -162,9 +162,13 @@ def _compare_facts(reason: str, facts_by_run: Mapping[str, Facts]) -> Iterator[s
     for name in names:
         runs_by_value: dict[str, list[str]] = {}
         for run_name, facts in facts_by_run.items():
-            runs_by_value.setdefault(facts.get(name, "not known"), []).append(run_name)
-        if len(runs_by_value) > 1:
-            values = [f"{value} in {', '.join(runs)}" for value, runs in runs_by_value.items()]
-            differing.append(f"{name} is {'; '.join(values)}")
+            value = facts.get(name, "not known")
+            runs_by_value.setdefault(value, []).append(run_name)
+        if len(runs_by_value) == 1:
+            continue
+        values = list[str]()
+        for value, runs in runs_by_value.items():
+            values.append(f"{value} in {', '.join(runs)}")
+        differing.append(f"{name} is {'; '.join(values)}")
     if differing:
         yield f"{reason}: {'. '.join(differing)}"

@@ -41,7 +41,9 @@ def page(certificate: Certificate) -> str:
     # layouts that were not run have no quantities
     tried = [layout for layout in certificate["layouts"] if layout["quantities"]]
     parts += _section("Quantities", *map(_quantities_table, tried))
-    changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
+    changes = list[Sequence[Text]]()
+    for key, (old, new) in certificate["changes"].items():
+        changes.append((key, old, new))
     if changes:
         parts += _section("Made small", table(("key", "from", "to"), changes))
     untried = list(untried_parts(certificate))
@@ -127,7 +129,8 @@ def _quantities_table(layout: Mapping[str, Any]) -> Html:
 def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:
     # not tried: there are no numbers
     if "compared" not in quantity:
-        return [name, quantity["verdict"], *[""] * 6, quantity["why"]]
+        empty_cells = [""] * 6
+        return [name, quantity["verdict"], *empty_cells, quantity["why"]]
     return [
         name,
         quantity["verdict"],

@@ -11,7 +11,7 @@ from typing import Any
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
-from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines, read_metrics
 
 LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than those of records
@@ -63,11 +63,8 @@ class Run:
     @cached_property
     def run_file(self) -> Path | None:
         """The resolved run file that the run has saved."""
-        for key_name in ("run.toml", "run.resolved.toml"):
-            path = self.folder / key_name
-            if _is_readable(path) and read_whole(path).startswith(SAVED.encode()):
-                return path
-        return None
+        path = run_file_in(self.folder, written_by_run=True)
+        return path if path and _is_readable(path) else None
 
     @cached_property
     def keys(self) -> list[Key]:

@@ -9,10 +9,9 @@ from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import Instruction
-from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, bubble, simulate
-from tools.analysis.plots.charts import Row, draw_rows
+from tools.analysis.plots.charts import Row as ChartRow
+from tools.analysis.plots.charts import draw_rows
 from tools.analysis.plots.compare_plot import LAST, Curve
 from tools.analysis.plots.drawing import to_svg, to_themed_svg
 from tools.analysis.plots.shadow_plot import PICTURE
@@ -26,7 +25,7 @@ from tools.config.run_file import RunConfig
 from tools.console.units import flops
 from tools.journal.records import NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
-from tools.journal.timeline_file import TIMELINE, read_trace
+from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
 from tools.verify.parity.summary import conclusion, verdict
@@ -45,6 +44,7 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 Section = Callable[[Run], Html | None]
 Fact = tuple[str, Text]  # a name and its value
+Row = tuple[Text, ...]  # of a table
 
 
 def summary(run: Run) -> Html:
@@ -85,7 +85,9 @@ def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
-    final = "none" if math.isnan(curve.final) else f"{curve.final:.4f}"
+    final = f"{curve.final:.4f}"
+    if math.isnan(curve.final):  # every step was skipped
+        final = "none"
     yield f"loss, mean of last {LAST} steps", final
     if not math.isnan(curve.held_out):
         step = curve.held_out_step
@@ -116,9 +118,9 @@ def curves(run: Run) -> Html:
     for number, chart in enumerate(drawing.charts):
         # its title is text of the page; the legend is the same for all
         untitled = replace(chart, title="", tick_notes={}, has_legend=number == 0)
-        rows = [Row([untitled], 1, CURVE_HEIGHT)]
-        label = f"{chart.title} over {drawing.x_label}"
-        picture = to_themed_svg(draw_rows("", rows, CURVE_WIDTH), label)
+        rows = [ChartRow([untitled], 1, CURVE_HEIGHT)]
+        drawn = draw_rows("", rows, CURVE_WIDTH)
+        picture = to_themed_svg(drawn, f"{chart.title} over {drawing.x_label}")
         caption = f"<figcaption><b>{html(chart.title)}</b></figcaption>"
         figures.append(f"<figure>{caption}{picture}</figure>")
     remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
@@ -131,16 +133,13 @@ def changes(run: Run) -> Html | None:
     resumes = run.of_kind("resume")
     if not resumes:
         return None
-    rows = [
-        (
-            event["step"],
-            event.get("ranks", ""),
-            _list_items(event["changed"]) if event["changed"] else "nothing",
-            f"{_format_number(event['lr_before'])} → {_format_number(event['lr_next'])}",
-            _list_items(event["notes"]),
-        )
-        for event in resumes
-    ]
+    rows = list[Row]()
+    for event in resumes:
+        changed = _list_items(event["changed"]) if event["changed"] else "nothing"
+        last_rate = _format_number(event["lr_before"])
+        rates = f"{last_rate} → {_format_number(event['lr_next'])}"
+        notes = _list_items(event["notes"])
+        rows.append((event["step"], event.get("ranks", ""), changed, rates, notes))
     return table(("after step", "ranks", "changed keys", "learning rate", "notes"), rows)
 
 
@@ -150,34 +149,27 @@ def skips(run: Run) -> Html | None:
     without_tokens = run.of_kind(NO_TOKENS_EVENT)
     if not overflows and not without_tokens:
         return None
-    rows = [
-        (
-            event["step"],
-            _format_scale(event["loss_scale"]),
-            event.get("outcome", ""),
-            _describe_offenders(event["offenders"]),
-            event["advice"],
-        )
-        for event in overflows
-    ]
-    rows += [
-        (
-            event["step"],
-            "",
-            event.get("outcome", ""),
-            "no token counts",
-            event["advice"],
-        )
-        for event in without_tokens
-    ]
+    rows = list[Row]()
+    for event in overflows:
+        scale = _format_scale(event["loss_scale"])
+        offenders = _describe_offenders(event["offenders"])
+        rows.append(_skip_row(event, scale, offenders))
+    for event in without_tokens:
+        rows.append(_skip_row(event, "", "no token counts"))
     return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
+
+
+def _skip_row(event: dict[str, Any], scale: str, offenders: Text) -> Row:
+    outcome = event.get("outcome", "")
+    return event["step"], scale, outcome, offenders, event["advice"]
 
 
 def _format_scale(scale: Any) -> str:
     """Return a loss scale, a power of two as 2^n."""
     if isinstance(scale, int | float):
+        # frexp's mantissa is in [0.5, 1): a half for powers of two.
         mantissa, exponent = math.frexp(scale)
-        if mantissa == 0.5:  # frexp's mantissa is in [0.5, 1)
+        if mantissa == 0.5:
             return f"2^{exponent - 1}"
     return _format_number(scale)
 
@@ -200,8 +192,7 @@ def speed(run: Run) -> Html:
     rows = list[Fact]()
     seconds = _finite_values(run, "seconds")
     if seconds:
-        quickest_first = sorted(seconds)
-        slow = quickest_first[min(len(seconds) - 1, len(seconds) * 19 // 20)]
+        slow = sorted(seconds)[len(seconds) * 19 // 20]
         rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
             ("19 of 20 steps take at most", f"{slow:.4g} s"),
@@ -260,31 +251,18 @@ def schedule(run: Run) -> Html | None:
         ("bubble, predicted", f"{bubble(predicted):.1%}"),
     ]
     panels = [Timeline("predicted", predicted, ranks, "FLOPs")]
-    try:
-        measured = _measured_spans(run, pipeline)
-    except UserError as error:
-        measured = []
-        rows.append(("measured", str(error)))
+    measured = list[Span]()
+    trace = run.folder / TIMELINE
+    if trace.is_file():
+        try:
+            measured = read_trace_of(trace, pipeline)
+        except UserError as error:
+            rows.append(("measured", str(error)))
     if measured:
         rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
         panels.append(Timeline("measured", measured, ranks, "s"))
     timelines = [_draw_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
     return _join(facts(rows), *timelines)
-
-
-def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
-    """Return the measured timeline of the run, in seconds; empty if it recorded none, or one of
-    another schedule. Raises UserError.
-    """
-    path = run.folder / TIMELINE
-    if not path.is_file():
-        return []
-    spans = read_trace(path)
-    expected = list[tuple[int, Instruction]]()
-    for rank, program in enumerate(pipeline.programs):
-        expected += [(rank, instruction) for instruction in program]
-    measured = [(span.rank, span.instruction) for span in spans]
-    return spans if measured == expected else []
 
 
 def _draw_timeline(panel: Timeline) -> Html:
@@ -308,7 +286,8 @@ def fp8(run: Run) -> Html | None:
     if not events:
         return None
     alarmed = [event for event in events if event["alarms"]]
-    parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
+    compared = ("compared micro-batches", len(events))
+    parts = [facts([compared, ("alarms", len(alarmed))])]
     if alarmed:
         rows = [(event["step"], _list_items(event["alarms"])) for event in alarmed]
         parts.append(table(("step", "alarms"), rows))
@@ -340,11 +319,10 @@ def _parity(run: Run) -> Html:
     certificate = run.json("parity.json")
     if certificate is None:
         return paragraph(NO_CERTIFICATE)
+    rows = list[Row]()
     try:
-        rows = [
-            (str(layout["layout"]), str(layout["precision"]), verdict(layout))
-            for layout in certificate["layouts"]
-        ]
+        for layout in certificate["layouts"]:
+            rows.append((str(layout["layout"]), str(layout["precision"]), verdict(layout)))
         result = conclusion(certificate)
     except MALFORMED:
         return paragraph("parity.json is not a certificate.")
@@ -373,7 +351,8 @@ def _proof(run: Run) -> Html:
 
 
 def _proof_row(row: Any) -> tuple[str, str, str, str]:
-    steps = f"{row['steps'][0]} to {row['steps'][1]}"
+    first, last = row["steps"]
+    steps = f"{first} to {last}"
     reason = str(row.get("why", ""))
     return str(row["row"]), steps, str(row["verdict"]), reason
 
@@ -399,31 +378,24 @@ def faults(run: Run) -> Html | None:
     """Return restarts, silent faults and the record of an abnormal end."""
     parts = list[Html]()
     if restarts := run.of_kind("restart"):
-        rows = [
-            (
-                event["step"],
-                event["ranks"],
-                event["why"],
-                _format_number(event["left"]),
-            )
-            for event in restarts
-        ]
+        rows = list[Row]()
+        for event in restarts:
+            left = _format_number(event["left"])
+            rows.append((event["step"], event["ranks"], event["why"], left))
         parts.append(table(("from step", "ranks", "why", "restarts left"), rows))
     if silent_faults := run.of_kind("silent_fault"):
-        rows = [
-            (
-                event["checked_step"],
-                event["kind"],
-                event["what"],
-                str(event["ranks"]),
-                str(event["hosts"]),
-            )
-            for event in silent_faults
-        ]
+        rows = list[Row]()
+        for event in silent_faults:
+            ranks = str(event["ranks"])
+            hosts = str(event["hosts"])
+            rows.append((event["checked_step"], event["kind"], event["what"], ranks, hosts))
         parts.append(table(("checked step", "kind", "seen in", "ranks", "hosts"), rows))
-    if stops := [event for event in run.of_kind("end") if not event["complete"]]:
-        rows = [(event["step"], event["why"]) for event in stops]
-        parts.append(table(("stopped after step", "why"), rows))
+    stops = list[Row]()
+    for event in run.of_kind("end"):
+        if not event["complete"]:
+            stops.append((event["step"], event["why"]))
+    if stops:
+        parts.append(table(("stopped after step", "why"), stops))
     parts += _abnormal_end(run)
     return _join(*parts) if parts else None
 
@@ -433,9 +405,9 @@ def _abnormal_end(run: Run) -> Iterator[Html]:
         records = read_records(run.folder)
     except (UserError, OSError):
         return  # no record: it ended in order
-    rows = [
-        (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in records
-    ]
+    rows = list[Row]()
+    for record in records:
+        rows.append((record.rank.rank, record.rank.host, record.verdict or record.ended))
     yield table(("rank", "host", "abnormal end"), rows)
 
 

@@ -19,7 +19,7 @@ import torch
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, run_file_in
 from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import (
@@ -67,10 +67,10 @@ class Side:
         folder = Path(path)
         if not folder.is_dir():
             return Side(path, resolve_run(path), None)
-        for key_name in ("run.toml", "run.resolved.toml"):
-            if (folder / key_name).is_file():
-                return Side(path, resolve_run(folder / key_name), folder)
-        raise UserError.of("bisect.not_a_run", path=path)
+        run_file = run_file_in(folder)
+        if run_file is None:
+            raise UserError.of("bisect.not_a_run", path=path)
+        return Side(path, resolve_run(run_file), folder)
 
     @property
     def digests(self) -> dict[int, Mapping[str, Any]]:

@@ -125,6 +125,7 @@ def main(args: argparse.Namespace) -> int:
     format_name = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = _megatron_layout(args, format_name)
+    # before the conversion, which takes hours for a large model
     if args.verify:
         require_comparable(source, dtype)
     write_model(source, format_name, args.destination, dtype, layout, verify=not args.no_verify)
@@ -242,6 +243,7 @@ def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]
         return
     config = config_of(source.model, "float32")
     yield check_config(config, f"{destination / CONFIG}")
+    # Users of the folder get their tokens from AutoTokenizer, not from the file itself.
     ids = special_ids_of(source)
     line = auto_tokenizer_line(
         source.tokenizer, config | ids, ids["bos_token_id"], f"{destination}"

@@ -194,6 +194,7 @@ def _check_build(args: argparse.Namespace) -> None:
         )
     if args.prefix.name in ("", ".."):
         raise UserError.of("command.data_set_name", prefix=args.prefix)
+    # who completes the name by Tab gives one of the two files
     if args.prefix.suffix in (".bin", ".idx"):
         raise UserError.of(
             "command.data_set_prefix", prefix=args.prefix, with_suffix=args.prefix.with_suffix("")
@@ -269,6 +270,7 @@ def _document(
 ) -> dict[str, Any]:
     """Return counts and excerpts of a data set for programs."""
     document = dict[str, Any]()
+    # names without dots and blanks: bin_bytes, mean_document
     for name, value in _counts(dataset).items():
         document[name.removeprefix(".").replace(" ", "_")] = value
     document["samples"] = [
@@ -303,6 +305,7 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
         ".bin bytes": with_suffix(dataset.prefix, ".bin").stat().st_size,
         ".idx bytes": with_suffix(dataset.prefix, ".idx").stat().st_size,
     }
+    # An empty set has no mean, and no largest id.
     if len(lengths):
         counts["shortest document"] = int(lengths.min())
         counts["mean document"] = float(lengths.mean())

@@ -94,6 +94,7 @@ def main(args: argparse.Namespace) -> int:
     if args.top < 0:
         raise UserError.of("command.top", top=args.top)
     check_vocab(args.vocab, args.first, args.second)
+    # both are opened, and their checksums compared, before tensors are read
     first = open_intact(args.first, args.vocab)
     second = open_intact(args.second, args.vocab)
     comparison = compare_models(first, second, f"comparing {args.first} and {args.second}")

@@ -72,7 +72,9 @@ def main(args: argparse.Namespace) -> int:
     # before the replay, which takes a while
     if not args.json:
         _show(args.folder, events, note)
-    replayed = replay(args.folder, events[-1]) if args.replay and events else None
+    replayed = None
+    if args.replay and events:
+        replayed = replay(args.folder, events[-1])
     document = {
         "notes": [note] if note else [],
         "events": events,
@@ -184,8 +186,10 @@ def _microbatch_note(offender: dict[str, Any]) -> str:
 
 
 def _ids(ids: list[int] | list[str]) -> str:
-    others = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-    return ", ".join(map(str, ids[:MAX_IDS])) + others
+    shown = ", ".join(map(str, ids[:MAX_IDS]))
+    if len(ids) > MAX_IDS:
+        shown += f" and {len(ids) - MAX_IDS} more"
+    return shown
 
 
 def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:

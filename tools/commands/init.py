@@ -114,7 +114,9 @@ def main(args: argparse.Namespace) -> int:
         file.write(content)
     # read as `train` will read it: what is wrong shows at once
     config = load_run(args.output)
-    left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
+    left_out = ""
+    if source.left_out:
+        left_out = f"; left out {', '.join(left_out_words(source.left_out))}"
     parameters = config.sized_model.num_parameters
     print(f"text       {args.source}: {sizes}{left_out}")
     print(
@@ -179,7 +181,9 @@ def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
             yield text
 
     lines = sample_lines(texts())
-    return ([], None) if chars > MAX_READ_CHARS else (lines, chars)
+    if chars > MAX_READ_CHARS:
+        return [], None
+    return lines, chars
 
 
 def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
@@ -292,7 +296,9 @@ def _new_run_folder(source: str) -> str:
     name = path.resolve().stem if source != "python" else source
     # a text around the working directory would have "runs" inside it
     contains_cwd = path.is_dir() and path.resolve() in (Path.cwd(), *Path.cwd().parents)
-    parent = Path(path, "..", f"{name}-runs") if contains_cwd else Path("runs")
+    parent = Path("runs")
+    if contains_cwd:
+        parent = Path(path, "..", f"{name}-runs")
     folder = parent / name
     number = 1
     while folder.exists():

@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec keys`."""
-    width = min(MAX_WIDTH, get_terminal_size().columns) if sys.stdout.isatty() else None
+    width = None
+    if sys.stdout.isatty():
+        width = min(MAX_WIDTH, get_terminal_size().columns)
     return print_result(
         args, lambda: document(args.words), lambda: print(describe_keys(args.words, width))
     )

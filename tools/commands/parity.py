@@ -315,6 +315,7 @@ def _compare_layouts(
     All layouts of equally many ranks share one launch.
     """
 
+    # A launch costs seconds, most of them for importing torch.
     def ranks_of(layout: Layout) -> int:
         return layout.ranks
 

@@ -284,7 +284,9 @@ def _show_progress(done: int, total: int) -> None:
     """Show on a terminal how many layouts are done; elsewhere one line before they are."""
     if sys.stderr.isatty():
         # the last text erases the line
-        end = "\r" if done < total else f"\r{' ' * 60}\r"
+        end = "\r"
+        if done == total:
+            end = f"\r{' ' * 60}\r"
         print(f"planning   layout {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
     elif done == 0:
         print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)

@@ -93,6 +93,7 @@ def main_show(args: argparse.Namespace) -> int:
     understood = read_precision(args.file, args.overrides)
     scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
     warnings = advice(scene)
+    # otherwise they stand below the tables
     if args.strict:
         tell_notes(understood.notes, strict=True)
     if args.json:

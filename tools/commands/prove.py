@@ -158,7 +158,9 @@ def show(certificate: dict[str, Any]) -> None:
     for column in ("compared with the straight run", "steps", "verdict"):
         table.add_column(column)
     for row in certificate["rows"]:
-        name = f"{row['row']}, {row['layout']}" if "layout" in row else row["row"]
+        name = row["row"]
+        if "layout" in row:
+            name += f", {row['layout']}"
         first, last = row["steps"]
         steps = f"{first} to {last}" if first < last else str(first)
         color = COLORS[row["verdict"]]

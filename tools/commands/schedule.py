@@ -188,6 +188,7 @@ def _draw_refusal(
         ranks = len(report.schedule.programs)
         panel = Panel("what would run", refusal.spans, ranks, "forwards", marks=refusal.marks)
         draw(f"{report.name} cannot run", refusal.problems[:1], [panel]).save(path)
+        # with --json stdout is one document
         print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
 
 
@@ -329,6 +330,7 @@ def _measured_spans(
     spans = read_trace_of(path, schedule)
     if spans:
         return spans
+    # A run may have been recorded before its layout was changed; a file that is named is meant.
     if requested:
         raise UserError.of("command.measured_other_schedule", path=path)
     print(f"left out   {path}, which was recorded with another schedule", file=sys.stderr)
@@ -367,7 +369,9 @@ def _stage_table(
 def _stage_content(cost: StageCost, mtp_layers: int) -> str:
     """Return the layers of a stage in words: "0-5 + embedding"."""
     layers = cost.cut.layers
-    content = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+    content = f"{layers[0]}"
+    if len(layers) > 1:
+        content += f"-{layers[-1]}"
     if cost.cut.first:
         content += " + embedding"
     if cost.cut.last and mtp_layers:

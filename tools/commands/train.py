@@ -70,6 +70,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
+    # A log that takes no more lines, such as that of a closed terminal, does not end a run.
     spare_output()
     config = resolve_run(args.file, args.overrides)
     export = Path(args.export_hf) if args.export_hf else None

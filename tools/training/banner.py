@@ -73,7 +73,8 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
     # The device is named after the axes that all models have, before those of experts.
     layout, _, expert_axes = in_words(config.parallel).partition(", ")
-    expert_axes = f"{expert_axes}, " if expert_axes else ""
+    if expert_axes:
+        expert_axes += ", "
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
     replicas = counted(config.parallel.data, "replica")
@@ -338,7 +339,9 @@ def _enumerate_names(names: Sequence[str]) -> str:
     if len(names) > MAX_CHECKPOINTS:
         listed.append(f"{len(names) - MAX_CHECKPOINTS} more")
     *first_ones, last = listed
-    return f"{', '.join(first_ones)} and {last}" if first_ones else last
+    if not first_ones:
+        return last
+    return f"{', '.join(first_ones)} and {last}"
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:

@@ -63,7 +63,9 @@ class Batches:
             return share
         begin = first_sample + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
-        mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
+        mask = share.mask
+        if mask is None:
+            mask = torch.ones(share.tokens.shape)
         return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
     def _read(self, samples: Samples | Blend, first_sample: int, replica: int) -> Share:

@@ -124,7 +124,9 @@ def require_applied(progress: TrainState, overflow_monitor: OverflowMonitor) -> 
         )
     else:
         advice = overflow_monitor.advice()
-    steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+    steps = "its only step was"
+    if progress.step > 1:
+        steps = f"all {progress.step:,} steps were"
     raise TrainingDiverged(
         f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
     )

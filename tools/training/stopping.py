@@ -81,7 +81,9 @@ def as_user_error(error: Exception) -> Exception:
     if isinstance(error, OSError) and error.filename is not None:
         return UserError(file_error(error))
     # A subclass of UserError is noted and printed under the name that EXIT_CODES has.
-    return UserError(*error.problems) if isinstance(error, UserError) else error
+    if isinstance(error, UserError):
+        return UserError(*error.problems)
+    return error
 
 
 def ended_on_purpose(reason: str) -> bool:

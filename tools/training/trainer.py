@@ -393,7 +393,9 @@ class Trainer:
             if counted:
                 total_loss += loss * counted
                 counted_tokens += counted
-        return total_loss / counted_tokens if counted_tokens else math.nan
+        if not counted_tokens:
+            return math.nan
+        return total_loss / counted_tokens
 
     def share(
         self,

@@ -1,7 +1,6 @@
 """The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes
 them."""
 
-import math
 import os
 import sys
 from collections import deque
@@ -15,7 +14,7 @@ from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
 from tools.console.progress_bar import Steps
 from tools.console.tables import to_json
-from tools.console.units import flops
+from tools.console.units import flops, loss_scale
 from tools.journal.records import (
     DIGEST,
     DIGESTS,
@@ -301,7 +300,7 @@ def _format_numbers(step_record: dict[str, Any]) -> list[str]:
     line_parts += [
         f"lr {step_record['lr']:.3g}",
         f"grad norm {step_record['grad_norm']:.3g}",
-        f"scale {_format_scale(step_record['loss_scale'])}",
+        f"scale {loss_scale(step_record['loss_scale'])}",
         _format_speed(step_record),
     ]
     if "tflops" in step_record:
@@ -350,15 +349,6 @@ def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
             name = field_name.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")
     return losses + tasks
-
-
-def _format_scale(scale: float) -> str:
-    """Return a short form of the loss scale, a power of two as 2^32."""
-    mantissa, exponent = math.frexp(scale)
-    # frexp's mantissa is in [0.5, 1): a half for powers of two. Small ones read better as they are.
-    if mantissa == 0.5 and scale > 8:
-        return f"2^{exponent - 1}"
-    return f"{scale:g}"
 
 
 def _format_clock(duration: float) -> str:

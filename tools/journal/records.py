@@ -13,6 +13,7 @@ from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.parsing import parse_json
+from tools.console.units import enumerated
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -197,11 +198,8 @@ def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
     unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
     if unlisted:
         words.append(f"{unlisted:,} more")
-    *first_ones, last = words
-    if first_ones:
-        return f"{noun}s {', '.join(first_ones)} and {last}"
-    plural = "s" if _size(ranges[0]) > 1 else ""
-    return f"{noun}{plural} {last}"
+    plural = "s" if len(words) > 1 or _size(ranges[0]) > 1 else ""
+    return f"{noun}{plural} {enumerated(words)}"
 
 
 def _describe_range(numbers: range) -> str:

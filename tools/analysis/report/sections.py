@@ -22,7 +22,7 @@ from tools.analysis.report.page import Html, Text, document, facts, folded, html
 from tools.analysis.report.run import Key, Run
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.console.units import flops
+from tools.console.units import duration, flops, loss_scale, size
 from tools.journal.records import NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
 from tools.journal.timeline_file import TIMELINE, read_trace_of
@@ -165,12 +165,8 @@ def _skip_row(event: dict[str, Any], scale: str, offenders: Text) -> Row:
 
 
 def _format_scale(scale: Any) -> str:
-    """Return a loss scale, a power of two as 2^n."""
     if isinstance(scale, int | float):
-        # frexp's mantissa is in [0.5, 1): a half for powers of two.
-        mantissa, exponent = math.frexp(scale)
-        if mantissa == 0.5:
-            return f"2^{exponent - 1}"
+        return loss_scale(scale)
     return _format_number(scale)
 
 
@@ -196,7 +192,7 @@ def speed(run: Run) -> Html:
         rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
             ("19 of 20 steps take at most", f"{slow:.4g} s"),
-            ("time in steps", _format_duration(sum(seconds))),
+            ("time in steps", duration(sum(seconds))),
         ]
     if rates := _finite_values(run, "tokens_per_s"):
         rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
@@ -220,13 +216,13 @@ def memory(run: Run) -> Html | None:
     largest = max(end_events, key=lambda event: event["peak_memory"])
     rows = list[Fact]()
     if isinstance(largest.get("held_memory"), int | float):
-        state_memory = _format_bytes(largest["held_memory"])
+        state_memory = size(largest["held_memory"])
         rows.append(("weights, gradients, optimizer state", state_memory))
     if largest.get("memory_of") == "device":
         owner = "of the device"
     else:
         owner = "of the process, libraries included"
-    rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
+    rows.append((f"peak {owner}", size(largest["peak_memory"])))
     return _join(facts(rows), paragraph("On rank 0, the largest of all starts."))
 
 
@@ -466,19 +462,6 @@ def _format_number(value: Any) -> str:
     if value is None:
         return "not known"
     return str(value)
-
-
-def _format_bytes(count: float) -> str:
-    if count >= 2**30:
-        return f"{count / 2**30:,.2f} GiB"
-    return f"{count / 2**20:,.1f} MiB"
-
-
-def _format_duration(duration: float) -> str:
-    hours, seconds = divmod(round(duration), 3600)
-    if hours:
-        return f"{hours} h {seconds // 60} min"
-    return f"{seconds // 60} min {seconds % 60} s"
 
 
 def page(run: Run) -> str:

@@ -78,7 +78,8 @@ class Layer(nn.Module):
             is_causal=True,
             enable_gqa=True,
         )
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        heads_joined = attended.transpose(1, 2).reshape(batch, length, -1)
+        x = x + self.out(heads_joined)
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -114,7 +115,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     real, imaginary = x.chunk(2, -1)
     cos = cos[:, None].to(x.dtype)
     sin = sin[:, None].to(x.dtype)
-    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
+    turned_real = real * cos - imaginary * sin
+    turned_imaginary = imaginary * cos + real * sin
+    return torch.cat((turned_real, turned_imaginary), -1)
 
 
 def _make_step(

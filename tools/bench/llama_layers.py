@@ -88,7 +88,12 @@ class Workload:
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=generator)
         microbatches = token_ids.to(self.device).split(self.micro_batch)
-        return [(samples[:, :-1], samples[:, 1:]) for samples in microbatches]
+        batches = list[tuple[Tensor, Tensor]]()
+        for samples in microbatches:
+            tokens = samples[:, :-1]
+            targets = samples[:, 1:]
+            batches.append((tokens, targets))
+        return batches
 
     def speed(self, seconds: float) -> dict[str, float]:
         """Return tokens and TFLOP a second of a step, and MFU if the GPU's peak is known."""

@@ -183,9 +183,14 @@ def ours(matrices: int, width: int, bucket: int = BUCKET) -> Kind:
 
 def naive(matrices: int, width: int, foreach: bool) -> Kind:
     """Return a step that does the same work in separate passes."""
-    masters = [nn.Parameter(_random(width**2, 0.02).view(width, width)) for _ in range(matrices)]
+    masters = list[nn.Parameter]()
+    gradients = list[Tensor]()
+    for _ in range(matrices):
+        master = _random(width**2, 0.02)
+        gradient = _random(width**2, 1e-3 * SCALE)
+        masters.append(nn.Parameter(master.view(width, width)))
+        gradients.append(gradient.view(width, width))
     weights = [master.detach().bfloat16() for master in masters]
-    gradients = [_random(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(
         masters,
         LEARNING_RATE,

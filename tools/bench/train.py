@@ -167,7 +167,9 @@ class Bench:
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
         samples = self.shares[replica]
-        return Share(samples[:, :-1], samples[:, 1:], first=replica * len(samples))
+        tokens = samples[:, :-1]
+        targets = samples[:, 1:]
+        return Share(tokens, targets, first=replica * len(samples))
 
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""

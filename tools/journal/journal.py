@@ -49,7 +49,9 @@ class Lines:
         self._path = path
         self._unwritten = b""
         with naming_file(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            # os.write says how much of a line it has written.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._descriptor = os.open(path, flags, 0o666)
 
     def write(self, line: str) -> None:
         """Append a line, or keep it for later."""
@@ -139,8 +141,9 @@ class Journal(AbstractContextManager["Journal"]):
         for tracker in self._trackers:
             tracker.log(step_record)
         self._step_seconds.append(step_record["seconds"])
-        left = self._total - step_number
-        self._show(step_record, left * sum(self._step_seconds) / len(self._step_seconds))
+        mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
+        steps_left = self._total - step_number
+        self._show(step_record, eta=steps_left * mean_seconds)
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
@@ -331,8 +334,10 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
     if "straggler" in step_record:
         events.append(f"warning: {step_record['straggler']}")
     if step_record["outcome"] != "applied":
-        location = f" in {step_record['overflow_in']}" if "overflow_in" in step_record else ""
-        events.append(f"{step_record['outcome']}{location} ({step_record['skipped_total']} so far)")
+        outcome = step_record["outcome"]
+        if "overflow_in" in step_record:
+            outcome += f" in {step_record['overflow_in']}"
+        events.append(f"{outcome} ({step_record['skipped_total']} so far)")
     return events
 
 
@@ -344,7 +349,8 @@ def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
         losses.append(f"held-out loss {step_record['eval_loss']:.4f}")
     for field_name, value in step_record.items():
         if field_name.startswith(VALIDATION_PREFIX):
-            losses.append(f"{field_name.removeprefix(VALIDATION_PREFIX)} loss {value:.4f}")
+            name = field_name.removeprefix(VALIDATION_PREFIX)
+            losses.append(f"{name} loss {value:.4f}")
         elif field_name.startswith(TASK_PREFIX):
             name = field_name.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")

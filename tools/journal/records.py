@@ -130,7 +130,9 @@ def odd_lines(path: Path) -> str:
         problems.append(
             f"{_describe_numbers('line', late)} {verb} of no later step than those before"
         )
-    return f"{path}: {', '.join(problems)}: kept, not used" if problems else ""
+    if not problems:
+        return ""
+    return f"{path}: {', '.join(problems)}: kept, not used"
 
 
 def lost_steps(path: Path, last_step: int = 0) -> str:
@@ -144,10 +146,13 @@ def lost_steps(path: Path, last_step: int = 0) -> str:
         borders = [0, *up_to_last, last_step + 1]
     else:
         borders = [0, *sorted(recorded)]
-    gaps = [
-        range(step + 1, following) for step, following in pairwise(borders) if following > step + 1
-    ]
-    return f"{path} has no record of {_describe_ranges('step', gaps)}" if gaps else ""
+    gaps = list[range]()
+    for step, following in pairwise(borders):
+        if following > step + 1:
+            gaps.append(range(step + 1, following))
+    if not gaps:
+        return ""
+    return f"{path} has no record of {_describe_ranges('step', gaps)}"
 
 
 def _parse_record(content: bytes) -> dict[str, Any] | None:
@@ -173,7 +178,8 @@ def _is_record(record: dict[str, Any]) -> bool:
     event_kind = record.get("event", "")
     if type(record.get("step")) is not int:  # not isinstance: true is no step
         return False
-    if not isinstance(event_kind, str) or type(record.get("outcome", "")) is not str:
+    outcome = record.get("outcome", "")
+    if not isinstance(event_kind, str) or not isinstance(outcome, str):
         return False
     for name, value in record.items():
         is_number_field = name in NUMBERS or name.startswith((VALIDATION_PREFIX, TASK_PREFIX))
@@ -198,8 +204,9 @@ def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
     unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
     if unlisted:
         words.append(f"{unlisted:,} more")
-    plural = "s" if len(words) > 1 or _size(ranges[0]) > 1 else ""
-    return f"{noun}{plural} {enumerated(words)}"
+    if len(words) > 1 or _size(ranges[0]) > 1:
+        noun += "s"
+    return f"{noun} {enumerated(words)}"
 
 
 def _describe_range(numbers: range) -> str:

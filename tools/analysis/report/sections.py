@@ -186,6 +186,7 @@ def _describe_offenders(offenders: Any) -> Text:
 def speed(run: Run) -> Html:
     """Return seconds, tokens per second and utilization of the steps."""
     rows = list[Fact]()
+    # Medians, for the first steps take longer than the others.
     seconds = _finite_values(run, "seconds")
     if seconds:
         slow = sorted(seconds)[len(seconds) * 19 // 20]

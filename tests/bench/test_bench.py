@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from models.engine.engine import RankStages
 from parallel import recomputation
+from parallel.mesh import world
 from tests.project.test_readme import ROOT
 from tests.ranks import run_ranks
 from tools.bench import __main__ as bench
 from tools.bench import sums
-from tools.bench.train import measure, run_of
+from tools.bench.train import measure, mesh_of, run_of
 
 TINY = ["train", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn=96"]
 TINY += ["train.seq_length=8", "train.micro_batch=1", "train.global_batch=2"]
@@ -244,3 +246,16 @@ def test_a_sum_over_one_rank_is_not_measured(capsys: pytest.CaptureFixture[str])
         "--ranks: must be at least 2",
         "--rounds: must be at least 1",
     ]
+
+
+def test_the_optimizer_of_the_steps_is_that_of_the_keys() -> None:
+    args = bench.parser().parse_args([*TINY, "optimizer.clip=0", "parallel.zero=false"])
+    config = run_of(args)
+    with (
+        patch.object(RankStages, "make_optimizer", side_effect=StopIteration) as made,
+        pytest.raises(StopIteration),
+        world(),
+    ):
+        measure(args, config, mesh_of(config))
+    (settings,) = (call.kwargs for call in made.call_args_list)
+    assert (settings["clip"], settings["zero_size"]) == (0.0, 1)

@@ -164,6 +164,20 @@ def test_runs_of_other_keys_part_where_the_key_acts(
     assert said["replay"]["likely_cause"].startswith("the run files differ in lr.peak")
 
 
+def test_run_files_may_leave_the_model_to_the_weights_that_they_begin_with(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (made / "my.toml").read_text()
+    text = text[text.index("[data]") :].replace("vocab_size = 330\n", "")
+    text = text.replace("[train]\n", f'[train]\ninit_from = "{made / "run"}"\n')
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text(
+            text.replace(f'{made}/run"\n[', f'{tmp_path}/{name}"\n[')
+        )
+    code, said = bisected(capsys, tmp_path / "a.toml", tmp_path / "b.toml")
+    assert (code, said["verdict"]) == (0, "they agree"), said
+
+
 def test_steps_too_far_from_a_checkpoint_are_not_taken_again(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> Non
         (["data", "bu"], {"build"}),
         (["train", "run.toml", "lr.w"], {"lr.warmup="}),
         (["data", "build", "x", "--ov"], {"--overwrite"}),
+        (["keys", "opt"], {"optimizer"}),
         (["convert", "a", "b", "--to", "me"], {"megaprec", "megatron"}),
     ],
 )

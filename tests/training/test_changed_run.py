@@ -15,7 +15,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from tests.refusals import shows
-from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
+from tests.runs import checkpoint, edit_index, rewind, steps, tensors, train, write_run
 from tools import cli
 from tools.config.run_file import known_keys, load_run
 from tools.convert.train_state import TrainState
@@ -98,6 +98,16 @@ def test_a_resume_with_another_torch_or_processor_is_not_called_bit_for_bit(
     assert train(file, OWN, f"train.folder={run}") == 0
     (line,) = (line for line in changed(capsys.readouterr().out) if line.startswith("processor"))
     assert line.endswith("-> abacus (not bit for bit)")
+
+
+def test_a_key_that_is_gone_is_named_if_the_run_worked_otherwise_with_it(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former = {"optimizer.native": "true", "optimizer.validation": '"before"'}
+    edit_index(checkpoint(run, 3), lambda index: index["run"].update(former))
+    assert train(file, OWN, f"train.folder={run}") == 0
+    lines = [line for line in changed(capsys.readouterr().out) if line.startswith("optimizer.")]
+    assert lines == ["optimizer.native: true -> false (not bit for bit)"]
 
 
 def test_a_run_that_is_the_same_says_nothing_of_it(

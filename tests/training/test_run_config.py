@@ -572,7 +572,33 @@ def test_a_run_that_an_earlier_megaprec_wrote_down_is_still_read(tmp_path: Path)
     saved = tmp_path / "run.toml"
     text = saved.read_text().replace("[optimizer]\n", '[optimizer]\nvalidation = "before"\n')
     saved.write_text(text.replace("[fp8]\n", '[fp8]\nreduce_over = "world"\n'))
-    assert dict(load_run(saved)) == dict(run)
+    assert dict(load_run(saved)) == dict(run) and not load_run(saved).notes
+
+
+def test_what_a_run_that_was_written_down_did_and_does_no_more_is_noted(tmp_path: Path) -> None:
+    load_run(None, MINIMAL).save_resolved(tmp_path)
+    saved = tmp_path / "run.toml"
+    saved.write_text(saved.read_text().replace("[optimizer]\n", "[optimizer]\nnative = true\n"))
+    reason = REMOVED_KEYS["optimizer.native"]
+    for name in (saved, f"{tmp_path}/./run.toml"):
+        assert load_run(name).notes == (
+            f"optimizer.native = true (file {saved}): without effect, for {reason}",
+        )
+
+
+def test_a_removed_key_of_the_command_line_is_refused_beside_a_run_that_was_written_down(
+    tmp_path: Path,
+) -> None:
+    load_run(None, MINIMAL).save_resolved(tmp_path)
+    with raises("config.key_removed", key="optimizer.native", origin="command line"):
+        load_run(tmp_path / "run.toml", ["optimizer.native=true"])
+
+
+def test_a_key_without_effect_is_noted_however_the_file_is_named(run_file: Path) -> None:
+    run_file.write_text(RUN + '\n[optimizer]\nname = "sgd"\nbetas = [0.9, 0.9]\n')
+    notes = load_run(run_file).notes
+    assert notes
+    assert load_run(f"{run_file.parent}/./{run_file.name}").notes == notes
 
 
 def test_a_run_file_is_read_without_opening_the_weights_that_it_names(tmp_path: Path) -> None:

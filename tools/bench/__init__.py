@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: `python -m tools.bench train --tensor 2`."""
+"""Measurements that anyone can repeat: `python -m tools.bench train parallel.tensor=2`."""

@@ -95,6 +95,7 @@ def _commit() -> str:
 def run_tests() -> dict[str, str]:
     """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or
     skipped: why."""
+    # pytest's own folder, which git ignores
     report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
     # Its exit code is 1 if a test fails, which the report says, too.
@@ -108,8 +109,9 @@ def read_outcomes(xml: str) -> dict[str, str]:
     """Return the outcome of each test of pytest's report."""
     by_test = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        by_test[name] = _read_outcome(case)
+        # pytest writes a file as it would be imported: tests.gpu.test_kernels
+        file = case.get("classname", "").replace(".", "/")
+        by_test[f"{file}.py::{case.get('name')}"] = _read_outcome(case)
     return by_test
 
 

@@ -105,12 +105,8 @@ def _tests(tests: Mapping[str, str]) -> Iterator[str]:
         yield from ("", "The tests were not run (`--no-tests`).")
         return
     counts = Counter(outcome.partition(":")[0] for outcome in tests.values())
-    kinds = ("passed", "failed", "skipped")
-    yield from (
-        "",
-        f"Tests: {', '.join(f'{counts[kind]} {kind}' for kind in kinds)}.",
-        "",
-    )
+    totals = [f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped")]
+    yield from ("", f"Tests: {', '.join(totals)}.", "")
     for name, outcome in tests.items():
         if outcome != "passed":
             yield f"- `{name}` {outcome}"

@@ -78,7 +78,8 @@ class Layer(nn.Module):
             is_causal=True,
             enable_gqa=True,
         )
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, -1))
+        heads_joined = attended.transpose(1, 2).reshape(batch, length, -1)
+        x = x + self.out(heads_joined)
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
@@ -95,6 +96,7 @@ class Decoder(nn.Module):
         head_dim = workload.hidden // workload.heads
         frequencies = ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.outer(torch.arange(workload.tokens), frequencies)
+        # Buffers, so that they move to the device and to bf16 with the weights.
         self.cos = nn.Buffer(angles.cos(), persistent=False)
         self.sin = nn.Buffer(angles.sin(), persistent=False)
 
@@ -113,7 +115,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     real, imaginary = x.chunk(2, -1)
     cos = cos[:, None].to(x.dtype)
     sin = sin[:, None].to(x.dtype)
-    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
+    turned_real = real * cos - imaginary * sin
+    turned_imaginary = imaginary * cos + real * sin
+    return torch.cat((turned_real, turned_imaginary), -1)
 
 
 def _make_step(
@@ -128,7 +132,7 @@ def _make_step(
         for tokens, targets in batches:
             share = loss(tokens, targets) / len(batches)
             share.backward()
-            total += share.detach()
+            total += share.detach()  # on the device: reading it would make the host wait
         optimizer.step()
         return total
 
@@ -241,6 +245,7 @@ def _megatron_step(workload: Workload, model: Any, optimizer: Any) -> Step:
     batches = workload.batches()
     positions = torch.arange(workload.tokens, device=workload.device)[None]
     square = (1, 1, workload.tokens, workload.tokens)
+    # Megatron's masks are True where a token does not attend.
     mask = torch.ones(square, dtype=torch.bool, device=workload.device).triu(1)
 
     def step() -> Tensor:

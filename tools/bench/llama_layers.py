@@ -58,7 +58,7 @@ class Workload:
             hidden=args.hidden,
             heads=heads,
             kv_heads=max(2, heads // 4),
-            ffn=args.hidden * 7 // 2,
+            ffn=args.hidden * 7 // 2,  # 14336 of 4096
             vocab=args.vocab,
             tokens=args.tokens,
             micro_batch=args.micro_batch,
@@ -88,11 +88,17 @@ class Workload:
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=generator)
         microbatches = token_ids.to(self.device).split(self.micro_batch)
-        return [(samples[:, :-1], samples[:, 1:]) for samples in microbatches]
+        batches = list[tuple[Tensor, Tensor]]()
+        for samples in microbatches:
+            tokens = samples[:, :-1]
+            targets = samples[:, 1:]
+            batches.append((tokens, targets))
+        return batches
 
     def speed(self, seconds: float) -> dict[str, float]:
         """Return tokens and TFLOP a second of a step, and MFU if the GPU's peak is known."""
         tokens_per_s = self.micro_batch * self.microbatches * self.tokens / seconds
+        # The backward pass has twice the products of the forward pass.
         tflops = tokens_per_s * 3 * self.model.flops_per_token(self.tokens) / 1e12
         record = {"tokens_per_s": tokens_per_s, "step_s": seconds, "tflops": tflops}
         # A CPU has no peak that MFU could be a share of.
@@ -131,6 +137,7 @@ def megaprec_step(workload: Workload, fp8: FP8Recipe | None = None) -> Step:
     batches = workload.batches()
     tokens = torch.cat([tokens for tokens, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
+    # The engine splits the share of a step into micro-batches by itself.
     share = Share(tokens, targets)
     step_numbers = count()
     return lambda: engine.step(share, LEARNING_RATE, next(step_numbers))

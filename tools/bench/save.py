@@ -96,7 +96,9 @@ def _record(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     record: dict[str, Any] = {"mb_of_rank_0": round(rounds[0]["mb"], 1)}
     for name in ("step", "copy", "stall", "between"):
         record[f"{name}_s"] = rounded_median([times[name] for times in rounds], 4)
-    beside = [seconds for times in rounds for seconds in times["beside"]]
+    beside = list[float]()
+    for times in rounds:
+        beside += times["beside"]
     record["step_beside_s"] = rounded_median(beside, 4) if beside else 0.0
     record["steps_beside"] = len(beside)
     return record

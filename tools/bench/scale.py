@@ -103,14 +103,14 @@ def _make_groups(pipeline_ranks: int, replicas: int, tensor_ranks: int) -> dict[
         pipelines = Axis.of(mesh, "pp")
         if pipelines.rank_groups is not None and pipeline_ranks > 1:
             make_groups(pipelines.rank_groups[:, [0, pipeline_ranks - 1]])  # a tied head
-        chunks = schedule(
-            "interleaved" if pipeline_ranks > 1 else "1f1b",
-            pipeline_ranks,
-            2 * pipeline_ranks,
-            2 if pipeline_ranks > 1 else 0,
-        )
+        # An interleaved schedule also sends from the last rank to the first.
+        if pipeline_ranks > 1:
+            chunks = schedule("interleaved", pipeline_ranks, 2 * pipeline_ranks, 2)
+        else:
+            chunks = schedule("1f1b", 1, 2, 0)
         P2P.open(pipelines, chunks.rank_of_stage, (1,), torch.float32, CPU, "order")
-        return {"calls": len(dist.distributed_c10d._world.pg_names) - 1}
+        groups = len(dist.distributed_c10d._world.pg_names)
+        return {"calls": groups - 1}  # the world itself is one, which no call has made
     finally:
         dist.destroy_process_group()
 
@@ -160,7 +160,7 @@ def _open(prefix: Path) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     dataset = IndexedDataset(prefix)
     Samples(dataset, 4096, 0, True).batch(0, 8)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KiB, on Linux
     return {"documents": dataset.num_documents, "mb": grown * 1024 / 1e6}
 
 

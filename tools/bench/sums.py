@@ -22,7 +22,7 @@ from tools.bench.measurement import add_integers, print_record, run_on_ranks
 
 SUBJECT = "time of sums over CPU ranks, by size"
 LEAST = {"ranks": 2, "numbers": 1, "rounds": 1}
-WARMUP_SUMS = 10
+WARMUP_SUMS = 10  # of each size and way, before the clock starts
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from megaprec.comm.axis import device_of
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.step_report import StepObserver, StepReport
 from models.engine.engine import Engine, build_stages
@@ -36,10 +37,10 @@ from tools.bench.measurement import (
     rounded_median,
     run_on_ranks,
 )
-from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.training.compiling import compile_leaves
 from tools.training.step_records import Throughput
+from tools.training.trainer import optimizer_options
 
 SUBJECT = "tokens a second of training steps"
 LEARNING_RATE = 3e-4
@@ -152,7 +153,7 @@ class Bench:
         self.update_times = UpdateTimes()
         options = replace(config.engine_options, leaves=compile_leaves(config, config.model, mesh))
         stages = build_stages(config.model, config.plan, mesh, config.schedule, options)
-        optimizer = stages.make_optimizer(rule=make_rule(config.optimizer))
+        optimizer = stages.make_optimizer(**optimizer_options(config, device_of(mesh)))
         self.engine = Engine(stages, optimizer, [self.update_times])
         # The same tokens in every layout and process.
         generator = torch.Generator().manual_seed(0)
@@ -166,7 +167,9 @@ class Bench:
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
         samples = self.shares[replica]
-        return Share(samples[:, :-1], samples[:, 1:], first=replica * len(samples))
+        tokens = samples[:, :-1]
+        targets = samples[:, 1:]
+        return Share(tokens, targets, first=replica * len(samples))
 
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""
@@ -184,6 +187,7 @@ class Bench:
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
         """Return medians and extremes, and the peak resident memory of every rank."""
+        # Linux counts in KiB.
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         memory_mb[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
@@ -210,6 +214,7 @@ class Bench:
         dist.barrier()
         seconds_alone = products.seconds()
         cpu_alone = products.seconds(time.process_time)
+        # Ranks wait for each other in a step: the slowest decides.
         alone = torch.tensor([seconds_alone, cpu_alone], dtype=torch.float64)
         slowest, slowest_cpu = self.engine.optimizer.world.max_(alone).tolist()
         # without the step that recorded the products

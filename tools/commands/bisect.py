@@ -144,7 +144,9 @@ def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
 
 
 def _first_difference(records: Records) -> dict[str, Any]:
-    return {"first": records.parting.fields()} if records.parting else {}
+    if records.parting is None:
+        return {}
+    return {"first": records.parting.fields()}
 
 
 def _agreement_reason(records: Records, exact: bool) -> str:
@@ -247,6 +249,7 @@ def _replay_verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:
         "back. Other versions, threads or keys, or hardware that computed wrongly "
         "(train.sentinel), made one of the records"
     )
+    # A replay in float64 does not show what the runs' own precision has done.
     if entry["precision"] == "fp64":
         reason += "; or it is of the runs' precision: megaprec parity --precision configured"
     return {"verdict": PART, "why": reason, "replay": entry}
@@ -280,7 +283,9 @@ def _difference_text(first: dict[str, Any] | None) -> str:
     if not first:
         return "no difference"
     time = "in the state loaded after step" if first.get(LOADED) else "after step"
-    others = f" and {first['others']} more" if first["others"] else ""
+    others = ""
+    if first["others"]:
+        others = f" and {first['others']} more"
     values = " | ".join(first["values"])
     return f"first difference {time} {first['step']}: {first['what']}{others} ({values})"
 

@@ -16,7 +16,7 @@ from tools.analysis.plots.drawing import has_matplotlib
 from tools.analysis.report.comparable import differences
 from tools.analysis.report.run import Run
 from tools.console.tables import add_json, print_result, print_table
-from tools.journal.records import METRICS, lost_steps, odd_lines, read_metrics
+from tools.journal.records import METRICS, read_metrics
 
 
 def add_parser(subparsers: Any) -> None:
@@ -75,12 +75,11 @@ def _notes(args: argparse.Namespace) -> list[str]:
     folders: list[Path] = [*args.runs]
     if args.against and args.against not in folders:
         folders.append(args.against)
+    runs = [Run.read(folder) for folder in folders]
     notes = list[str]()
-    for folder in folders:
-        metrics = folder / METRICS
-        notes += [note for note in (odd_lines(metrics), lost_steps(metrics)) if note]
-    notes += differences(_names(folders), [Run.read(folder) for folder in folders])
-    return notes
+    for run in runs:
+        notes += run.notes
+    return [*notes, *differences(_names(folders), runs)]
 
 
 def _require_writable(path: Path) -> None:
@@ -150,4 +149,6 @@ def table(curves: Sequence[Curve]) -> Table:
 
 
 def _loss_cell(loss: float) -> str:
-    return "" if math.isnan(loss) else f"{loss:.4f}"
+    if math.isnan(loss):
+        return ""
+    return f"{loss:.4f}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import shtab
 
-from tools.config.key_help import key_tables
+from tools.config.key_help import key_tables, keys_of
 
 # shtab also knows tcsh and powershell; they are not tested here
 SHELLS = ("bash", "zsh", "fish")
@@ -42,8 +42,8 @@ def completion_script(full_parser: argparse.ArgumentParser, shell: str) -> str:
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Let the overrides of all commands complete to the keys of a run file."""
-    tables = key_tables()
-    keys = [f"{key.name}=" for table in tables for key in table.keys]
+    tables = list(key_tables())
+    keys = [f"{key.name}=" for key in keys_of(tables)]
     words = {"overrides": keys, "words": [table.name for table in tables]}
     # argparse has no public way to its arguments
     for action in parser._actions:

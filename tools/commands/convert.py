@@ -19,6 +19,7 @@ import torch
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
+from tools.commands.options import add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.convert.auto_tokenizer import auto_tokenizer_line
 from tools.convert.core.source import Source
@@ -82,12 +83,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="name the experts of a Megatron DST as --moe-grouped-gemm does",
     )
-    parser.add_argument(
-        "--vocab",
-        type=int,
-        metavar="N",
-        help="vocabulary size without padding, if a Megatron or NeMo SRC does not state it",
-    )
+    add_vocab(parser)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -129,6 +125,7 @@ def main(args: argparse.Namespace) -> int:
     format_name = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = _megatron_layout(args, format_name)
+    # before the conversion, which takes hours for a large model
     if args.verify:
         require_comparable(source, dtype)
     write_model(source, format_name, args.destination, dtype, layout, verify=not args.no_verify)
@@ -246,6 +243,7 @@ def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]
         return
     config = config_of(source.model, "float32")
     yield check_config(config, f"{destination / CONFIG}")
+    # Users of the folder get their tokens from AutoTokenizer, not from the file itself.
     ids = special_ids_of(source)
     line = auto_tokenizer_line(
         source.tokenizer, config | ids, ids["bos_token_id"], f"{destination}"

@@ -21,6 +21,7 @@ from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores, most_processes
 from tools.commands import data_verify as verification
+from tools.commands.options import add_text_field
 from tools.console.progress_bar import build_progress, tell_left_out
 from tools.console.tables import add_json, print_result
 from tools.console.units import counted
@@ -57,12 +58,7 @@ def _add_verify(commands: SubParsers) -> None:
         metavar="FILE",
         help="tokenizer of the token ids (default: PREFIX.model)",
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON object, or column of a table, that holds the text (default: text)",
-    )
+    add_text_field(parser)
     add_json(parser)
     parser.set_defaults(run=verification.verify)
 
@@ -92,12 +88,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         help="'python' (the standard library), a text file, or a folder of "
         f"{' '.join(SUFFIXES)}; all but .parquet also with .gz or .zst",
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON object, or column of a table, that holds the text (default: text)",
-    )
+    add_text_field(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="use only the first N characters"
     )
@@ -203,6 +194,7 @@ def _check_build(args: argparse.Namespace) -> None:
         )
     if args.prefix.name in ("", ".."):
         raise UserError.of("command.data_set_name", prefix=args.prefix)
+    # who completes the name by Tab gives one of the two files
     if args.prefix.suffix in (".bin", ".idx"):
         raise UserError.of(
             "command.data_set_prefix", prefix=args.prefix, with_suffix=args.prefix.with_suffix("")
@@ -278,6 +270,7 @@ def _document(
 ) -> dict[str, Any]:
     """Return counts and excerpts of a data set for programs."""
     document = dict[str, Any]()
+    # names without dots and blanks: bin_bytes, mean_document
     for name, value in _counts(dataset).items():
         document[name.removeprefix(".").replace(" ", "_")] = value
     document["samples"] = [
@@ -312,6 +305,7 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
         ".bin bytes": with_suffix(dataset.prefix, ".bin").stat().st_size,
         ".idx bytes": with_suffix(dataset.prefix, ".idx").stat().st_size,
     }
+    # An empty set has no mean, and no largest id.
     if len(lengths):
         counts["shortest document"] = int(lengths.min())
         counts["mean document"] = float(lengths.mean())

@@ -43,6 +43,7 @@ def verify(args: argparse.Namespace) -> int:
     for level, check, seen in _with_status(args.path, all_findings):
         worst = max(worst, level)
         entries.append({"level": LEVELS[level], "check": check, "seen": seen})
+        # as they come, for reading all of a large set takes minutes
         if not args.json:
             print(f"{LEVELS[level]:<5} {check:<10} {seen}")
     print_result(args, lambda: {"worst": LEVELS[worst], "findings": entries}, lambda: None)

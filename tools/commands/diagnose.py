@@ -80,6 +80,8 @@ def _position(beat: Beat | None) -> str:
     """Return in words where a rank was. beat: its last heartbeat, if one is known."""
     if beat is None:
         return "where it was is not known"
-    waits = "waited in " if beat.waits else "was in "
-    frames = f", at {' < '.join(beat.at)}" if beat.at else ""
-    return f"on {beat.host} (process {beat.pid}) {waits}{where_in_words(beat)}{frames}"
+    verb = "waited" if beat.waits else "was"
+    position = f"on {beat.host} (process {beat.pid}) {verb} in {where_in_words(beat)}"
+    if beat.at:
+        position += f", at {' < '.join(beat.at)}"
+    return position

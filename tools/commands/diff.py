@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.commands.options import add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.console.toml import toml
@@ -83,12 +84,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="number of tensors to show, the largest differences first (default: 20)",
     )
-    parser.add_argument(
-        "--vocab",
-        type=int,
-        metavar="N",
-        help="vocabulary size without padding, if a Megatron or NeMo folder does not state it",
-    )
+    add_vocab(parser)
     add_json(parser)
     parser.set_defaults(run=main)
 
@@ -98,6 +94,7 @@ def main(args: argparse.Namespace) -> int:
     if args.top < 0:
         raise UserError.of("command.top", top=args.top)
     check_vocab(args.vocab, args.first, args.second)
+    # both are opened, and their checksums compared, before tensors are read
     first = open_intact(args.first, args.vocab)
     second = open_intact(args.second, args.vocab)
     comparison = compare_models(first, second, f"comparing {args.first} and {args.second}")

@@ -30,6 +30,7 @@ from megaprec.resources import cores
 from parallel.described_world import is_rank_of_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
@@ -59,13 +60,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "file", metavar="RUN.toml", nargs="?", help="run file whose layout and folder are tried"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--folder",
         metavar="DIR",

@@ -30,6 +30,7 @@ from models.decoder.stages import Stage
 from models.engine.relay import Relay
 from parallel.described_world import is_rank_of_world
 from parallel.mesh import make_mesh, world
+from tools.commands.options import add_text_field
 from tools.console.progress_bar import tokens_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.text.evaluation import Score, score
@@ -74,12 +75,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)"
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a .jsonl line or column of a .parquet file",
-    )
+    add_text_field(parser)
     parser.add_argument(
         "--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)"
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -25,11 +25,10 @@ from megaprec.errors import UserError
 from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
-from tools.console.tables import add_json, print_result
+from tools.console.tables import add_json, print_result, table_console
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
 from tools.text.generation import escape_control_characters
 
-PIPE_COLUMNS = 120
 MAX_IDS = 4  # sample ids of a micro-batch that are shown
 MAX_CHARS = 60  # characters of a sample's text that are shown
 MAX_TENSORS_BEFORE = 6  # tensors shown before the first that was not finite
@@ -73,7 +72,9 @@ def main(args: argparse.Namespace) -> int:
     # before the replay, which takes a while
     if not args.json:
         _show(args.folder, events, note)
-    replayed = replay(args.folder, events[-1]) if args.replay and events else None
+    replayed = None
+    if args.replay and events:
+        replayed = replay(args.folder, events[-1])
     document = {
         "notes": [note] if note else [],
         "events": events,
@@ -82,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
     def show() -> None:
         if replayed:
-            _console().print(picture(replayed, events[-1]))
+            table_console().print(picture(replayed, events[-1]))
 
     return print_result(args, lambda: document, show)
 
@@ -93,7 +94,7 @@ def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
         print(f"note       {note}")
     if not events:
         print(f"{folder}: no step was skipped")
-    console = _console()
+    console = table_console()
     for event in events:
         console.print(table(event))
         console.print(event["advice"])
@@ -112,16 +113,6 @@ def _document(replayed: Replay) -> dict[str, Any]:
         "samples": [{"id": number, "text": text} for number, text in replayed.samples],
         "found": fields,
     }
-
-
-def _console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for long names if there is no
-    terminal."""
-    console = Console()
-    if console.is_terminal:
-        return console
-    # names of tensors are long
-    return Console(width=max(console.width, PIPE_COLUMNS))
 
 
 def _select_events(events: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
@@ -195,8 +186,10 @@ def _microbatch_note(offender: dict[str, Any]) -> str:
 
 
 def _ids(ids: list[int] | list[str]) -> str:
-    others = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-    return ", ".join(map(str, ids[:MAX_IDS])) + others
+    shown = ", ".join(map(str, ids[:MAX_IDS]))
+    if len(ids) > MAX_IDS:
+        shown += f" and {len(ids) - MAX_IDS} more"
+    return shown
 
 
 def picture(replayed: Replay, event: dict[str, Any]) -> RenderableType:

@@ -22,6 +22,8 @@ from megaprec.fp8.matmul import EMULATED, describe_kernels
 from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.analysis.planning.fp8_timing import Shape, linear_times
+from tools.analysis.planning.report import aligned
+from tools.commands.options import add_overrides
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, print_result
 from tools.convert.initial import resolve_run
@@ -62,13 +64,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
     )
     parser.add_argument("file", metavar="RUN.toml", type=Path, help="run file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -203,12 +199,7 @@ def table(judged: Sequence[Product], other_flops: float) -> list[str]:
         rows.append((product.name, str(product.shape), count, share, gain, verdict(product)))
     share = f"{other_flops / total:.1%}"
     rows.append(("attention, output head", "", "", share, "", "never in FP8"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [""]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return [*lines, ""]
+    return ["", *aligned(rows), ""]
 
 
 def speedup(judged: Sequence[Product], other_flops: float) -> float:

@@ -15,12 +15,14 @@ refused by its name. Nothing is run: a script is read as text.
 import argparse
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_strict
 from tools.config.run_file import read_run_settings
 from tools.interop.importing.run import import_run
 
@@ -91,12 +93,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         imported = import_run(items, settings, assumed, args.ranks, dropped)
     except UserError as error:
-        problems: list[str] = [*error.problems]
-        if any(problem.startswith("--") for problem in problems):
-            problems.append(DROP_HINT)  # an argument is refused, not a file
-        if any(" by what is not followed" in problem for problem in problems):
-            problems.append(LOG_HINT)
-        raise UserError(*problems) from None
+        raise UserError(*error.problems, *_hints(error.problems)) from None
     tell_notes(imported.notes, args.strict)
     counts = f"{imported.read} arguments read, {imported.unused} not needed here"
     # the text alone on stdout, to be piped
@@ -107,6 +104,14 @@ def main(args: argparse.Namespace) -> int:
         write_whole(args.output, imported.text.encode())
         print(f"{counts}; wrote {args.output}")
     return 0
+
+
+def _hints(problems: Sequence[str]) -> Iterator[str]:
+    """Yield the ways out of the problems of an import."""
+    if any(problem.startswith("--") for problem in problems):  # of an argument, not of a file
+        yield DROP_HINT
+    if any(" by what is not followed" in problem for problem in problems):
+        yield LOG_HINT
 
 
 def how_to_quote(argument: str) -> str:

@@ -22,7 +22,8 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import ImpossibleVocabulary, sample_lines, train_sentencepiece
 from megaprec.errors import UserError
 from models.presets import PRESETS
-from tools.config.key_help import key_tables
+from tools.commands.options import add_text_field
+from tools.config.key_help import key_tables, keys_of
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 
@@ -89,9 +90,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help=f"known model (default: {DEMO_PRESET})",
     )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field or column that holds the text"
-    )
+    add_text_field(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -115,7 +114,9 @@ def main(args: argparse.Namespace) -> int:
         file.write(content)
     # read as `train` will read it: what is wrong shows at once
     config = load_run(args.output)
-    left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
+    left_out = ""
+    if source.left_out:
+        left_out = f"; left out {', '.join(left_out_words(source.left_out))}"
     parameters = config.sized_model.num_parameters
     print(f"text       {args.source}: {sizes}{left_out}")
     print(
@@ -180,7 +181,9 @@ def _tokenizer_lines(source: Source) -> tuple[list[str], int | None]:
             yield text
 
     lines = sample_lines(texts())
-    return ([], None) if chars > MAX_READ_CHARS else (lines, chars)
+    if chars > MAX_READ_CHARS:
+        return [], None
+    return lines, chars
 
 
 def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
@@ -233,7 +236,7 @@ def _train_tokenizer(texts: list[str], size: int, prefix: Path) -> Path:
 def _run_file(args: argparse.Namespace, sizes: TextSizes) -> str:
     """Return the run file, with a comment for every key. Raises UserError if the text is too
     short."""
-    help_of = {key.name: key.help for table in key_tables() for key in table.keys}
+    help_of = {key.name: key.help for key in keys_of(key_tables())}
     lines = [HEADER.format(file=args.output)]
     current_table = ""
     for key, value in _key_values(args, sizes).items():
@@ -293,7 +296,9 @@ def _new_run_folder(source: str) -> str:
     name = path.resolve().stem if source != "python" else source
     # a text around the working directory would have "runs" inside it
     contains_cwd = path.is_dir() and path.resolve() in (Path.cwd(), *Path.cwd().parents)
-    parent = Path(path, "..", f"{name}-runs") if contains_cwd else Path("runs")
+    parent = Path("runs")
+    if contains_cwd:
+        parent = Path(path, "..", f"{name}-runs")
     folder = parent / name
     number = 1
     while folder.exists():

@@ -19,6 +19,7 @@ from torch import Tensor
 from megaprec.checkpoint.digests import tensor_bytes
 from megaprec.checkpoint.reader import Store
 from models.config import ModelConfig
+from tools.commands.options import add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.console.tables import add_json, print_result, print_table
 from tools.convert.core.source import Source
@@ -51,12 +52,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--tensors", action="store_true", help="list every tensor with its shape, dtype and SHA-256"
     )
-    parser.add_argument(
-        "--vocab",
-        type=int,
-        metavar="N",
-        help="vocabulary size without padding, if a Megatron or NeMo folder does not state it",
-    )
+    add_vocab(parser)
     add_json(parser)
     parser.set_defaults(run=main)
 

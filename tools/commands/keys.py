@@ -14,7 +14,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from megaprec.errors import UserError, closest
-from tools.config.key_help import Key, KeyTable, key_tables
+from tools.config.key_help import Key, KeyTable, key_tables, keys_of
 from tools.console.tables import add_json, print_result
 
 MAX_WIDTH = 110  # columns of help that are read without losing the line
@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec keys`."""
-    width = min(MAX_WIDTH, get_terminal_size().columns) if sys.stdout.isatty() else None
+    width = None
+    if sys.stdout.isatty():
+        width = min(MAX_WIDTH, get_terminal_size().columns)
     return print_result(
         args, lambda: document(args.words), lambda: print(describe_keys(args.words, width))
     )
@@ -50,9 +52,8 @@ def document(words: Sequence[str] = ()) -> dict[str, Any]:
         `described` does.
     """
     fields = dict[str, dict[str, Any]]()
-    for table in _matching_tables([*key_tables()], words):
-        for key in table.keys:
-            fields[key.name] = _key_fields(key)
+    for key in keys_of(_matching_tables([*key_tables()], words)):
+        fields[key.name] = _key_fields(key)
     return {"keys": fields}
 
 
@@ -95,9 +96,10 @@ def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTa
 
 def _matching_keys(tables: Sequence[KeyTable], word: str) -> set[str]:
     """Return the dotted keys of the table `word` and those named so, or else the keys with `word`
-    in their names."""
+    in their names.
+    """
     word = word.strip("[]").lower()
-    keys = [key.name for table in tables for key in table.keys]
+    keys = [key.name for key in keys_of(tables)]
     if any(word == table.name for table in tables):
         return {key for key in keys if word in key.split(".", 1)}
     return {key for key in keys if word in key}
@@ -105,7 +107,7 @@ def _matching_keys(tables: Sequence[KeyTable], word: str) -> set[str]:
 
 def _unknown_word(word: str, tables: Sequence[KeyTable]) -> str:
     """Return the line about a word that fits no key, with the most similar name."""
-    keys = [key.name for table in tables for key in table.keys]
+    keys = [key.name for key in keys_of(tables)]
     # of keys with the same name the first counts
     suggestions = {key.partition(".")[2]: key for key in reversed(keys)}
     suggestions |= {key: key for key in keys}

@@ -4,19 +4,10 @@ refuses them."""
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from tools.config.run_file import SAVED, RunConfig
+from tools.config.run_file import RunConfig, is_resolved
 from tools.training.launch import prints_own_failure
-
-
-def add_strict(parser: Any) -> None:
-    """Add `--strict` to a command."""
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse a configuration that produces notes"
-    )
 
 
 def tell_notes(notes: Iterable[str], strict: bool) -> None:
@@ -43,7 +34,7 @@ def moved_notes(file: str, config: RunConfig) -> Iterator[str]:
         return
     if folder.resolve() == Path(run_folder).resolve():
         return
-    if read_whole(Path(file)).startswith(SAVED.encode()) and (folder / "checkpoints").is_dir():
+    if is_resolved(Path(file)) and (folder / "checkpoints").is_dir():
         yield (
             f'train.folder = "{run_folder}", as when {file} was saved, so this run goes on or '
             f"begins there and leaves {folder} as it is: train.folder={folder} goes on with the "

@@ -24,7 +24,8 @@ from rich.console import Console
 from megaprec.errors import Problem, UserError
 from parallel.described_world import is_rank_of_world
 from tools.analysis.report.parity_page import page
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
 from tools.config.run_file import RunConfig
 from tools.convert.initial import resolve_run
@@ -101,13 +102,7 @@ def add_parser(subparsers: Any) -> None:
         "parity", help="prove that layouts train the same model as one process", description=__doc__
     )
     parser.add_argument("file", metavar="RUN.toml", help="run file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file; before options",
-    )
+    add_overrides(parser, "; before options")
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
         help="layouts to compare; further keys of [parallel] may follow, as in "
@@ -294,13 +289,10 @@ def fitting_layouts(
     layouts = [fitted(config, keys) for keys in requested]
     reasons = {layout.name: layout_problems(config, layout.parallel) for layout in layouts}
     if explicit and any(reasons.values()):
-        raise UserError(
-            *(
-                f"--layouts {name}: {problem}"
-                for name, of_layout in reasons.items()
-                for problem in of_layout
-            )
-        )
+        problems = list[str]()
+        for name, of_layout in reasons.items():
+            problems += [f"--layouts {name}: {problem}" for problem in of_layout]
+        raise UserError(*problems)
     fits = [layout for layout in layouts if not reasons[layout.name]]
     if not fits:
         raise UserError(
@@ -323,6 +315,7 @@ def _compare_layouts(
     All layouts of equally many ranks share one launch.
     """
 
+    # A launch costs seconds, most of them for importing torch.
     def ranks_of(layout: Layout) -> int:
         return layout.ranks
 

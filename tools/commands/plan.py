@@ -38,7 +38,8 @@ from tools.analysis.planning.report import (
 )
 from tools.analysis.planning.search import LayoutSearch, Planned, plan_run, search
 from tools.analysis.planning.speed import Assumptions
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json
 from tools.console.wrapped import say
@@ -61,13 +62,7 @@ def add_parser(subparsers: Any) -> None:
         "plan", help="predict memory and speed of a run", description=__doc__
     )
     parser.add_argument("file", metavar="RUN.toml", help="run file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100"
     )
@@ -289,7 +284,9 @@ def _show_progress(done: int, total: int) -> None:
     """Show on a terminal how many layouts are done; elsewhere one line before they are."""
     if sys.stderr.isatty():
         # the last text erases the line
-        end = "\r" if done < total else f"\r{' ' * 60}\r"
+        end = "\r"
+        if done == total:
+            end = f"\r{' ' * 60}\r"
         print(f"planning   layout {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
     elif done == 0:
         print(f"planning   {total:,} layouts", file=sys.stderr, flush=True)

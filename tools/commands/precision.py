@@ -28,7 +28,8 @@ from megaprec.errors import UserError
 from megaprec.parsing import MOST_SETTINGS, parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.native_keys import fields_without_key, native_keys_of
 from tools.config.precision_advice import PlanInRun, advice
 from tools.config.precision_modules import ROLES, Row, rows
@@ -83,13 +84,7 @@ def add_parser(subparsers: Any) -> None:
         command.add_argument(
             "file", metavar="FILE", type=Path, help="run file or another system's configuration"
         )
-        command.add_argument(
-            "overrides",
-            metavar="table.key=value",
-            nargs="*",
-            default=[],
-            help="keys that differ from the file",
-        )
+        add_overrides(command)
         add_strict(command)
 
 
@@ -98,6 +93,7 @@ def main_show(args: argparse.Namespace) -> int:
     understood = read_precision(args.file, args.overrides)
     scene = PlanInRun(understood.plan, understood.microbatches, understood.replicas)
     warnings = advice(scene)
+    # otherwise they stand below the tables
     if args.strict:
         tell_notes(understood.notes, strict=True)
     if args.json:

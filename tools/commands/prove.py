@@ -20,9 +20,10 @@ from rich.table import Table
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
 from parallel.described_world import is_rank_of_world
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.layouts import layout_problems
-from tools.config.run_file import RunConfig
+from tools.config.run_file import RunConfig, run_file_in
 from tools.console.tables import add_json, print_result, print_table, to_json
 from tools.console.wrapped import say
 from tools.convert.initial import resolve_run
@@ -53,13 +54,7 @@ def add_parser(subparsers: Any) -> None:
         "prove", help="prove that a run repeats and resumes bit for bit", description=__doc__
     )
     parser.add_argument("run_", metavar="RUN", help="run directory or run file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file; before options",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--steps", type=int, default=4, metavar="K", help="number of steps (default: 4)"
     )
@@ -105,12 +100,10 @@ def open_run(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
     folder = Path(path)
     if not folder.is_dir():
         return resolve_run(path, overrides), None
-    # the second is written if the user's own file has the first name
-    for name in ("run.toml", "run.resolved.toml"):
-        if (folder / name).is_file():
-            config = resolve_run(folder / name, overrides)
-            return config, latest(folder / "checkpoints")
-    raise UserError.of("command.prove_not_a_run", path=path)
+    run_file = run_file_in(folder)
+    if run_file is None:
+        raise UserError.of("command.prove_not_a_run", path=path)
+    return resolve_run(run_file, overrides), latest(folder / "checkpoints")
 
 
 def _other_layout(config: RunConfig, text: str) -> Layout | None:
@@ -165,7 +158,9 @@ def show(certificate: dict[str, Any]) -> None:
     for column in ("compared with the straight run", "steps", "verdict"):
         table.add_column(column)
     for row in certificate["rows"]:
-        name = f"{row['row']}, {row['layout']}" if "layout" in row else row["row"]
+        name = row["row"]
+        if "layout" in row:
+            name += f", {row['layout']}"
         first, last = row["steps"]
         steps = f"{first} to {last}" if first < last else str(first)
         color = COLORS[row["verdict"]]

@@ -15,16 +15,15 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from megaprec.checkpoint.atomic import checkpoints
+from megaprec.checkpoint.atomic import checkpoints, step_of
 from megaprec.diagnose.nonfinite_trace import Trace
-from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.gemm import fp32_sums
 from megaprec.precision.tf32 import tf32
 from models.engine.replay import trace_modules
 from parallel.mesh import make_mesh, world
 from tools.config.layouts import in_words
-from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.config.settings import Parallel
 from tools.training.corpus import open_run_data
 from tools.training.launch import share_of_cores
@@ -73,7 +72,9 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     if corpus.tokenizer:
         texts = [corpus.tokenizer.decode(row) for row in batch.tokens.tolist()]
     samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
-    layout = in_words(saved.parallel).partition(" =")[0] if saved.world_size > 1 else ""
+    layout = ""
+    if saved.world_size > 1:
+        layout, _, _ = in_words(saved.parallel).partition(" =")
     start_name = "" if start is None else start.name
     return Replay(step, start_name, microbatch, samples, trace, layout)
 
@@ -89,6 +90,7 @@ def _require_repeatable(saved: RunConfig, event: dict[str, Any], folder: Path) -
             global_batch=saved.train.global_batch,
             folder=folder,
         )
+    # Each micro-batch changes the scales of the next: one process would cast with other scales.
     if saved.plan.fp8 is not None and not saved.plan.fp8.repeatable:
         raise UserError.of("command.replay_fp8_history", folder=folder)
 
@@ -108,7 +110,6 @@ def _on_one_process(config: RunConfig, folder: Path) -> RunConfig:
         update={
             "parallel": Parallel(),
             "precision": config.precision.model_copy(update=precision),
-            "optimizer": config.optimizer.model_copy(update={"validation": "before"}),
             "train": config.train.model_copy(update={"folder": str(folder)}),
         }
     )
@@ -116,26 +117,28 @@ def _on_one_process(config: RunConfig, folder: Path) -> RunConfig:
 
 def _last_checkpoint_before(folder: Path, step: int) -> Path | None:
     """Return the newest checkpoint before the step; None if there is none."""
-    earlier = [path for path in checkpoints(folder) if int(path.name.removeprefix("step_")) < step]
-    return earlier[-1] if earlier else None
+    newest = None
+    for path in checkpoints(folder):  # by step
+        if step_of(path) < step:
+            newest = path
+    return newest
 
 
 def _saved_run(folder: Path) -> RunConfig:
-    """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the
-    user's own file."""
-    for name in ("run.toml", "run.resolved.toml"):
-        path = folder / name
-        # a file of the user may have been changed since the run
-        if path.is_file() and read_whole(path).startswith(SAVED.encode()):
-            return load_run(path)
-    raise UserError.of("command.replay_no_run_file", folder=folder)
+    """Return the run that `RunConfig.save_resolved` wrote. Raises UserError if it is not there."""
+    path = run_file_in(folder, written_by_run=True)
+    if path is None:
+        raise UserError.of("command.replay_no_run_file", folder=folder)
+    return load_run(path)
 
 
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:
     """Take the steps before `step`, with progress on stderr."""
     console = Console(stderr=True)
     done = trainer.progress.step
-    title = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
+    title = "no step to repeat"
+    if done < step - 1:
+        title = f"repeating steps {done + 1} to {step - 1}"
     # also where no bar is shown
     console.print(f"from {start}: {title}", highlight=False)
     steps = range(done, step - 1)

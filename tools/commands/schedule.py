@@ -29,13 +29,14 @@ from tools.analysis.planning.device import target_of
 from tools.analysis.planning.memory import MemoryModel, PlannedPasses, RankBytes
 from tools.analysis.planning.report import aligned, describe_fit
 from tools.analysis.plots.timeline import Panel, as_text, draw
-from tools.commands.notes import add_strict, tell_notes
+from tools.commands.notes import tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.config.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, print_result
 from tools.console.units import flops, size
 from tools.convert.initial import resolve_run
-from tools.journal.timeline_file import TIMELINE, read_trace, write_trace
+from tools.journal.timeline_file import TIMELINE, read_trace_of, write_trace
 
 KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
 STAGE_HEADINGS: tuple[str, ...] = (
@@ -83,13 +84,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)"
     )
@@ -193,6 +188,7 @@ def _draw_refusal(
         ranks = len(report.schedule.programs)
         panel = Panel("what would run", refusal.spans, ranks, "forwards", marks=refusal.marks)
         draw(f"{report.name} cannot run", refusal.problems[:1], [panel]).save(path)
+        # with --json stdout is one document
         print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
 
 
@@ -331,15 +327,10 @@ def _measured_spans(
         path = recorded
     if path is None:
         return ()
-    spans = read_trace(path)
-    expected = [
-        (rank, instruction)
-        for rank, program in enumerate(schedule.programs)
-        for instruction in program
-    ]
-    # spans are recorded rank by rank, in the order of the programs
-    if [(span.rank, span.instruction) for span in spans] == expected:
+    spans = read_trace_of(path, schedule)
+    if spans:
         return spans
+    # A run may have been recorded before its layout was changed; a file that is named is meant.
     if requested:
         raise UserError.of("command.measured_other_schedule", path=path)
     print(f"left out   {path}, which was recorded with another schedule", file=sys.stderr)
@@ -378,7 +369,9 @@ def _stage_table(
 def _stage_content(cost: StageCost, mtp_layers: int) -> str:
     """Return the layers of a stage in words: "0-5 + embedding"."""
     layers = cost.cut.layers
-    content = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+    content = f"{layers[0]}"
+    if len(layers) > 1:
+        content += f"-{layers[-1]}"
     if cost.cut.first:
         content += " + embedding"
     if cost.cut.last and mtp_layers:

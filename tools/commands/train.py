@@ -19,16 +19,15 @@ from parallel.described_world import is_rank_of_world
 from tools.analysis.plots.shadow_plot import plot_shadow
 from tools.analysis.plots.training_plot import plot_run
 from tools.commands.convert import write_model
-from tools.commands.notes import add_strict, moved_notes, tell_notes
+from tools.commands.notes import moved_notes, tell_notes
+from tools.commands.options import add_overrides, add_strict
 from tools.config.run_file import RunConfig
 from tools.console.streams import spare_output
 from tools.convert.formats import open_intact
 from tools.convert.initial import resolve_run
 from tools.training.banner import print_outcome, print_skipped
 from tools.training.data_identity import ALLOW
-from tools.training.elastic import (
-    Restarts,
-)
+from tools.training.elastic import Restarts
 from tools.training.launch import launch_local
 from tools.training.prepare import open_checked, print_plan, verify_models
 from tools.training.rank import train_rank
@@ -44,13 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="table.key=value",
-        help="keys that differ from the file",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--export-hf",
         metavar="DIR",
@@ -77,6 +70,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
+    # A log that takes no more lines, such as that of a closed terminal, does not end a run.
     spare_output()
     config = resolve_run(args.file, args.overrides)
     export = Path(args.export_hf) if args.export_hf else None

@@ -1,7 +1,7 @@
 """Every key of a run file with its default and its help, by table: the text of `megaprec keys` and
 of its parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pydantic.fields import FieldInfo
@@ -42,6 +42,12 @@ def key_tables() -> Iterator[KeyTable]:
             for name, field in kind.model_fields.items()
         ]
         yield KeyTable(table, (kind.__doc__ or "").splitlines()[0], (*first, *keys))
+
+
+def keys_of(tables: Iterable[KeyTable]) -> Iterator[Key]:
+    """Yield the keys of tables, in their order."""
+    for table in tables:
+        yield from table.keys
 
 
 def _default(field: FieldInfo) -> str:

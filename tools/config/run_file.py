@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
-from megaprec.durable import read_whole
+from megaprec.durable import reading
 from megaprec.errors import Problem, UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import MOST_SETTINGS, home_expanded, home_problem, parse_toml, read_text
@@ -55,6 +55,8 @@ from tools.console.toml import Setting, toml
 from tools.interop.foreign.whose import RUN, whose_file
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
+# in a run folder; the second beside a file of the user's own with the first name
+RUN_FILES = ("run.toml", "run.resolved.toml")
 OURS_ALONE = frozenset({"train", "data", "parallel"})  # tables that no other system's TOML has
 
 
@@ -218,9 +220,9 @@ class RunConfig(BaseModel):
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that
         name."""
         # a user may train in the folder that has the run file
-        path = folder / "run.toml"
-        if path.exists() and not read_whole(path).startswith(SAVED.encode()):
-            path = folder / "run.resolved.toml"
+        path, beside_own = (folder / name for name in RUN_FILES)
+        if path.exists() and not is_resolved(path):
+            path = beside_own
         write_whole(path, self.as_toml(SAVED).encode())
         return path
 
@@ -258,7 +260,8 @@ class RunFile:
     def __init__(self, path: str | Path | None, overrides: Sequence[str] = ()) -> None:
         """Read the TOML file `path`, changed by `overrides`. Raises UserError for an integer that
         is too large."""
-        self.path = path
+        # as origins write it, without a "./"
+        self.path = None if path is None else Path(path)
         self.settings, self.problems = read_run_settings(path, overrides)
         settings = self.settings
         # first, for no later message could print such a number
@@ -267,16 +270,15 @@ class RunFile:
 
         # other systems' tables leave the settings; then unknown keys are known
         self._dialect = resolve_dialect(settings, known_keys())
-        removed = [*take_removed(settings)]
-        # A run that an earlier megaprec wrote down has all keys; these never changed its numbers.
-        if not self._is_saved():
-            self.problems += removed
+        saved_origin = f"file {self.path}" if self._is_saved() else ""
+        removed_problems, removed_notes = take_removed(settings, saved_origin)
+        self.problems += removed_problems
         self.problems += self._dialect.problems
         self.problems += unknown_key_problems(settings, _known_fields())
         self.problems += _two_sources(settings)
 
         # weaker origins fill in what is still open
-        self.notes = [*self._dialect.notes, *_replace_model(settings)]
+        self.notes = [*removed_notes, *self._dialect.notes, *_replace_model(settings)]
         self._preset_problems = _add_preset(settings)
         self.problems += self._preset_problems
 
@@ -330,7 +332,7 @@ class RunFile:
 
     def _is_saved(self) -> bool:
         """Return True if the file is a resolved run, which megaprec wrote."""
-        return self.path is not None and read_whole(Path(self.path)).startswith(SAVED.encode())
+        return self.path is not None and is_resolved(self.path)
 
     def _written_keys(self) -> set[str]:
         """Return the keys that the user wrote and means for this run.
@@ -346,6 +348,25 @@ class RunFile:
         if "train.steps" in typed:
             in_file = in_file.difference(PERIODS)
         return typed | in_file
+
+
+def run_file_in(folder: Path, written_by_run: bool = False) -> Path | None:
+    """Return the run file of a run folder, which may be the user's own; None if there is none.
+
+    written_by_run: only the resolved one counts, for the user may have changed another since.
+    """
+    for name in RUN_FILES:
+        path = folder / name
+        if path.is_file() and (not written_by_run or is_resolved(path)):
+            return path
+    return None
+
+
+def is_resolved(path: Path) -> bool:
+    """Return True if the run file is one that a run wrote."""
+    begin = SAVED.encode()
+    with reading(path) as file:
+        return file.read(len(begin)) == begin
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -367,7 +388,8 @@ def load_precision(
     """
     given_keys = set(settings)
     dialect = resolve_dialect(settings, None)
-    problems = [*take_removed(settings), *dialect.problems]
+    removed_problems, _ = take_removed(settings)
+    problems = [*removed_problems, *dialect.problems]
     # keys that a dialect adds are not of the user
     given = {key: setting for key, setting in settings.items() if key in given_keys}
     problems += unknown_key_problems(given, _known_fields())

@@ -1,5 +1,8 @@
-"""Sizes, speeds, durations and counts in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h, 1
-rank."""
+"""Sizes, speeds, durations, scales and counts as people read them: 1.5 GiB, 312 TFLOP/s, 2.4 h,
+2^16, 1 rank."""
+
+import math
+from collections.abc import Sequence
 
 
 def size(amount: float) -> str:
@@ -10,6 +13,21 @@ def size(amount: float) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return a number of things: 1 rank, 2 ranks, 3 micro-batches (of "micro-batch" and "es")."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """Return "a, b and c"; "" without words."""
+    *first_ones, last = words or [""]
+    if not first_ones:
+        return last
+    return f"{', '.join(first_ones)} and {last}"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return all names, or of more than `most` the first ones and the number of the others."""
+    if len(names) <= most:
+        return enumerated(names)
+    return enumerated([*names[:most], f"{len(names) - most:,} more"])
 
 
 def flops(amount: float) -> str:
@@ -30,14 +48,23 @@ def duration(seconds: float) -> str:
     return f"{_short(seconds * 1e3)} ms"
 
 
+def loss_scale(scale: float) -> str:
+    """Return a loss scale in short, powers of two as such: 2^32, 8, 1000."""
+    # frexp's mantissa is in [0.5, 1): a half for powers of two. Small ones read better as they are.
+    mantissa, exponent = math.frexp(scale)
+    if mantissa == 0.5 and scale > 8:
+        return f"2^{exponent - 1}"
+    return f"{scale:g}"
+
+
 def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
     """Return a number in the largest of the units, each `base` times the one before, that leaves a
     digit before the point."""
     unit_index = 0
     # three digits at most are shown: 999.5 is already 1,000
     while amount >= 999.5 and unit_index < len(units) - 1:
-        amount = amount / base
-        unit_index = unit_index + 1
+        amount /= base
+        unit_index += 1
     if unit_index == 0:
         return f"{amount:.0f} {units[0]}"
     return f"{_short(amount)} {units[unit_index]}"

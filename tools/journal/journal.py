@@ -1,7 +1,6 @@
 """The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes
 them."""
 
-import math
 import os
 import sys
 from collections import deque
@@ -15,7 +14,7 @@ from megaprec.durable import file_error, naming_file
 from megaprec.errors import UserError
 from tools.console.progress_bar import Steps
 from tools.console.tables import to_json
-from tools.console.units import flops
+from tools.console.units import flops, loss_scale
 from tools.journal.records import (
     DIGEST,
     DIGESTS,
@@ -50,12 +49,14 @@ class Lines:
         self._path = path
         self._unwritten = b""
         with naming_file(path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            # os.write says how much of a line it has written.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._descriptor = os.open(path, flags, 0o666)
 
-    def write(self, record_line: str) -> None:
+    def write(self, line: str) -> None:
         """Append a line, or keep it for later."""
         was_waiting = bool(self._unwritten)
-        self._unwritten += f"{record_line}\n".encode()
+        self._unwritten += f"{line}\n".encode()
         error = self._write_waiting()
         if error and not was_waiting:
             effect = "its lines are kept in memory until they can be written; training goes on"
@@ -92,8 +93,8 @@ class Journal(AbstractContextManager["Journal"]):
 
     After a resume from `start_step`, records of later steps are removed: they are taken again.
 
-    With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as
-    metrics.jsonl.old.
+    With start_step = 0 in the folder of a run that left no checkpoint, that run's records are kept
+    as metrics.jsonl.old.
     """
 
     def __init__(
@@ -140,8 +141,9 @@ class Journal(AbstractContextManager["Journal"]):
         for tracker in self._trackers:
             tracker.log(step_record)
         self._step_seconds.append(step_record["seconds"])
-        left = self._total - step_number
-        self._show(step_record, left * sum(self._step_seconds) / len(self._step_seconds))
+        mean_seconds = sum(self._step_seconds) / len(self._step_seconds)
+        steps_left = self._total - step_number
+        self._show(step_record, eta=steps_left * mean_seconds)
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl.
@@ -154,9 +156,8 @@ class Journal(AbstractContextManager["Journal"]):
             self._events.write(to_json(event))
 
     def _show(self, step_record: dict[str, Any], eta: float) -> None:
-        """Print the line of a step, if it has one.
-
-        On a terminal above a bar, which shows the newest step.
+        """Print the line of a step, if it has one; on a terminal above a bar, which shows the
+        newest step.
 
         eta: seconds until the end of the run.
         """
@@ -169,7 +170,7 @@ class Journal(AbstractContextManager["Journal"]):
             remaining,
             *events,
         ]
-        record_line = "  ".join(columns)
+        line = "  ".join(columns)
         # A step with an event has a line, whatever `log.every` is.
         due = step_number % self._every == 0 or step_number == self._total or events
         if self._bar:
@@ -181,15 +182,14 @@ class Journal(AbstractContextManager["Journal"]):
             ]
             self._bar.update(step_number, bar)
             if due:
-                self._bar.say(record_line)
+                self._bar.say(line)
         elif due:
-            print(record_line, flush=True)
+            print(line, flush=True)
 
 
 class _LazyLines:
-    """A file of lines that is created with its first line.
-
-    One that is there loses the records of later steps.
+    """A file of lines that is created with its first line. One that is there loses the records of
+    steps after `start_step`.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -197,10 +197,10 @@ class _LazyLines:
         self._start = start_step
         self._lines = _reopen(path, start_step) if path.is_file() else None
 
-    def write(self, record_line: str) -> None:
+    def write(self, line: str) -> None:
         if self._lines is None:
             self._lines = _reopen(self._path, self._start)
-        self._lines.write(record_line)
+        self._lines.write(line)
 
     def close(self) -> None:
         if self._lines is not None:
@@ -225,9 +225,8 @@ def _print_note(note: str) -> None:
 
 
 def _put_aside(*paths: Path) -> None:
-    """Rename files with records of steps, and those beside them, to *.old, and say so.
-
-    Or to *.old2, ..., the first name that is free.
+    """Rename files with records of steps, and those beside them, to *.old, and say so; or to
+    *.old2, ..., the first name that is free.
 
     Events of step 0 alone belong to the run that starts now: it was restarted before its first
     checkpoint.
@@ -242,9 +241,7 @@ def _put_aside(*paths: Path) -> None:
 
 
 def _has_records_of_steps(path: Path) -> bool:
-    return any(
-        record_line.record is None or record_line.record["step"] for record_line in read_lines(path)
-    )
+    return any(line.record is None or line.record["step"] for line in read_lines(path))
 
 
 def _free_old_path(path: Path) -> Path:
@@ -257,9 +254,8 @@ def _free_old_path(path: Path) -> Path:
 
 
 def _reopen(path: Path, start_step: int) -> Lines:
-    """Open a file of records for appending, without the records of steps after `start_step`.
-
-    These steps are taken again.
+    """Open a file of records for appending, without the records of steps after `start_step`, which
+    are taken again.
     """
     lines = read_lines(path)
     # A link, as in a copied run, leads to a file that may belong to another run.
@@ -269,9 +265,9 @@ def _reopen(path: Path, start_step: int) -> Lines:
             f"note       {path} was a link, and is a file of this run now; {target} stays as it is"
         )
     retained = [
-        record_line.content
-        for record_line in lines
-        if record_line.record is None or _is_retained(record_line.record, start_step)
+        line.content
+        for line in lines
+        if line.record is None or _is_retained(line.record, start_step)
     ]
     write_whole(path, b"".join(content + b"\n" for content in retained))
     _print_note(odd_lines(path))
@@ -279,14 +275,13 @@ def _reopen(path: Path, start_step: int) -> Lines:
 
 
 def _repeated_steps(path: Path, start_step: int) -> str:
-    """Return a line about the records that go, for their steps are taken again.
-
-    Empty if there are none.
+    """Return a line about the records that go, for their steps are taken again; empty if there are
+    none.
     """
     steps = [
-        record_line.record["step"]
-        for record_line in read_lines(path)
-        if record_line.record and not _is_retained(record_line.record, start_step)
+        line.record["step"]
+        for line in read_lines(path)
+        if line.record and not _is_retained(line.record, start_step)
     ]
     if not steps:
         return ""
@@ -308,7 +303,7 @@ def _format_numbers(step_record: dict[str, Any]) -> list[str]:
     line_parts += [
         f"lr {step_record['lr']:.3g}",
         f"grad norm {step_record['grad_norm']:.3g}",
-        f"scale {_format_scale(step_record['loss_scale'])}",
+        f"scale {loss_scale(step_record['loss_scale'])}",
         _format_speed(step_record),
     ]
     if "tflops" in step_record:
@@ -339,8 +334,10 @@ def _format_events(step_record: dict[str, Any]) -> list[str]:
     if "straggler" in step_record:
         events.append(f"warning: {step_record['straggler']}")
     if step_record["outcome"] != "applied":
-        location = f" in {step_record['overflow_in']}" if "overflow_in" in step_record else ""
-        events.append(f"{step_record['outcome']}{location} ({step_record['skipped_total']} so far)")
+        outcome = step_record["outcome"]
+        if "overflow_in" in step_record:
+            outcome += f" in {step_record['overflow_in']}"
+        events.append(f"{outcome} ({step_record['skipped_total']} so far)")
     return events
 
 
@@ -352,20 +349,12 @@ def _format_evaluations(step_record: dict[str, Any]) -> list[str]:
         losses.append(f"held-out loss {step_record['eval_loss']:.4f}")
     for field_name, value in step_record.items():
         if field_name.startswith(VALIDATION_PREFIX):
-            losses.append(f"{field_name.removeprefix(VALIDATION_PREFIX)} loss {value:.4f}")
+            name = field_name.removeprefix(VALIDATION_PREFIX)
+            losses.append(f"{name} loss {value:.4f}")
         elif field_name.startswith(TASK_PREFIX):
             name = field_name.removeprefix(TASK_PREFIX).replace("/", " ")
             tasks.append(f"{name} {value:.4f}")
     return losses + tasks
-
-
-def _format_scale(scale: float) -> str:
-    """Return a short form of the loss scale, a power of two as 2^32."""
-    mantissa, exponent = math.frexp(scale)
-    # frexp's mantissa is in [0.5, 1): a half for powers of two. Small ones read better as they are.
-    if mantissa == 0.5 and scale > 8:
-        return f"2^{exponent - 1}"
-    return f"{scale:g}"
 
 
 def _format_clock(duration: float) -> str:

@@ -1,8 +1,8 @@
 """Reading metrics.jsonl, events.jsonl and digests.jsonl: a JSON record per line.
 
-A killed run can leave a truncated last record_line: its step is taken again, and the line is
-dropped. Any other line that is not a record, or that repeats a step, comes from a damaged disk or
-an editor. It stays where it is and is named in a note, and the other lines are used.
+A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any
+other line that is not a record, or that repeats a step, comes from a damaged disk or an editor. It
+stays where it is and is named in a note, and the other lines are used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.parsing import parse_json
+from tools.console.units import enumerated
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -21,10 +22,9 @@ NO_TOKENS_EVENT = "no_tokens"
 DIGEST = "digest"  # the kind of event that is written to DIGESTS
 # fields of a step that may be "inf" or "nan"
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")
-VALIDATION_PREFIX = (
-    "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
-)
-# prefix of fields that may be, too: results of the tasks of data.lm_eval, TASK/METRIC
+# prefixes of fields that may be, too: losses on the sets of data.validation, and results of the
+# tasks of data.lm_eval, TASK/METRIC
+VALIDATION_PREFIX = "eval_loss/"
 TASK_PREFIX = "lm_eval/"
 # kind of event, "" for the record of a step -> required keys
 REQUIRED_KEYS = {
@@ -62,38 +62,34 @@ def read_lines(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     contents = read_whole(path).split(b"\n")  # the last is empty unless it was truncated
-    *complete, last_step = [
-        Line(number, content, _parse_record(content)) for number, content in enumerate(contents, 1)
-    ]
-    record_lines = [record_line for record_line in complete if record_line.content.strip()]
-    if last_step.record:  # only its newline is missing
-        record_lines.append(last_step)
-    return [*_without_late_records(record_lines)] if path.name == METRICS else record_lines
+    lines = list[Line]()
+    for number, content in enumerate(contents, 1):
+        record = _parse_record(content)
+        is_last = number == len(contents)
+        # Of a last line that is a record only the newline is missing.
+        if record is not None or (content.strip() and not is_last):
+            lines.append(Line(number, content, record))
+    return [*_without_late_records(lines)] if path.name == METRICS else lines
 
 
-def _without_late_records(record_lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield the lines of steps.
-
-    Those that are late have no record: numbers of a step count once.
+def _without_late_records(lines: Sequence[Line]) -> Iterator[Line]:
+    """Yield the lines of steps; late ones without their records, for numbers of a step count
+    once.
     """
     newest = 0
-    for record_line in record_lines:
-        if record_line.record is None:
-            yield record_line
-        elif record_line.record["step"] <= newest:
-            yield replace(record_line, record=None, late=True)
+    for line in lines:
+        if line.record is None:
+            yield line
+        elif line.record["step"] <= newest:
+            yield replace(line, record=None, late=True)
         else:
-            newest = record_line.record["step"]
-            yield record_line
+            newest = line.record["step"]
+            yield line
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records of a run's steps. "inf", "-inf" and "nan" are numbers again."""
-    return [
-        record_line.record
-        for record_line in read_lines(folder / METRICS)
-        if record_line.record is not None
-    ]
+    return _read_records(folder / METRICS)
 
 
 def read_events(folder: Path, event_kind: str = "overflow") -> list[dict[str, Any]]:
@@ -107,29 +103,36 @@ def read_digests(folder: Path) -> list[dict[str, Any]]:
 
 
 def _records_of_kind(path: Path, event_kind: str) -> list[dict[str, Any]]:
-    records = (record_line.record for record_line in read_lines(path))
-    return [
-        record for record in records if record is not None and record.get("event") == event_kind
-    ]
+    return [record for record in _read_records(path) if record.get("event") == event_kind]
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    return [line.record for line in read_lines(path) if line.record is not None]
 
 
 def odd_lines(path: Path) -> str:
-    """Return a note that names the lines that are not records, or not of a later step.
-
-    Empty if there are none.
+    """Return a note that names the lines that are not records, or not of a later step; empty if
+    there are none.
     """
-    unused = [record_line for record_line in read_lines(path) if record_line.record is None]
-    damaged = [record_line.number for record_line in unused if not record_line.late]
-    late = [record_line.number for record_line in unused if record_line.late]
+    damaged = list[int]()
+    late = list[int]()
+    for line in read_lines(path):
+        if line.late:
+            late.append(line.number)
+        elif line.record is None:
+            damaged.append(line.number)
     problems = list[str]()
     if damaged:
         predicate = "is no record" if len(damaged) == 1 else "are no records"
         problems.append(f"{_describe_numbers('line', damaged)} {predicate}")
     if late:
         verb = "is" if len(late) == 1 else "are"
-        record_lines = _describe_numbers("line", late)
-        problems.append(f"{record_lines} {verb} of no later step than those before")
-    return f"{path}: {', '.join(problems)}: kept, not used" if problems else ""
+        problems.append(
+            f"{_describe_numbers('line', late)} {verb} of no later step than those before"
+        )
+    if not problems:
+        return ""
+    return f"{path}: {', '.join(problems)}: kept, not used"
 
 
 def lost_steps(path: Path, last_step: int = 0) -> str:
@@ -137,20 +140,19 @@ def lost_steps(path: Path, last_step: int = 0) -> str:
 
     last_step: the step up to which they are looked for; 0: the newest.
     """
-    recorded = {
-        record_line.record["step"]
-        for record_line in read_lines(path)
-        if record_line.record is not None
-    }
+    recorded = {record["step"] for record in _read_records(path)}
     if last_step:
         up_to_last = sorted(step for step in recorded if 0 < step <= last_step)
         borders = [0, *up_to_last, last_step + 1]
     else:
         borders = [0, *sorted(recorded)]
-    gaps = [
-        range(step + 1, following) for step, following in pairwise(borders) if following > step + 1
-    ]
-    return f"{path} has no record of {_describe_ranges('step', gaps)}" if gaps else ""
+    gaps = list[range]()
+    for step, following in pairwise(borders):
+        if following > step + 1:
+            gaps.append(range(step + 1, following))
+    if not gaps:
+        return ""
+    return f"{path} has no record of {_describe_ranges('step', gaps)}"
 
 
 def _parse_record(content: bytes) -> dict[str, Any] | None:
@@ -161,55 +163,50 @@ def _parse_record(content: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(parsed, dict):
         return None
-    record = {
-        field_name: _restore_number(field_value) for field_name, field_value in parsed.items()
-    }
+    record = {name: _restore_number(value) for name, value in parsed.items()}
     return record if _is_record(record) else None
 
 
-def _restore_number(field_value: Any) -> Any:
+def _restore_number(value: Any) -> Any:
     """Return a float for the numbers that JSON has only as text; other values as they are."""
-    if isinstance(field_value, str) and field_value in ("inf", "-inf", "nan"):
-        return float(field_value)
-    return field_value
+    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    return value
 
 
 def _is_record(record: dict[str, Any]) -> bool:
     event_kind = record.get("event", "")
     if type(record.get("step")) is not int:  # not isinstance: true is no step
         return False
-    if not isinstance(event_kind, str) or type(record.get("outcome", "")) is not str:
+    outcome = record.get("outcome", "")
+    if not isinstance(event_kind, str) or not isinstance(outcome, str):
         return False
-    for field_name, field_value in record.items():
-        is_number_field = field_name in NUMBERS or field_name.startswith(
-            (VALIDATION_PREFIX, TASK_PREFIX)
-        )
-        if is_number_field and type(field_value) not in (int, float):
+    for name, value in record.items():
+        is_number_field = name in NUMBERS or name.startswith((VALIDATION_PREFIX, TASK_PREFIX))
+        if is_number_field and type(value) not in (int, float):
             return False
     return REQUIRED_KEYS.get(event_kind, set()) <= record.keys()
 
 
 def _describe_numbers(noun: str, numbers: Sequence[int]) -> str:
     """Return ascending numbers in words: lines 3, 7 to 9 and 12."""
-    number_ranges = list[range]()
+    ranges = list[range]()
     for number in numbers:
-        if number_ranges and number_ranges[-1].stop == number:
-            number_ranges[-1] = range(number_ranges[-1].start, number + 1)
+        if ranges and ranges[-1].stop == number:
+            ranges[-1] = range(ranges[-1].start, number + 1)
         else:
-            number_ranges.append(range(number, number + 1))
-    return _describe_ranges(noun, number_ranges)
+            ranges.append(range(number, number + 1))
+    return _describe_ranges(noun, ranges)
 
 
-def _describe_ranges(noun: str, number_ranges: Sequence[range]) -> str:
-    words = [_describe_range(numbers) for numbers in number_ranges[:MOST_LISTED]]
-    unlisted = sum(_size(numbers) for numbers in number_ranges[MOST_LISTED:])
+def _describe_ranges(noun: str, ranges: Sequence[range]) -> str:
+    words = [_describe_range(numbers) for numbers in ranges[:MOST_LISTED]]
+    unlisted = sum(_size(numbers) for numbers in ranges[MOST_LISTED:])
     if unlisted:
         words.append(f"{unlisted:,} more")
-    *first_ones, last_step = words
-    if first_ones:
-        return f"{noun}s {', '.join(first_ones)} and {last_step}"
-    plural = "s" if _size(number_ranges[0]) > 1 else ""
-    return f"{noun}{plural} {last_step}"
+    if len(words) > 1 or _size(ranges[0]) > 1:
+        noun += "s"
+    return f"{noun} {enumerated(words)}"
 
 
 def _describe_range(numbers: range) -> str:

@@ -13,7 +13,8 @@ SHADOW = "fp8_shadow"  # the kind of event
 
 def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
     """Return the fields that a comparison adds to the record of its step in metrics.jsonl."""
-    fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": shadow.worst[1]}
+    _, lowest_cosine = shadow.worst
+    fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": lowest_cosine}
     messages = alarms(shadow, fp8)
     if messages:
         fields["shadow_alarm"] = "; ".join(messages)
@@ -47,14 +48,12 @@ def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
         messages.append(
             f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}"
         )
-    low_cosines = {
-        weight_name: cosine
-        for weight_name, cosine in shadow.cosines.items()
-        if cosine < fp8.shadow_cosine
-    }
+    low_cosines = [cosine for cosine in shadow.cosines.values() if cosine < fp8.shadow_cosine]
     if low_cosines:
         weight_name, cosine = shadow.worst
-        others = f" and {len(low_cosines) - 1} more" if len(low_cosines) > 1 else ""
+        others = ""
+        if len(low_cosines) > 1:
+            others = f" and {len(low_cosines) - 1} more"
         messages.append(
             f"cosine {cosine:.3f} of {weight_name}{others} is below fp8.shadow_cosine = "
             f"{fp8.shadow_cosine:g}"

@@ -10,6 +10,7 @@ from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from parallel.pipeline.instructions import Instruction, Message, Op
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
 
 TIMELINE = "timeline.json"  # file in the run folder that `log.timeline` writes
@@ -26,14 +27,14 @@ MICROSECONDS = 1e6
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
     """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
     # a viewer shows threads in this order
-    ranks = sorted({timeline_span.rank for timeline_span in spans})
+    ranks = sorted({span.rank for span in spans})
     trace_events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
     ]
     for rank in ranks:
         name = {"name": f"pipeline rank {rank}"}
         trace_events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
-    trace_events += (_event(timeline_span) for timeline_span in spans)
+    trace_events += map(_event, spans)
     write_whole(path, json.dumps({"traceEvents": trace_events, "displayTimeUnit": "ms"}).encode())
 
 
@@ -49,8 +50,20 @@ def read_trace(path: Path) -> list[Span]:
         raise UserError.of("plots.trace_foreign", path=path) from error
 
 
-def _event(timeline_span: Span) -> dict[str, Any]:
-    instruction = timeline_span.instruction
+def read_trace_of(path: Path, schedule: Schedule) -> list[Span]:
+    """Return the spans of a file; none if it was recorded with another schedule. Raises
+    UserError.
+    """
+    expected = list[tuple[int, Instruction]]()
+    # Spans are recorded rank by rank, in the order of the programs.
+    for rank, program in enumerate(schedule.programs):
+        expected += [(rank, instruction) for instruction in program]
+    spans = read_trace(path)
+    return spans if [(span.rank, span.instruction) for span in spans] == expected else []
+
+
+def _event(span: Span) -> dict[str, Any]:
+    instruction = span.instruction
     args: dict[str, Any] = {"stage": instruction.stage}
     if instruction.op is not Op.REDUCE:  # one of all micro-batches
         args["micro-batch"] = instruction.microbatch
@@ -62,9 +75,9 @@ def _event(timeline_span: Span) -> dict[str, Any]:
         "cat": CATEGORIES.get(instruction.op, "transfer"),
         "ph": "X",
         "pid": 0,
-        "tid": timeline_span.rank,
-        "ts": timeline_span.start * MICROSECONDS,
-        "dur": (timeline_span.end - timeline_span.start) * MICROSECONDS,
+        "tid": span.rank,
+        "ts": span.start * MICROSECONDS,
+        "dur": (span.end - span.start) * MICROSECONDS,
         "args": args,
     }
 

@@ -50,20 +50,19 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Receiver of a run's numbers.
-
-    All three methods are called in one thread, which is not that of the training.
+    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of
+    the training.
     """
 
-    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin, before any numbers.
 
-        configuration: the tables of the run file with all their keys. step_number: 0 for a new run,
+        configuration: the tables of the run file with all their keys. step: 0 for a new run,
         or the step from which the run resumes; what was logged of later steps is void, for these
         steps are taken again.
         """
 
-    def log(self, step_number: int, numbers: Numbers) -> None:
+    def log(self, step: int, numbers: Numbers) -> None:
         """Receive the numbers of a step, by the field's name in metrics.jsonl.
 
         They may be inf or NaN.
@@ -85,15 +84,15 @@ class _TensorBoard:
         self._make_writer = SummaryWriter
         self._folder = folder / "tensorboard"
 
-    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Open a file. TensorBoard then hides the events of an earlier, longer run after
-        `step_number`."""
-        self._writer = self._make_writer(str(self._folder), purge_step=step_number + 1)
+        `step`."""
+        self._writer = self._make_writer(str(self._folder), purge_step=step + 1)
 
-    def log(self, step_number: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write a scalar for each number."""
-        for tracker_name, field_value in numbers.items():
-            self._writer.add_scalar(tracker_name, field_value, step_number)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
     def finish(self, complete: bool) -> None:
         """Write what waits, and close the file."""
@@ -113,13 +112,13 @@ class _Wandb:
         self._wandb = wandb
         self._folder = folder
 
-    def start(self, configuration: Mapping[str, Any], step_number: int) -> None:
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
         """Begin a run, or go on with that of this folder."""
         settings = self._wandb.Settings(
             silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, **WANDB_PRIVATE
         )
         self._run = self._wandb.init(
-            id=_run_id(self._folder / "wandb" / WANDB_ID, step_number),
+            id=_run_id(self._folder / "wandb" / WANDB_ID, step),
             name=self._folder.resolve().name,
             project=os.environ.get("WANDB_PROJECT") or WANDB_PROJECT,
             dir=str(self._folder),
@@ -128,9 +127,9 @@ class _Wandb:
             settings=settings,
         )
 
-    def log(self, step_number: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Send the numbers of a step."""
-        self._run.log(dict(numbers), step=step_number)
+        self._run.log(dict(numbers), step=step)
 
     def finish(self, complete: bool) -> None:
         """Send what waits, and end the run: as failed if it is not complete."""
@@ -151,10 +150,10 @@ def _require_wandb_account() -> None:
         raise UserError.of("journal.wandb_account")
 
 
-def _run_id(path: Path, step_number: int) -> str:
+def _run_id(path: Path, step: int) -> str:
     """Return the id of the run in the file `path`, a new one for a run that begins."""
     try:
-        if step_number and path.is_file():
+        if step and path.is_file():
             saved_id = path.read_text(encoding="utf-8").strip()
             if saved_id.isalnum():
                 return saved_id
@@ -172,11 +171,10 @@ BUILT_IN: dict[str, Factory] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 def require_trackers(names: tuple[str, ...]) -> None:
     """Raise UserError for names of `log.to` that name no installed tracker, with a line each."""
-    problems = [
-        f'log.to: "{tracker_name}" is named twice'
-        for tracker_name in sorted(set(names))
-        if names.count(tracker_name) > 1
-    ]
+    problems = list[str]()
+    for tracker_name in sorted(set(names)):
+        if names.count(tracker_name) > 1:
+            problems.append(f'log.to: "{tracker_name}" is named twice')
     for tracker_name in dict.fromkeys(names):
         try:
             _require_tracker(tracker_name)
@@ -213,14 +211,14 @@ class Feed:
     """The numbers of a run on their way to one tracker."""
 
     def __init__(
-        self, tracker_name: str, folder: Path, configuration: Mapping[str, Any], step_number: int
+        self, tracker_name: str, folder: Path, configuration: Mapping[str, Any], step: int
     ) -> None:
         self._name = tracker_name
         self._failed = False
         self._left_out = 0
         # the steps with their numbers, at last if the run is complete
         self._queue: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
-        arguments = (folder, configuration, step_number)
+        arguments = (folder, configuration, step)
         self._thread = Thread(
             target=self._run, args=arguments, name=f"tracker {tracker_name}", daemon=True
         )
@@ -228,12 +226,11 @@ class Feed:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of the record of a step."""
-        numbers = {
-            tracker_name: field_value
-            for tracker_name, field_value in record.items()
-            if tracker_name != "step"
-            and type(field_value) in (int, float)  # not isinstance: true is no number
-        }
+        numbers = dict[str, float]()
+        for name, value in record.items():
+            # not isinstance: true is no number
+            if name != "step" and type(value) in (int, float):
+                numbers[name] = value
         try:
             # never waits: training must not be as slow as a tracker
             self._queue.put_nowait((record["step"], numbers))
@@ -257,15 +254,15 @@ class Feed:
         elif self._left_out and not self._failed:
             _warn(f"{self._name} was too slow for {self._left_out:,} steps: it lacks their numbers")
 
-    def _run(self, folder: Path, configuration: Mapping[str, Any], step_number: int) -> None:
+    def _run(self, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
         """Make the tracker and call its methods, until it has ended or failed."""
         try:
             make_tracker = _factory(self._name)
             tracker = make_tracker(folder)
-            tracker.start(configuration, step_number)
+            tracker.start(configuration, step)
             while not isinstance(item := self._queue.get(), bool):
-                step_number, numbers = item
-                tracker.log(step_number, numbers)
+                step, numbers = item
+                tracker.log(step, numbers)
             tracker.finish(item)
         except BaseException as error:  # a tracker that calls sys.exit ends itself alone
             self._failed = True
@@ -276,11 +273,9 @@ class Feed:
 
 
 def _factory(tracker_name: str) -> Factory:
-    return (
-        BUILT_IN[tracker_name]
-        if tracker_name in BUILT_IN
-        else find_function("log.to", tracker_name)
-    )
+    if tracker_name in BUILT_IN:
+        return BUILT_IN[tracker_name]
+    return find_function("log.to", tracker_name)
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -50,7 +50,9 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        return self.nats / math.log(2) / self.size if self.size else None
+        if not self.size:
+            return None
+        return self.nats / math.log(2) / self.size
 
     def add_document(self, size: int | None) -> None:
         """Count a document. size: bytes of its text; None if they are unknown."""
@@ -86,15 +88,19 @@ def score(
             total.add_document(text.size)
             yield from windows(text.ids, begin, length, stride)
 
+    tokens_per_batch = LOGITS // config.vocab
+    # Dynamic angles follow from the length of the sequence, padding included.
     same_length = config.rope_scaling.kind == "dynamic"
-    for number, batch in enumerate(batches(all_windows(), LOGITS // config.vocab, same_length)):
+    for number, batch in enumerate(batches(all_windows(), tokens_per_batch, same_length)):
         targets = sum(len(window.targets) - window.first for window in batch)
         total.tokens += targets
         # Replicas take the batches in turn.
-        if number % model.dp.size == model.dp.rank:
+        replica = number % model.dp.size
+        if replica == model.dp.rank:
             total.nats += _nats(model, batch)
         report(targets)
-    total.nats = model.world.sum_(torch.tensor(total.nats, dtype=torch.float64)).item()
+    nats = torch.tensor(total.nats, dtype=torch.float64)
+    total.nats = model.world.sum_(nats).item()
     return total
 
 
@@ -105,12 +111,14 @@ def batches(samples: Iterable[Window], tokens: int, same_length: bool) -> Iterat
     same_length: the windows of a batch have the same length, for models whose angles depend on it.
     """
     unsorted = iter(samples)
-    while pool := sorted(islice(unsorted, POOL), key=lambda window: len(window.tokens)):
+    while pool := list(islice(unsorted, POOL)):
+        pool.sort(key=lambda window: len(window.tokens))
         batch = [pool[0]]
         for window in pool[1:]:
             length = len(window.tokens)  # at least that of all windows before
             is_full = (len(batch) + 1) * length > tokens
-            if is_full or (same_length and length > len(batch[-1].tokens)):
+            is_longer = length > len(batch[-1].tokens)
+            if is_full or (same_length and is_longer):
                 yield batch
                 batch = []
             batch.append(window)

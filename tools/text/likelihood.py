@@ -25,26 +25,33 @@ def likelihoods(
     windows: the same on all ranks, which return the same.
     report: called with the number of windows of each batch.
     """
-    config = model.local_stage.config
+    stage = model.local_stage
+    config = stage.config
     replicas = model.dp  # they share the batches
     # Of each window: the log probability, and how many targets are not the likeliest token.
     sums = _zero_sums(model, len(windows))
-    rows = {id(window): number for number, window in enumerate(windows)}
-    tokens = LOGITS // config.vocab  # of a batch
+    # By identity: batches are sorted by length, and two windows may be equal.
+    rows = {id(window): row for row, window in enumerate(windows)}
+    tokens_per_batch = LOGITS // config.vocab
     same_length = config.rope_scaling.kind == "dynamic"
-    all_batches = list(batches(windows, tokens, same_length))
+    all_batches = list(batches(windows, tokens_per_batch, same_length))
     for number, batch in enumerate(all_batches):
-        if number % replicas.size == replicas.rank:
+        replica = number % replicas.size
+        if replica == replicas.rank:
             rows_of_batch = [rows[id(window)] for window in batch]
             sums[rows_of_batch] = _sums_of_batch(model, batch)
         report(len(batch))
-    busy_replicas = len(all_batches) % replicas.size or replicas.size  # in the last round
-    is_idle = replicas.rank >= busy_replicas
-    if is_idle and model.local_stage.context.experts is not None:
+    in_last_round = len(all_batches) % replicas.size
+    is_idle = 0 < in_last_round <= replicas.rank
+    has_experts = stage.context.experts is not None
+    if is_idle and has_experts:
         # Tokens of the busy replicas may travel to this rank's experts, so it computes too.
         _sums_of_batch(model, all_batches[0])
-    totals = model.world.sum_(sums).tolist()
-    return [(log_probability, not unlikely) for log_probability, unlikely in totals]
+    results = list[tuple[float, bool]]()
+    for log_probability, unlikely in model.world.sum_(sums).tolist():
+        is_likeliest = not unlikely
+        results.append((log_probability, is_likeliest))
+    return results
 
 
 def _zero_sums(model: Relay, count: int) -> Tensor:
@@ -59,13 +66,15 @@ def _sums_of_batch(model: Relay, batch: list[Window]) -> Tensor:
     stage = model.last_stage
     if logits is None or stage is None:
         return _zero_sums(model, len(batch))
-    losses = stage.losses(logits, targets).double()
-    log_probabilities = (-losses * counts).sum(0)
-    likeliest = _are_likeliest(stage, logits, targets)
-    unlikely = (~likeliest & counts).double().sum(0)
-    sums = torch.stack((log_probabilities, unlikely), dim=1)
-    is_first = stage.context.tp.rank == 0  # other tensor ranks have the same sums
-    return sums * is_first
+    losses = stage.losses(logits, targets)
+    log_probabilities = (-losses.double() * counts).sum(0)
+    are_likeliest = _are_likeliest(stage, logits, targets)
+    are_unlikely = ~are_likeliest & counts
+    # Other tensor ranks have the same sums, and all ranks are added.
+    if stage.context.tp.rank:
+        return _zero_sums(model, len(batch))
+    unlikely = are_unlikely.double().sum(0)
+    return torch.stack((log_probabilities, unlikely), dim=1)
 
 
 def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
@@ -73,13 +82,16 @@ def _are_likeliest(stage: Stage, logits: Tensor, targets: Tensor) -> Tensor:
     [s, b, this rank's vocabulary]."""
     part = layout_of(stage.head).parts[0]
     rows = part.local[0]  # of the vocabulary, on this rank
+    last_row = rows - 1
     tp = stage.context.tp
     local_logits = logits[..., :rows].double()  # without padding
-    largest = local_logits.amax(-1)
+    largest_logits = local_logits.amax(-1)
     # A target of another rank takes some logit of this one, which then does not count.
     local_targets = targets - part.start
-    is_local = (local_targets >= 0) & (local_targets < rows)
-    indices = local_targets.clamp(0, rows - 1).unsqueeze(-1)
-    target_logits = local_logits.gather(-1, indices).squeeze(-1)
+    nearest_rows = local_targets.clamp(0, last_row)
+    is_local = nearest_rows == local_targets
+    target_logits = local_logits.gather(-1, nearest_rows.unsqueeze(-1))
+    target_logits = target_logits.squeeze(-1)
     target_logits = target_logits.masked_fill(~is_local, -torch.inf)
-    return tp.max_(target_logits) >= tp.max_(largest)
+    largest = tp.max_(largest_logits)
+    return tp.max_(target_logits) >= largest

@@ -117,6 +117,7 @@ def _choose_tokenizer(source: Source, file: Path | None) -> Tokenizer | None:
 
 def _load_stage(source: Source, kind: type[S], compute: str, mesh: DeviceMesh | None) -> S:
     """Return this rank's stage with its weights."""
+    # Modules of multi-token prediction serve training alone; weights are read, not drawn.
     config = source.model.without_mtp.with_zero_weights
     pp = Axis.of(mesh, "pp")
     tp = Axis.of(mesh, "tp")
@@ -174,7 +175,7 @@ def _open(path: Path) -> Source:
     """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a
     built-in family."""
     if not path.is_dir() or not any(each.find(path) for each in FORMATS.values()):
-        find_checkpoint(path)
+        find_checkpoint(path)  # raises, and says what the folder lacks
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")

@@ -101,8 +101,10 @@ class Sampling:
         probabilities."""
         count = min(self.top_k or len(logits), len(logits))
         best, ids = logits.topk(count)
+        # The difference comes first: divided by a small temperature, logits would overflow.
         probabilities = ((best - best[0]) / self.temperature).softmax(-1)
         if self.top_p < 1:
+            # The token with which the sum reaches top_p is one of them, as in transformers.
             before = probabilities.cumsum(-1) - probabilities
             probabilities = _first(probabilities, before < self.top_p)
         if self.min_p > 0:

@@ -2,12 +2,12 @@
 predicted exactly once.
 
 A document is evaluated alone, with the token before it that the model has for this
-(`Loaded.begin`). The token that ends it is no text and is not predicted. A document of more tokens
-than a window has several windows. Each after the first predicts the next `stride` tokens from the
-tokens before them, as many as the window holds: with a stride as long as the window from at least
-one, with a shorter stride from at least `window - stride + 1`. The last window of a document is
-filled up with earlier tokens. So do lm-evaluation-harness's rolling windows, whose stride is the
-window.
+(`LoadedModel.begin`). The token that ends it is no text and is not predicted. A document of more
+tokens than a window has several windows. Each after the first predicts the next `stride` tokens
+from the tokens before them, as many as the window holds: with a stride as long as the window from
+at least one, with a shorter stride from at least `window - stride + 1`. The last window of a
+document is filled up with earlier tokens. So do lm-evaluation-harness's rolling windows, whose
+stride is the window.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,14 +53,19 @@ class Window:
 
 def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of a document. Without a begin token its first token is not predicted."""
-    stream = ids if begin is None else np.concatenate(([begin], ids))
+    stream = ids
+    if begin is not None:
+        stream = np.concatenate(([begin], ids))
     predicted = 0  # tokens that the windows so far predict
     to_predict = len(stream) - 1
     while predicted < to_predict:
         # The first window predicts as many tokens as it holds, the others `stride` each.
-        end = min(predicted + (stride if predicted else length), to_predict)
+        predicted_here = stride if predicted else length
+        end = min(predicted + predicted_here, to_predict)
         start = max(0, end - length)
-        yield Window(stream[start:end], stream[start + 1 : end + 1], predicted - start)
+        tokens = stream[start:end]
+        targets = stream[start + 1 : end + 1]
+        yield Window(tokens, targets, first=predicted - start)
         predicted = end
 
 
@@ -123,7 +128,8 @@ def _documents_of_tokens(dataset: IndexedDataset, model: LoadedModel[Stage]) -> 
             # of all documents, with the first: only the sum is known
             yield Document(ids, 0 if number else size)
         elif model.tokenizer:
-            yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()))
+            text = model.tokenizer.decode(ids.tolist())
+            yield Document(ids, len(text.encode()))
         else:
             yield Document(ids, None)
 

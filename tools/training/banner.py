@@ -19,7 +19,7 @@ from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.config.settings import Checkpoint
-from tools.console.units import counted
+from tools.console.units import counted, first_of
 from tools.console.wrapped import say
 from tools.convert.train_state import TrainState
 from tools.journal.records import VALIDATION_PREFIX
@@ -73,7 +73,8 @@ def _print_settings(config: RunConfig, corpus: Corpus, device: str) -> None:
     documents = sum(dataset.num_documents for dataset in corpus.datasets)
     # The device is named after the axes that all models have, before those of experts.
     layout, _, expert_axes = in_words(config.parallel).partition(", ")
-    expert_axes = f"{expert_axes}, " if expert_axes else ""
+    if expert_axes:
+        expert_axes += ", "
     modes = ", ".join(_modes(config))
     layers = counted(model.layers, "layer")
     replicas = counted(config.parallel.data, "replica")
@@ -136,9 +137,8 @@ def _describe_samples(config: RunConfig, corpus: Corpus) -> str:
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     steps = config.train.steps
-    taken_samples = corpus.train.samples_taken(
-        steps * config.train.global_batch
-    )  # of each data set
+    # of each data set
+    taken_samples = corpus.train.samples_taken(steps * config.train.global_batch)
     total_weight = sum(source.weight for source in config.data.blend)
     lines = [f"blended from {len(corpus.datasets)}"]
     for source, part, taken in zip(
@@ -197,16 +197,8 @@ class _BufferKind(NamedTuple):
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
     """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
-        listed = _list_names(names, MAX_MARKED)
+        listed = first_of(names, MAX_MARKED)
         say(f"marked     {listed}: held and computed in FP32 (set_fp32_attr_to_module)")
-
-
-def _list_names(names: Sequence[str], max_names: int) -> str:
-    """Return the first `max_names` names, and the number of the others."""
-    listed = ", ".join(names[:max_names])
-    if len(names) > max_names:
-        return f"{listed} and {len(names) - max_names} more"
-    return listed
 
 
 def _bytes_formula(optimizer: ParallelAMPOptimizer, buffer_kind: _BufferKind) -> str:
@@ -240,7 +232,7 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
             else:
                 left_out.append(piece.part)
     left_out.sort(key=lambda part: -len(part.shape))  # matrices first, for they are unexpected
-    names_left_out = _list_names([part.name for part in left_out], MAX_LEFT_OUT) or "nothing"
+    names_left_out = first_of([part.name for part in left_out], MAX_LEFT_OUT) or "nothing"
     size = sum(prod(part.shape) for part in matrices)
     dtype = dtype_name(update_rule.iteration_dtype(optimizer.plan.masters))
     yield (
@@ -289,12 +281,13 @@ def _keeping_line(config: RunConfig, steps_done: int, checkpoints: Sequence[Path
 
     line = f"keeps      {_describe_rule(config.checkpoint)} that it saves; older ones are deleted"
     if expiring:
-        names = [f"step_{step:08d}" for step in expiring]
-        line += f", {_enumerate_names(names)} too"
+        names_expiring = [f"step_{step:08d}" for step in expiring]
+        line += f", {first_of(names_expiring, MAX_CHECKPOINTS)} too"
     copied = [path.name for path in checkpoints if step_of(path) not in saved_steps]
     if copied:
         verb, pronoun = ("stays", "it") if len(copied) == 1 else ("stay", "them")
-        line += f"; {_enumerate_names(copied)} {verb}, for no save into this folder made {pronoun}"
+        names_copied = first_of(copied, MAX_CHECKPOINTS)
+        line += f"; {names_copied} {verb}, for no save into this folder made {pronoun}"
     yield line
 
 
@@ -331,15 +324,6 @@ def _describe_rule(settings: Checkpoint) -> str:
     if settings.keep_every:
         return f"{newest} and those of each multiple of {settings.keep_every} steps"
     return newest
-
-
-def _enumerate_names(names: Sequence[str]) -> str:
-    """Return "a, b and c"; of many names the first ones and the number of the others."""
-    listed = list(names[:MAX_CHECKPOINTS])
-    if len(names) > MAX_CHECKPOINTS:
-        listed.append(f"{len(names) - MAX_CHECKPOINTS} more")
-    *first_ones, last = listed
-    return f"{', '.join(first_ones)} and {last}" if first_ones else last
 
 
 def print_skipped(config: RunConfig, progress: TrainState) -> None:

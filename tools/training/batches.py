@@ -37,7 +37,9 @@ class Batches:
         self._prefetch = Prefetch(lambda first_sample: self._read(samples, first_sample, dp.rank))
 
     def take(self, first_sample: int) -> Share:
-        """Return this rank's share of the training batch at `first`, and begin to read the next."""
+        """Return this rank's share of the training batch that begins at `first_sample`, and begin
+        to read the next.
+        """
         self._position.note_action("reading of samples")
         following = first_sample + self._global_batch
         return self._prefetch.take(first_sample, following if following < self._end else None)
@@ -49,7 +51,7 @@ class Batches:
         replica: int | None = None,
         end: int | None = None,
     ) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch at `first`.
+        """Return a data-parallel rank's consecutive part of the global batch at `first_sample`.
 
         replica: the data-parallel rank; None: this one. end: the position from which on samples
         only fill the batch, and do not count in its loss; None: all count.
@@ -61,7 +63,9 @@ class Batches:
             return share
         begin = first_sample + share.first
         counts = torch.arange(begin, begin + len(share.tokens)) < end
-        mask = torch.ones(share.tokens.shape) if share.mask is None else share.mask
+        mask = share.mask
+        if mask is None:
+            mask = torch.ones(share.tokens.shape)
         return replace(share, mask=mask * counts[:, None])  # a sample counts as a whole
 
     def _read(self, samples: Samples | Blend, first_sample: int, replica: int) -> Share:

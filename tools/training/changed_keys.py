@@ -19,6 +19,7 @@ from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml
 from models.equivalence import TRAINING_ONLY_KEYS
 from tools.config.checks import lr_schedule
+from tools.config.removed_keys import FORMER_DEFAULTS
 from tools.config.run_file import RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
@@ -116,10 +117,11 @@ def keys_of(config: RunConfig) -> dict[str, str]:
 def changed_keys(checkpoint: Store, config: RunConfig, progress: TrainState) -> list[str]:
     """Return a line for each key that differs from the checkpoint, of those that it knows."""
     saved_values = saved_keys(checkpoint)
-    current_values = _all_keys(config)
-    exact_patterns = KEYS_WITHOUT_EFFECT
+    # A run goes on as though a removed key had its default.
+    current_values = {**FORMER_DEFAULTS, **_all_keys(config)}
+    exact_patterns = (*KEYS_WITHOUT_EFFECT, "optimizer.validation")
     if saved_values.get("train.numerics") == current_values["train.numerics"] == toml("canonical"):
-        exact_patterns = (*KEYS_WITHOUT_EFFECT, *LAYOUT_KEYS)
+        exact_patterns = (*exact_patterns, *LAYOUT_KEYS)
     rates_change = _rates_change(saved_values, config, progress)
 
     lines = list[str]()

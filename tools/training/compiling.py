@@ -89,7 +89,9 @@ def _describe_outcome(
 def _describe_change(leaf_names: str, resumed: Path | None) -> Iterator[str]:
     """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was
     the same."""
-    before = Store(resumed).index.get("compiled", leaf_names) if resumed else leaf_names
+    before = leaf_names
+    if resumed:
+        before = Store(resumed).index.get("compiled", leaf_names)
     if before != leaf_names:
         change = f"{before or 'none'} -> {leaf_names or 'none'}"
         yield f"changed    compiled code: {change}{NOT_EXACT_MARK}"

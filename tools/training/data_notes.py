@@ -45,8 +45,8 @@ def tokenizer_notes(
             "other tokens"
         )
     if "eos" in record and record["eos"] != tokenizer.eos:
-        built_with = _describe_eos(record["eos"])
-        now = _describe_eos(tokenizer.eos)
+        built_with = _describe_token(record["eos"])
+        now = _describe_token(tokenizer.eos)
         yield (
             f"{prefix} was built with {built_with} at the end of each document, but "
             f"{tokenizer.path} and the settings beside it now say {now}: build it again, or set "
@@ -73,8 +73,8 @@ def different_tokenizer_notes(records: Mapping[Path, dict[str, Any] | None]) -> 
             return
 
 
-def _describe_eos(eos: int | None) -> str:
-    return "no token" if eos is None else f"token {eos}"
+def _describe_token(token: int | None) -> str:
+    return "no token" if token is None else f"token {token}"
 
 
 def begin_notes(
@@ -106,7 +106,7 @@ def begin_notes(
             "it there, too"
         )
     if tokenizer and tokenizer.eos is not None and documents.end is None:
-        evaluated_with = "no token" if documents.begin is None else f"token {documents.begin}"
+        evaluated_with = _describe_token(documents.begin)
         yield (
             f"documents do not end with token {tokenizer.eos}, which ends them by "
             f"{tokenizer.path}: the model does not learn where a text ends, and is evaluated with "

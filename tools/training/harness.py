@@ -167,7 +167,9 @@ class Harness:
 
     def _ask(self, samples: Sequence[Window]) -> list[Likelihood]:
         """Return the likelihoods of samples, which all ranks compute. For rank 0."""
-        return self._answer(_broadcast_samples(self._relay, samples)) if samples else []
+        if not samples:
+            return []
+        return self._answer(_broadcast_samples(self._relay, samples))
 
     def _answer(self, samples: Sequence[Window]) -> list[Likelihood]:
         return likelihoods(self._relay, samples, lambda _: self._position.note_action(PHASE))

@@ -267,7 +267,7 @@ class _Ranks:
             rdzv_handler=rendezvous,
             entrypoint=self.command[0],
             args=tuple(self.command[1:]),
-            # `Again` decides on restarts, also on fewer ranks, which the agent cannot
+            # `again` decides on restarts, also on fewer ranks, which the agent cannot
             max_restarts=0,
             local_addr=LOOPBACK,
         )

@@ -102,11 +102,9 @@ def _large_evaluations(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     requested = train.eval_batches * train.global_batch
     for field, samples in corpus.evaluated.items():
         if len(samples) < requested:
-            set_name = (
-                "the held-out text"
-                if field == "eval_loss"
-                else field.removeprefix(VALIDATION_PREFIX)
-            )
+            set_name = field.removeprefix(VALIDATION_PREFIX)
+            if field == "eval_loss":
+                set_name = "the held-out text"
             yield (
                 f"train.eval_batches = {train.eval_batches} of train.global_batch = "
                 f"{train.global_batch} asks for {requested:,} samples, but {set_name} has "

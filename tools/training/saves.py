@@ -98,7 +98,9 @@ class Saves:
     def _record_outcome(self, outcome: Outcome) -> None:
         self._saving = None
         self._print_warnings(outcome.warnings)
-        self._problem = f"{outcome.path} is not saved: {outcome.problem}" if outcome.problem else ""
+        self._problem = ""
+        if outcome.problem:
+            self._problem = f"{outcome.path} is not saved: {outcome.problem}"
         if self._problem and self._optimizer.world.rank == 0:
             effect = "training goes on, and the next save is a new attempt"
             print(f"warning    {self._problem}; {effect}", file=sys.stderr, flush=True)
@@ -161,6 +163,8 @@ def resume_point(folder: Path, step: int) -> str:
         saved_step = step_of(newest)
         message = f"the newest whole checkpoint is {newest}: the same command goes on from it"
     if saved_step < step:
-        steps = f"step {step}" if saved_step + 1 == step else f"steps {saved_step + 1} to {step}"
+        steps = f"step {step}"
+        if saved_step + 1 < step:
+            steps = f"steps {saved_step + 1} to {step}"
         message += f" and takes {steps} again"
     return message

@@ -124,7 +124,9 @@ def require_applied(progress: TrainState, overflow_monitor: OverflowMonitor) -> 
         )
     else:
         advice = overflow_monitor.advice()
-    steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+    steps = "its only step was"
+    if progress.step > 1:
+        steps = f"all {progress.step:,} steps were"
     raise TrainingDiverged(
         f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}"
     )
@@ -209,13 +211,9 @@ class Digests:
         self._optimizer = engine.optimizer
         self._state = StateDigest(engine.optimizer, engine.fp8)
 
-    def due(self, step: int) -> bool:
-        """Return True if the state after step `step`, counted from 1, is digested."""
-        return is_due(self._every, step)
-
     def of_step(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
         """Return the event of a step that was taken: one if it is due, else none."""
-        if not self.due(progress.step):
+        if not is_due(self._every, progress.step):
             return []
         fields = {name: getattr(report, name) for name in STEP_FIELDS}
         return [self._event(progress, fields)]
@@ -258,10 +256,6 @@ class SentinelChecks:
         self._sentinel = Sentinel(engine, exact) if self._every else None
         self._last_clean = 0
 
-    def due(self, step: int) -> bool:
-        """Return True if step `step`, counted from 1, is checked."""
-        return is_due(self._every, step)
-
     def checking(
         self, number: int, share_of: Callable[[int], Share]
     ) -> AbstractContextManager[None]:
@@ -270,7 +264,7 @@ class SentinelChecks:
         share_of: returns the share of a data-parallel rank in this step. Raises SilentFault inside;
             see `Sentinel`.
         """
-        if self._sentinel is None or not self.due(number + 1):
+        if self._sentinel is None or not is_due(self._every, number + 1):
             return nullcontext()
         return self._sentinel.checking(number, share_of)
 
@@ -279,7 +273,7 @@ class SentinelChecks:
 
         step: counted from 1.
         """
-        if self._sentinel is None or not self.due(step):
+        if self._sentinel is None or not is_due(self._every, step):
             return {}
         # Reached only if the check raised nothing.
         self._last_clean = step

@@ -36,7 +36,7 @@ OnSignal = Callable[[signal.Signals], None]
 class Stopped(Exception):
     """The run ended because of a signal, with its state saved.
 
-    code: of the command, 128 + signal.
+    exit_code: of the command, 128 + signal.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -80,8 +80,10 @@ def as_user_error(error: Exception) -> Exception:
     """
     if isinstance(error, OSError) and error.filename is not None:
         return UserError(file_error(error))
-    # A subclass of UserError is noted and printed under the name that CODES has.
-    return UserError(*error.problems) if isinstance(error, UserError) else error
+    # A subclass of UserError is noted and printed under the name that EXIT_CODES has.
+    if isinstance(error, UserError):
+        return UserError(*error.problems)
+    return error
 
 
 def ended_on_purpose(reason: str) -> bool:

@@ -127,8 +127,9 @@ class Trainer:
             options,
             stage_maker(config.model.factory),
         )
-        optimizer_options = _optimizer_options(config, device_of(mesh))
-        optimizer = stages.make_optimizer(self.optimizer_class, **optimizer_options)
+        optimizer = stages.make_optimizer(
+            self.optimizer_class, **optimizer_options(config, device_of(mesh))
+        )
         return Engine(stages, optimizer, [StepPosition(self.position), *observers], self.position)
 
     def _resume(self, checkpoint: Path) -> None:
@@ -392,7 +393,9 @@ class Trainer:
             if counted:
                 total_loss += loss * counted
                 counted_tokens += counted
-        return total_loss / counted_tokens if counted_tokens else math.nan
+        if not counted_tokens:
+            return math.nan
+        return total_loss / counted_tokens
 
     def share(
         self,
@@ -414,7 +417,7 @@ class Trainer:
         self._saved_step = self.progress.step
 
 
-def _optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
+def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
     """Return the run's settings as keyword arguments of `RankStages.make_optimizer`. Raises
     UserError.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+# No script runs and nothing is loaded, whatever a run has written into its records.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 :root {
@@ -73,7 +74,7 @@ summary { cursor: pointer; color: var(--main) }
   td { border: 0; padding: .05rem 0; max-width: none; overflow-wrap: anywhere }
   td::before { content: attr(data-head) ": "; color: var(--faint) }
   td:empty { display: none }
-    figcaption b { display: block }
+  figcaption b { display: block }
 }
 """
 

@@ -35,13 +35,15 @@ def page(certificate: Certificate) -> str:
         paragraph(f"{configuration['model']}. {digests} {versions}."),
         *_section("Layouts", _layouts_table(certificate["layouts"])),
     ]
-    for layout_entry in certificate["layouts"]:
-        if layout_entry["verdict"] != PROVEN:
-            parts += _layout_details(layout_entry)
+    for layout in certificate["layouts"]:
+        if layout["verdict"] != PROVEN:
+            parts += _layout_details(layout)
     # layouts that were not run have no quantities
-    tried = [layout_entry for layout_entry in certificate["layouts"] if layout_entry["quantities"]]
+    tried = [layout for layout in certificate["layouts"] if layout["quantities"]]
     parts += _section("Quantities", *map(_quantities_table, tried))
-    changes = [(key, old, new) for key, (old, new) in certificate["changes"].items()]
+    changes = list[Sequence[Text]]()
+    for key, (old, new) in certificate["changes"].items():
+        changes.append((key, old, new))
     if changes:
         parts += _section("Made small", table(("key", "from", "to"), changes))
     untried = list(untried_parts(certificate))
@@ -64,35 +66,29 @@ def _section(title: str, *parts: Html) -> Iterator[Html]:
 
 
 def _layouts_table(layouts: Sequence[Mapping[str, Any]]) -> Html:
-    table_rows: list[Sequence[Text]] = []
-    for layout_entry in layouts:
-        cells = [cell.text for cell in number_cells(layout_entry)]
-        table_rows.append(
-            [layout_entry["layout"], layout_entry["precision"], *cells, verdict(layout_entry)]
-        )
+    rows: list[Sequence[Text]] = []
+    for layout in layouts:
+        cells = [cell.text for cell in number_cells(layout)]
+        rows.append([layout["layout"], layout["precision"], *cells, verdict(layout)])
     head = ("layout", "precision", *NUMBERS.values(), "exact", "verdict")
-    return table(head, table_rows, len(table_rows))
+    return table(head, rows, len(rows))
 
 
-def _layout_details(layout_entry: Mapping[str, Any]) -> Iterator[Html]:
+def _layout_details(layout: Mapping[str, Any]) -> Iterator[Html]:
     """Yield what is known of a layout that is not proven: where the first difference arises, and
     what differs."""
-    title = html(f"{layout_entry['layout']}, {layout_entry['precision']}")
-    yield Html(f'<h2 class="{CSS_CLASSES[layout_entry["verdict"]]}">{title}</h2>')
-    yield table(("", "detail"), list(details_of(layout_entry)))
+    title = html(f"{layout['layout']}, {layout['precision']}")
+    yield Html(f'<h2 class="{CSS_CLASSES[layout["verdict"]]}">{title}</h2>')
+    yield table(("", "detail"), list(details_of(layout)))
     # ranks that hang or fail leave no record of a step
-    if layout_entry.get("way"):
-        yield paragraph(
-            f"Step {layout_entry['first']['step']}, from its first activation to its update:"
-        )
-        yield _stations_list(layout_entry["way"])
-    table_rows = [
-        (describe_difference(difference),) for difference in layout_entry.get("differing", [])
-    ]
-    if table_rows:
-        yield table(("what differs",), table_rows)
-    if layout_entry.get("num_differing", 0) > len(table_rows):
-        yield paragraph(f"{layout_entry['num_differing']} in all.")
+    if layout.get("way"):
+        yield paragraph(f"Step {layout['first']['step']}, from its first activation to its update:")
+        yield _stations_list(layout["way"])
+    rows = [(describe_difference(difference),) for difference in layout.get("differing", [])]
+    if rows:
+        yield table(("what differs",), rows)
+    if layout.get("num_differing", 0) > len(rows):
+        yield paragraph(f"{layout['num_differing']} in all.")
 
 
 def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
@@ -113,10 +109,8 @@ def _stations_list(stations: Sequence[Mapping[str, Any]]) -> Html:
     return Html(f'<ol class="way">{"".join(items)}</ol>')
 
 
-def _quantities_table(layout_entry: Mapping[str, Any]) -> Html:
-    table_rows = [
-        _quantity_row(name, quantity) for name, quantity in layout_entry["quantities"].items()
-    ]
+def _quantities_table(layout: Mapping[str, Any]) -> Html:
+    rows = [_quantity_row(name, quantity) for name, quantity in layout["quantities"].items()]
     head = (
         "quantity",
         "verdict",
@@ -128,14 +122,15 @@ def _quantities_table(layout_entry: Mapping[str, Any]) -> Html:
         "step",
         "why not tried",
     )
-    summary = f"{layout_entry['layout']}, {layout_entry['precision']}: {layout_entry['verdict']}"
-    return folded(summary, table(head, table_rows))
+    summary = f"{layout['layout']}, {layout['precision']}: {layout['verdict']}"
+    return folded(summary, table(head, rows))
 
 
 def _quantity_row(name: str, quantity: Mapping[str, Any]) -> list[Text]:
     # not tried: there are no numbers
     if "compared" not in quantity:
-        return [name, quantity["verdict"], *[""] * 6, quantity["why"]]
+        empty_cells = [""] * 6
+        return [name, quantity["verdict"], *empty_cells, quantity["why"]]
     return [
         name,
         quantity["verdict"],

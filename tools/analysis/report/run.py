@@ -11,7 +11,7 @@ from typing import Any
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
-from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.config.run_file import RunConfig, load_run, run_file_in
 from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines, read_metrics
 
 LARGEST_FILE = 50_000_000  # bytes of a file that is read whole, other than those of records
@@ -35,18 +35,14 @@ class Run:
     events: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, run_folder: Path) -> "Run":
-        """Return the run in `run_folder`. Raises UserError if it has no record of a step."""
-        records = read_metrics(run_folder)
+    def read(cls, folder: Path) -> "Run":
+        """Return the run in `folder`. Raises UserError if it has no record of a step."""
+        records = read_metrics(folder)
         if not records:
-            problem = f"has no steps in {METRICS}" if run_folder.is_dir() else "is no folder"
-            raise UserError.of("report.not_a_run", folder=run_folder, problem=problem)
-        lines = read_lines(run_folder / EVENTS)
-        return cls(
-            run_folder,
-            records,
-            [text_line.record for text_line in lines if text_line.record is not None],
-        )
+            problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
+            raise UserError.of("report.not_a_run", folder=folder, problem=problem)
+        lines = read_lines(folder / EVENTS)
+        return cls(folder, records, [line.record for line in lines if line.record is not None])
 
     @property
     def name(self) -> str:
@@ -67,11 +63,8 @@ class Run:
     @cached_property
     def run_file(self) -> Path | None:
         """The resolved run file that the run has saved."""
-        for key_name in ("run.toml", "run.resolved.toml"):
-            path = self.folder / key_name
-            if _is_readable(path) and read_whole(path).startswith(SAVED.encode()):
-                return path
-        return None
+        path = run_file_in(self.folder, written_by_run=True)
+        return path if path and _is_readable(path) else None
 
     @cached_property
     def keys(self) -> list[Key]:
@@ -90,9 +83,9 @@ class Run:
         except (UserError, ValueError) as error:  # the report goes on without it
             return str(error)
 
-    def json(self, key_name: str) -> Any:
+    def json(self, file_name: str) -> Any:
         """Return a JSON file of the folder; None if there is none that can be read."""
-        path = self.folder / key_name
+        path = self.folder / file_name
         try:
             return parse_json(read_whole(path)) if _is_readable(path) else None
         except (OSError, ValueError):
@@ -106,12 +99,12 @@ def _is_readable(path: Path) -> bool:
 def _read_keys(text: str) -> Iterator[Key]:
     """Yield the keys of a run file as a run saves it: a line each, with the origin as a comment."""
     table = ""
-    for text_line in text.splitlines():
+    for line in text.splitlines():
         # A simple reader will do: the file begins with the mark of files that a run has written.
-        if text_line.startswith("[") and text_line.endswith("]"):
-            table = text_line[1:-1]
-        elif " = " in text_line and not text_line.startswith("#"):
-            key_name, _, value_and_origin = text_line.partition(" = ")
+        if line.startswith("[") and line.endswith("]"):
+            table = line[1:-1]
+        elif " = " in line and not line.startswith("#"):
+            key_name, _, value_and_origin = line.partition(" = ")
             value, _, origin = value_and_origin.rpartition("  # ")
             yield Key(f"{table}.{key_name}", value, _unescape(origin))
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import Instruction
-from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, bubble, simulate
-from tools.analysis.plots.charts import Row, draw_rows
+from tools.analysis.plots.charts import Row as ChartRow
+from tools.analysis.plots.charts import draw_rows
 from tools.analysis.plots.compare_plot import LAST, Curve
 from tools.analysis.plots.drawing import to_svg, to_themed_svg
 from tools.analysis.plots.shadow_plot import PICTURE
@@ -23,10 +22,10 @@ from tools.analysis.report.page import Html, Text, document, facts, folded, html
 from tools.analysis.report.run import Key, Run
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.console.units import flops
+from tools.console.units import duration, flops, loss_scale, size
 from tools.journal.records import NO_TOKENS_EVENT
 from tools.journal.shadow_records import SHADOW
-from tools.journal.timeline_file import TIMELINE, read_trace
+from tools.journal.timeline_file import TIMELINE, read_trace_of
 from tools.training.hangs import read_records
 from tools.verify.parity.certificate import run_digest
 from tools.verify.parity.summary import conclusion, verdict
@@ -45,13 +44,14 @@ MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 
 Section = Callable[[Run], Html | None]
 Fact = tuple[str, Text]  # a name and its value
+Row = tuple[Text, ...]  # of a table
 
 
 def summary(run: Run) -> Html:
     """Return how far the run got, and its most important numbers."""
     last_record = run.records[-1]
     curve = Curve(run.name, run.records)
-    table_rows = [
+    rows = [
         ("steps", _describe_steps(run)),
         ("skipped steps", f"{curve.skipped:,}"),
         *_token_facts(last_record),
@@ -59,14 +59,14 @@ def summary(run: Run) -> Html:
     ]
     end_events = run.of_kind("end")
     if end_events:
-        table_rows.append(("last end", str(end_events[-1]["why"])))
+        rows.append(("last end", str(end_events[-1]["why"])))
     if isinstance(run.config, RunConfig):
-        table_rows += _model_facts(run.config)
+        rows += _model_facts(run.config)
 
     notes = [*run.notes]
     if curve.skipped == len(run.records):
         notes.append("every step was skipped: nothing was learned")
-    return _join(facts(table_rows), *(paragraph("Note: ", note) for note in notes))
+    return _join(facts(rows), *(paragraph("Note: ", note) for note in notes))
 
 
 def _describe_steps(run: Run) -> str:
@@ -85,7 +85,9 @@ def _token_facts(record: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
-    final = "none" if math.isnan(curve.final) else f"{curve.final:.4f}"
+    final = f"{curve.final:.4f}"
+    if math.isnan(curve.final):  # every step was skipped
+        final = "none"
     yield f"loss, mean of last {LAST} steps", final
     if not math.isnan(curve.held_out):
         step = curve.held_out_step
@@ -95,14 +97,14 @@ def _loss_facts(curve: Curve, last_step: int) -> Iterator[Fact]:
         yield "held-out loss", held_out
 
 
-def _model_facts(run_config: RunConfig) -> Iterator[Fact]:
-    model = run_config.sized_model
+def _model_facts(config: RunConfig) -> Iterator[Fact]:
+    model = config.sized_model
     if model.factory:
         yield "model", model.factory
     else:
         yield "model", f"{model.family}, {model.num_parameters:,} parameters"
-    yield "layout", in_words(run_config.parallel)
-    yield "precision", str(run_config.precision.compute)
+    yield "layout", in_words(config.parallel)
+    yield "precision", str(config.precision.compute)
 
 
 def curves(run: Run) -> Html:
@@ -110,15 +112,15 @@ def curves(run: Run) -> Html:
     over: Over = "steps"
     if isinstance(run.config, RunConfig):
         over = run.config.log.plot_over
-    resumes = [run_event["step"] for run_event in run.of_kind("resume")]
+    resumes = [event["step"] for event in run.of_kind("resume")]
     drawing = pictures(run.records, over, resumes)
     figures: list[str] = []
-    for section_number, chart in enumerate(drawing.charts):
+    for number, chart in enumerate(drawing.charts):
         # its title is text of the page; the legend is the same for all
-        untitled = replace(chart, title="", tick_notes={}, has_legend=section_number == 0)
-        table_rows = [Row([untitled], 1, CURVE_HEIGHT)]
-        label = f"{chart.title} over {drawing.x_label}"
-        picture = to_themed_svg(draw_rows("", table_rows, CURVE_WIDTH), label)
+        untitled = replace(chart, title="", tick_notes={}, has_legend=number == 0)
+        rows = [ChartRow([untitled], 1, CURVE_HEIGHT)]
+        drawn = draw_rows("", rows, CURVE_WIDTH)
+        picture = to_themed_svg(drawn, f"{chart.title} over {drawing.x_label}")
         caption = f"<figcaption><b>{html(chart.title)}</b></figcaption>"
         figures.append(f"<figure>{caption}{picture}</figure>")
     remarks = f"Without a picture: {'; '.join(drawing.remarks)}." if drawing.remarks else ""
@@ -131,17 +133,14 @@ def changes(run: Run) -> Html | None:
     resumes = run.of_kind("resume")
     if not resumes:
         return None
-    table_rows = [
-        (
-            run_event["step"],
-            run_event.get("ranks", ""),
-            _list_items(run_event["changed"]) if run_event["changed"] else "nothing",
-            f"{_format_number(run_event['lr_before'])} → {_format_number(run_event['lr_next'])}",
-            _list_items(run_event["notes"]),
-        )
-        for run_event in resumes
-    ]
-    return table(("after step", "ranks", "changed keys", "learning rate", "notes"), table_rows)
+    rows = list[Row]()
+    for event in resumes:
+        changed = _list_items(event["changed"]) if event["changed"] else "nothing"
+        last_rate = _format_number(event["lr_before"])
+        rates = f"{last_rate} → {_format_number(event['lr_next'])}"
+        notes = _list_items(event["notes"])
+        rows.append((event["step"], event.get("ranks", ""), changed, rates, notes))
+    return table(("after step", "ranks", "changed keys", "learning rate", "notes"), rows)
 
 
 def skips(run: Run) -> Html | None:
@@ -150,35 +149,24 @@ def skips(run: Run) -> Html | None:
     without_tokens = run.of_kind(NO_TOKENS_EVENT)
     if not overflows and not without_tokens:
         return None
-    table_rows = [
-        (
-            run_event["step"],
-            _format_scale(run_event["loss_scale"]),
-            run_event.get("outcome", ""),
-            _describe_offenders(run_event["offenders"]),
-            run_event["advice"],
-        )
-        for run_event in overflows
-    ]
-    table_rows += [
-        (
-            run_event["step"],
-            "",
-            run_event.get("outcome", ""),
-            "no token counts",
-            run_event["advice"],
-        )
-        for run_event in without_tokens
-    ]
-    return table(("step", "loss scale", "outcome", "not finite in", "advice"), table_rows)
+    rows = list[Row]()
+    for event in overflows:
+        scale = _format_scale(event["loss_scale"])
+        offenders = _describe_offenders(event["offenders"])
+        rows.append(_skip_row(event, scale, offenders))
+    for event in without_tokens:
+        rows.append(_skip_row(event, "", "no token counts"))
+    return table(("step", "loss scale", "outcome", "not finite in", "advice"), rows)
+
+
+def _skip_row(event: dict[str, Any], scale: str, offenders: Text) -> Row:
+    outcome = event.get("outcome", "")
+    return event["step"], scale, outcome, offenders, event["advice"]
 
 
 def _format_scale(scale: Any) -> str:
-    """Return a loss scale, a power of two as 2^n."""
     if isinstance(scale, int | float):
-        mantissa, exponent = math.frexp(scale)
-        if mantissa == 0.5:  # frexp's mantissa is in [0.5, 1)
-            return f"2^{exponent - 1}"
+        return loss_scale(scale)
     return _format_number(scale)
 
 
@@ -197,95 +185,81 @@ def _describe_offenders(offenders: Any) -> Text:
 
 def speed(run: Run) -> Html:
     """Return seconds, tokens per second and utilization of the steps."""
-    table_rows = list[Fact]()
+    rows = list[Fact]()
+    # Medians, for the first steps take longer than the others.
     seconds = _finite_values(run, "seconds")
     if seconds:
-        quickest_first = sorted(seconds)
-        slow = quickest_first[min(len(seconds) - 1, len(seconds) * 19 // 20)]
-        table_rows += [
+        slow = sorted(seconds)[len(seconds) * 19 // 20]
+        rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
             ("19 of 20 steps take at most", f"{slow:.4g} s"),
-            ("time in steps", _format_duration(sum(seconds))),
+            ("time in steps", duration(sum(seconds))),
         ]
     if rates := _finite_values(run, "tokens_per_s"):
-        table_rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
+        rows.append(("tokens/s, median", f"{median(rates):,.0f}"))
     if teraflops := _finite_values(run, "tflops"):
         rate = f"{flops(median(teraflops) * 1e12)}/s"
-        table_rows.append(("speed of the model's products, a rank, median", rate))
+        rows.append(("speed of the model's products, a rank, median", rate))
     if utilizations := _finite_values(run, "mfu"):
-        table_rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
-    return facts(table_rows)
+        rows.append(("model FLOPs utilization, median", f"{median(utilizations):.1%}"))
+    return facts(rows)
 
 
 def memory(run: Run) -> Html | None:
     """Return the memory of rank 0."""
-    end_events = run.of_kind("end")
-    end_events = [
-        run_event for run_event in end_events if isinstance(run_event["peak_memory"], int | float)
-    ]
+    end_events = list[dict[str, Any]]()
+    for event in run.of_kind("end"):
+        if isinstance(event["peak_memory"], int | float):
+            end_events.append(event)
     if not end_events:
         return None
     # A run has an end for each start; a later one may have evaluated less.
-    largest = max(end_events, key=lambda run_event: run_event["peak_memory"])
-    table_rows = list[Fact]()
+    largest = max(end_events, key=lambda event: event["peak_memory"])
+    rows = list[Fact]()
     if isinstance(largest.get("held_memory"), int | float):
-        state_memory = _format_bytes(largest["held_memory"])
-        table_rows.append(("weights, gradients, optimizer state", state_memory))
+        state_memory = size(largest["held_memory"])
+        rows.append(("weights, gradients, optimizer state", state_memory))
     if largest.get("memory_of") == "device":
         owner = "of the device"
     else:
         owner = "of the process, libraries included"
-    table_rows.append((f"peak {owner}", _format_bytes(largest["peak_memory"])))
-    return _join(facts(table_rows), paragraph("On rank 0, the largest of all starts."))
+    rows.append((f"peak {owner}", size(largest["peak_memory"])))
+    return _join(facts(rows), paragraph("On rank 0, the largest of all starts."))
 
 
 def schedule(run: Run) -> Html | None:
     """Return the pipeline schedule: the predicted timeline, and the measured one if recorded."""
-    run_config = run.config
-    if not isinstance(run_config, RunConfig):
-        return paragraph(f"Not known: {run_config}.")
-    if run_config.parallel.pipeline == 1:
+    config = run.config
+    if not isinstance(config, RunConfig):
+        return paragraph(f"Not known: {config}.")
+    if config.parallel.pipeline == 1:
         return None
-    stages = run_config.parallel.pipeline * max(1, run_config.parallel.chunks)
+    stages = config.parallel.pipeline * max(1, config.parallel.chunks)
     # forward, two halves of a backward and transfers for each stage and micro-batch
-    if 4 * stages * run_config.num_microbatches > MOST_INSTRUCTIONS:
+    if 4 * stages * config.num_microbatches > MOST_INSTRUCTIONS:
         return paragraph("Too large for this page: `megaprec schedule RUN.toml` shows it.")
 
-    pipeline = run_config.schedule
+    pipeline = config.schedule
     ranks = len(pipeline.programs)
-    costs = run_config.stage_costs(run_config.sized_model, pipeline.rank_of_stage)
+    costs = config.stage_costs(config.sized_model, pipeline.rank_of_stage)
     predicted = simulate(pipeline, lambda item: costs[item.stage].flops(item))
-    table_rows: list[Fact] = [
-        ("schedule", run_config.parallel.schedule),
+    rows: list[Fact] = [
+        ("schedule", config.parallel.schedule),
         ("bubble, predicted", f"{bubble(predicted):.1%}"),
     ]
     panels = [Timeline("predicted", predicted, ranks, "FLOPs")]
-    try:
-        measured = _measured_spans(run, pipeline)
-    except UserError as error:
-        measured = []
-        table_rows.append(("measured", str(error)))
+    measured = list[Span]()
+    trace = run.folder / TIMELINE
+    if trace.is_file():
+        try:
+            measured = read_trace_of(trace, pipeline)
+        except UserError as error:
+            rows.append(("measured", str(error)))
     if measured:
-        table_rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
+        rows.append(("bubble, measured", f"{bubble(measured):.1%}"))
         panels.append(Timeline("measured", measured, ranks, "s"))
     timelines = [_draw_timeline(panel) for panel in panels if len(panel.spans) <= MOST_DRAWN]
-    return _join(facts(table_rows), *timelines)
-
-
-def _measured_spans(run: Run, pipeline: Schedule) -> Sequence[Span]:
-    """Return the measured timeline of the run, in seconds.
-
-    None if it recorded none, or one of another schedule. Raises UserError.
-    """
-    path = run.folder / TIMELINE
-    if not path.is_file():
-        return []
-    spans = read_trace(path)
-    expected = list[tuple[int, Instruction]]()
-    for rank, program in enumerate(pipeline.programs):
-        expected += [(rank, instruction) for instruction in program]
-    measured = [(span.rank, span.instruction) for span in spans]
-    return spans if measured == expected else []
+    return _join(facts(rows), *timelines)
 
 
 def _draw_timeline(panel: Timeline) -> Html:
@@ -308,20 +282,19 @@ def fp8(run: Run) -> Html | None:
     events = run.of_kind(SHADOW)
     if not events:
         return None
-    alarmed = [run_event for run_event in events if run_event["alarms"]]
-    section_parts = [facts([("compared micro-batches", len(events)), ("alarms", len(alarmed))])]
+    alarmed = [event for event in events if event["alarms"]]
+    compared = ("compared micro-batches", len(events))
+    parts = [facts([compared, ("alarms", len(alarmed))])]
     if alarmed:
-        table_rows = [
-            (run_event["step"], _list_items(run_event["alarms"])) for run_event in alarmed
-        ]
-        section_parts.append(table(("step", "alarms"), table_rows))
+        rows = [(event["step"], _list_items(event["alarms"])) for event in alarmed]
+        parts.append(table(("step", "alarms"), rows))
     path = run.folder / PICTURE
     # A file of that name may be anything: only a picture of reasonable size is put into the page.
     if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
         content = read_whole(path)
         if content.startswith(PNG_SIGNATURE):
-            section_parts.append(_image("FP8 shadow", "png", content))
-    return _join(*section_parts)
+            parts.append(_image("FP8 shadow", "png", content))
+    return _join(*parts)
 
 
 def evidence(run: Run) -> Html:
@@ -329,32 +302,31 @@ def evidence(run: Run) -> Html:
 
     Later kinds are added here.
     """
-    section_parts = [_parity(run), _proof(run)]
+    parts = [_parity(run), _proof(run)]
     checks = [record["sentinel"] for record in run.records if "sentinel" in record]
     if checks:
         clean = checks.count("clean")
-        section_parts.append(
+        parts.append(
             paragraph(f"The sentinel checked {len(checks):,} steps; {clean:,} were clean.")
         )
-    return _join(*section_parts)
+    return _join(*parts)
 
 
 def _parity(run: Run) -> Html:
     certificate = run.json("parity.json")
     if certificate is None:
         return paragraph(NO_CERTIFICATE)
+    rows = list[Row]()
     try:
-        table_rows = [
-            (str(layout["layout"]), str(layout["precision"]), verdict(layout))
-            for layout in certificate["layouts"]
-        ]
+        for layout in certificate["layouts"]:
+            rows.append((str(layout["layout"]), str(layout["precision"]), verdict(layout)))
         result = conclusion(certificate)
     except MALFORMED:
         return paragraph("parity.json is not a certificate.")
     return _join(
         _note_on_other_keys(run, certificate),
         paragraph(f"Parity: {result}."),
-        table(("layout", "precision", "verdict"), table_rows),
+        table(("layout", "precision", "verdict"), rows),
     )
 
 
@@ -363,7 +335,7 @@ def _proof(run: Run) -> Html:
     if certificate is None:
         return paragraph(NO_PROOF)
     try:
-        table_rows = [_proof_row(row) for row in certificate["rows"]]
+        rows = [_proof_row(row) for row in certificate["rows"]]
         steps = f"steps {certificate['first_step']} to {certificate['last_step']}"
         result = f"{steps}: {certificate['verdict']}"
     except MALFORMED:
@@ -371,21 +343,19 @@ def _proof(run: Run) -> Html:
     return _join(
         _note_on_other_keys(run, certificate),
         paragraph(f"Repeating and resuming bit for bit, {result}."),
-        table(("compared with the straight run", "steps", "verdict", "why"), table_rows),
+        table(("compared with the straight run", "steps", "verdict", "why"), rows),
     )
 
 
 def _proof_row(row: Any) -> tuple[str, str, str, str]:
-    steps = f"{row['steps'][0]} to {row['steps'][1]}"
+    first, last = row["steps"]
+    steps = f"{first} to {last}"
     reason = str(row.get("why", ""))
     return str(row["row"]), steps, str(row["verdict"]), reason
 
 
 def _note_on_other_keys(run: Run, certificate: Any) -> Html:
-    """Return a note if a certificate is not of the run as run.toml describes it.
-
-    Nothing if it is.
-    """
+    """Return a note if a certificate is not of the run as run.toml describes it, else nothing."""
     certified = certificate.get("configuration")
     digest = certified.get("sha256") if isinstance(certified, dict) else None
     if not isinstance(run.config, RunConfig):
@@ -403,37 +373,28 @@ def _note_on_other_keys(run: Run, certificate: Any) -> Html:
 
 def faults(run: Run) -> Html | None:
     """Return restarts, silent faults and the record of an abnormal end."""
-    section_parts = list[Html]()
+    parts = list[Html]()
     if restarts := run.of_kind("restart"):
-        table_rows = [
-            (
-                run_event["step"],
-                run_event["ranks"],
-                run_event["why"],
-                _format_number(run_event["left"]),
-            )
-            for run_event in restarts
-        ]
-        section_parts.append(table(("from step", "ranks", "why", "restarts left"), table_rows))
+        rows = list[Row]()
+        for event in restarts:
+            left = _format_number(event["left"])
+            rows.append((event["step"], event["ranks"], event["why"], left))
+        parts.append(table(("from step", "ranks", "why", "restarts left"), rows))
     if silent_faults := run.of_kind("silent_fault"):
-        table_rows = [
-            (
-                run_event["checked_step"],
-                run_event["kind"],
-                run_event["what"],
-                str(run_event["ranks"]),
-                str(run_event["hosts"]),
-            )
-            for run_event in silent_faults
-        ]
-        section_parts.append(
-            table(("checked step", "kind", "seen in", "ranks", "hosts"), table_rows)
-        )
-    if stops := [run_event for run_event in run.of_kind("end") if not run_event["complete"]]:
-        table_rows = [(run_event["step"], run_event["why"]) for run_event in stops]
-        section_parts.append(table(("stopped after step", "why"), table_rows))
-    section_parts += _abnormal_end(run)
-    return _join(*section_parts) if section_parts else None
+        rows = list[Row]()
+        for event in silent_faults:
+            ranks = str(event["ranks"])
+            hosts = str(event["hosts"])
+            rows.append((event["checked_step"], event["kind"], event["what"], ranks, hosts))
+        parts.append(table(("checked step", "kind", "seen in", "ranks", "hosts"), rows))
+    stops = list[Row]()
+    for event in run.of_kind("end"):
+        if not event["complete"]:
+            stops.append((event["step"], event["why"]))
+    if stops:
+        parts.append(table(("stopped after step", "why"), stops))
+    parts += _abnormal_end(run)
+    return _join(*parts) if parts else None
 
 
 def _abnormal_end(run: Run) -> Iterator[Html]:
@@ -441,10 +402,10 @@ def _abnormal_end(run: Run) -> Iterator[Html]:
         records = read_records(run.folder)
     except (UserError, OSError):
         return  # no record: it ended in order
-    table_rows = [
-        (record.rank.rank, record.rank.host, record.verdict or record.ended) for record in records
-    ]
-    yield table(("rank", "host", "abnormal end"), table_rows)
+    rows = list[Row]()
+    for record in records:
+        rows.append((record.rank.rank, record.rank.host, record.verdict or record.ended))
+    yield table(("rank", "host", "abnormal end"), rows)
 
 
 def configuration(run: Run) -> Html:
@@ -454,10 +415,10 @@ def configuration(run: Run) -> Html:
     head = ("key", "value", "origin")
     all_keys = [_key_row(key) for key in run.keys]
     set_keys = [_key_row(key) for key in run.keys if key.origin != "default"]
-    section_number = len(all_keys)
+    count = len(all_keys)
     return _join(
-        table(head, set_keys, section_number),
-        folded(f"all {section_number} keys", table(head, all_keys, section_number)),
+        table(head, set_keys, count),
+        folded(f"all {count} keys", table(head, all_keys, count)),
     )
 
 
@@ -480,8 +441,8 @@ SECTIONS: Sequence[tuple[str, Section]] = (
 )
 
 
-def _join(*section_parts: Html) -> Html:
-    return Html("".join(part.text for part in section_parts))
+def _join(*parts: Html) -> Html:
+    return Html("".join(part.text for part in parts))
 
 
 def _list_items(items: Any) -> Html:
@@ -492,29 +453,16 @@ def _list_items(items: Any) -> Html:
 
 def _finite_values(run: Run, key: str) -> list[float]:
     values = (record.get(key) for record in run.records)
-    numbers = [float(field_value) for field_value in values if isinstance(field_value, int | float)]
-    return [section_number for section_number in numbers if math.isfinite(section_number)]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return [number for number in numbers if math.isfinite(number)]
 
 
-def _format_number(field_value: Any) -> str:
-    if isinstance(field_value, int | float):
-        return f"{field_value:.4g}"
-    if field_value is None:
+def _format_number(value: Any) -> str:
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    if value is None:
         return "not known"
-    return str(field_value)
-
-
-def _format_bytes(count: float) -> str:
-    if count >= 2**30:
-        return f"{count / 2**30:,.2f} GiB"
-    return f"{count / 2**20:,.1f} MiB"
-
-
-def _format_duration(duration: float) -> str:
-    hours, seconds = divmod(round(duration), 3600)
-    if hours:
-        return f"{hours} h {seconds // 60} min"
-    return f"{seconds // 60} min {seconds % 60} s"
+    return str(value)
 
 
 def page(run: Run) -> str:

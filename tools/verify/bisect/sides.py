@@ -19,7 +19,8 @@ import torch
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.config.run_file import RunConfig, load_run
+from tools.config.run_file import RunConfig, run_file_in
+from tools.convert.initial import resolve_run
 from tools.convert.train_state import TrainState, read_progress
 from tools.journal.records import (
     DIGESTS,
@@ -65,11 +66,11 @@ class Side:
         """Open a run directory or a run file. Raises UserError."""
         folder = Path(path)
         if not folder.is_dir():
-            return Side(path, load_run(path), None)
-        for file_name in ("run.toml", "run.resolved.toml"):
-            if (folder / file_name).is_file():
-                return Side(path, load_run(folder / file_name), folder)
-        raise UserError.of("bisect.not_a_run", path=path)
+            return Side(path, resolve_run(path), None)
+        run_file = run_file_in(folder)
+        if run_file is None:
+            raise UserError.of("bisect.not_a_run", path=path)
+        return Side(path, resolve_run(run_file), folder)
 
     @property
     def digests(self) -> dict[int, Mapping[str, Any]]:

@@ -1,0 +1,43 @@
+"""Arguments that several commands have."""
+
+from argparse import ArgumentParser
+
+
+def add_overrides(parser: ArgumentParser, place: str = "") -> None:
+    """Add the keys of a run file that a command takes in place of the file's. place: where they
+    must stand, after a semicolon.
+    """
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help=f"keys that differ from the file{place}",
+    )
+
+
+def add_strict(parser: ArgumentParser) -> None:
+    """Add `--strict`."""
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a configuration that produces notes"
+    )
+
+
+def add_vocab(parser: ArgumentParser) -> None:
+    """Add the vocabulary size of folders that do not state it."""
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help="vocabulary size without padding, if a Megatron or NeMo folder does not state it",
+    )
+
+
+def add_text_field(parser: ArgumentParser) -> None:
+    """Add the name that the text has in files with fields."""
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSON object, or column of a table, that holds the text (default: text)",
+    )

@@ -1,4 +1,4 @@
-"""Checks of the arguments that a loop of one's own gives to `save`, `load` and `load_weights`."""
+"""Checks of the arguments that a training script gives to `save`, `load` and `load_weights`."""
 
 import os
 from collections.abc import Iterator

@@ -234,7 +234,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     assert shows(
         broken("type", **{"head.weight": torch.zeros(68, 48).half()}),
         "convert.megatron_dtypes",
-        foreign="head.weight",
+        name="head.weight",
     )
     assert shows(broken("text", text="a"), "convert.state_value_not_tensor", name="text")
 

@@ -4,6 +4,7 @@ is not there."""
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ from megaprec.precision.plan import LossScaling, plan
 from tests.layouts import Fragment, Run, assemble, batches, fragments, make_engine, share_of
 from tests.models.test_parity import MODELS
 from tests.ranks import run_ranks
+from tests.refusals import sentence
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 Layout = tuple[int, int, int]  # tp, pp, dp
@@ -299,18 +301,27 @@ def set_groups(*groups: object) -> Callable[[Path], object]:
 GROUP = {"factors": [1.0, 1.0], "lr": 0.1, "weight_decay": 0.0}
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, "is not a checkpoint"),
-    "no index": (lambda path: (path / INDEX).unlink(), "is not a checkpoint"),
-    "cut index": (partial(truncate, INDEX), "is not a checkpoint"),
+    "no folder": (shutil.rmtree, sentence("checkpoint.not_a_checkpoint")),
+    "no index": (lambda path: (path / INDEX).unlink(), sentence("checkpoint.not_a_checkpoint")),
+    "cut index": (partial(truncate, INDEX), sentence("checkpoint.not_a_checkpoint")),
     "index of bytes": (
         lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"),
-        "is not a checkpoint",
+        sentence("checkpoint.not_a_checkpoint"),
     ),
-    "index is a list": (lambda path: (path / INDEX).write_text("[1]"), "format None"),
-    "index is a number": (lambda path: (path / INDEX).write_text("1"), "format None"),
+    "index is a list": (
+        lambda path: (path / INDEX).write_text("[1]"),
+        sentence("checkpoint.unknown_format", version=None),
+    ),
+    "index is a number": (
+        lambda path: (path / INDEX).write_text("1"),
+        sentence("checkpoint.unknown_format", version=None),
+    ),
     "another format": (
         partial(change_index, lambda index: index.update(format=3)),
-        "newer version .* checkpoint format 3, and this one reads up to 2: update",
+        sentence(
+            "checkpoint.newer_version",
+            why=re.compile(" checkpoint format 3, and this one reads up to 2"),
+        ),
     ),
     "no tensors": (
         partial(change_index, lambda index: index.pop("tensors")),
@@ -340,28 +351,37 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         set_groups({"lr": 0.1}),
         r"damaged.*\noptimizer.param_groups.0.factors: Field required",
     ),
-    "no moment": (partial(change_index, lose_moment), "lacks a part of exp_avg_sq/scale"),
+    "no moment": (
+        partial(change_index, lose_moment),
+        sentence("checkpoint.part_missing", key="exp_avg_sq/scale"),
+    ),
     "no chunk": (
         partial(change_index, lose_chunk),
-        "does not say where all of .weight/linear.weight. is",
+        sentence("checkpoint.tensor_incomplete", key=re.compile(r"weight/linear\.weight")),
     ),
     "another shape": (
         partial(change_index, of_another_shape),
-        "lacks a part of weight/linear.weight",
+        sentence("checkpoint.part_missing", key="weight/linear.weight"),
     ),
     "cut tensors": (
         partial(truncate, "model-00000.safetensors"),
-        "model-00000.safetensors is missing or does not have the",
+        sentence("checkpoint.file_size", file=re.compile(r"model-00000\.safetensors")),
     ),
     "no tensors file": (
         lambda path: (path / "optimizer-00000.safetensors").unlink(),
-        "is missing or does not have the",
+        sentence("checkpoint.file_size"),
     ),
-    "scrambled tensors": (scramble, "optimizer-00000.safetensors is damaged"),
-    "file outside": (partial(change_index, list_outside), "outside of the checkpoint: '../x'"),
+    "scrambled tensors": (
+        scramble,
+        sentence("checkpoint.part_range", path=re.compile(r"optimizer-00000\.safetensors")),
+    ),
+    "file outside": (
+        partial(change_index, list_outside),
+        sentence("checkpoint.file_outside", name="../x"),
+    ),
     "chunk outside": (
         partial(change_index, point_outside),
-        "has no file '../elsewhere.safetensors'",
+        sentence("checkpoint.file_missing", name="../elsewhere.safetensors"),
     ),
 }
 

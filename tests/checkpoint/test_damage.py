@@ -30,6 +30,7 @@ from tests.checkpoint.test_checkpoint import (
 )
 from tests.layouts import Run, make_engine
 from tests.ranks import run_ranks
+from tests.refusals import sentence, shows
 from tests.runs import checkpoint, rewind, train, write_run
 from tools.cli import main
 
@@ -63,7 +64,9 @@ def test_every_flipped_byte_is_found(name: str, path: Path) -> None:
     whole = (path / name).read_bytes()
     for place in range(len(whole)):
         flip(path / name, place, dice.randrange(8))
-        with pytest.raises(UserError, match=name if name != INDEX else "damaged|not a checkpoint"):
+        with pytest.raises(
+            UserError, match=name if name != INDEX else sentence("checkpoint.not_a_checkpoint")
+        ):
             require_intact(store := Store(path), store.digests)
         (path / name).write_bytes(whole)
     require_intact(store := Store(path), store.digests)
@@ -93,7 +96,9 @@ def test_what_is_not_a_byte_of_the_index_is_not_taken_for_one(path: Path) -> Non
         content.replace(b'"step": 2', b'"step":2', 1),
     ):
         (path / INDEX).write_bytes(other)
-        with pytest.raises(UserError, match=f"damaged: {INDEX} is not what was saved"):
+        with pytest.raises(
+            UserError, match=sentence("checkpoint.digest_differs_newest", wrong=INDEX, verb="is")
+        ):
             Store(path)
 
 
@@ -219,7 +224,7 @@ def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(
     assert {rank for rank, _ in looked} == {0, 1}
     rank, victim = looked[-1]
     (path / victim).unlink()
-    with pytest.raises(UserError, match=f"{victim} is missing or does not have the"):
+    with pytest.raises(UserError, match=sentence("checkpoint.file_size", file=victim)):
         Store(path, Axis("world", rank, 2))
     Store(path, Axis("world", 1 - rank, 2))
 
@@ -232,7 +237,8 @@ def test_each_file_is_hashed_by_one_rank_and_all_ranks_refuse(tmp_path: Path) ->
     for _, once, said in ranks:
         assert once
         assert all(
-            f"{name} is not what was saved" in line for name, line in zip(names, said, strict=True)
+            shows(line, "checkpoint.digest_differs_newest", verb="is")
+            for name, line in zip(names, said, strict=True)
         )
 
 
@@ -255,7 +261,7 @@ def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
         capfd.readouterr()
         assert main([*map(str, arguments)]) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert "is damaged: " in line and line.endswith(
+        assert shows(line, "checkpoint.digest_differs_newest") and line.endswith(
             "restore it, or move it away to go on from step_00000003"
         )
         after = {path: path.read_bytes() for path in file.parent.rglob("*") if path.is_file()}

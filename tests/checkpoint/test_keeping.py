@@ -11,6 +11,7 @@ from megaprec import save
 from megaprec.checkpoint.keeping import RECORD, Keep
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import names, saved, small
+from tests.refusals import sentence
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -118,12 +119,10 @@ def test_a_line_of_the_record_that_is_torn_costs_nothing_but_its_own_removal(
 def test_what_is_no_rule_is_refused(keep: object, tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"^keep = .*: must be a whole number from 1 on, of the newest .*, or \"all\"",
+        match=sentence("checkpoint.keep_value", all="all"),
     ):
         save(tmp_path, 1, small(), {}, keep=keep)  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match=r"^keep_every = -1: must be a whole number of steps, 0 for none"
-    ):
+    with pytest.raises(UserError, match=sentence("checkpoint.keep_every_value", keep_every=-1)):
         save(tmp_path, 1, small(), {}, keep_every=-1)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megaprec.checkpoint import ranges
-from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.checkpoint.reader import FORMAT, Store
 from megaprec.checkpoint.snapshot import owned_ranges
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
@@ -22,7 +22,7 @@ from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.model_buffers import buckets
 from megaprec.precision.plan import plan
 from tests.checkpoint.test_checkpoint import change_index, saved
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 SHAPES = [(), (1,), (7,), (4, 5), (3, 1), (1, 6), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
@@ -97,7 +97,7 @@ def test_a_range_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
     change_index(
         lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=wrong), path
     )
-    with pytest.raises(UserError, match=rf"{INDEX} is not as it was written"):
+    with pytest.raises(UserError, match=sentence("checkpoint.index_digest_differs")):
         Store(path)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import shows
 from tests.runs import losses, train, write_run
 from tools import cli
 from tools.analysis.plots.compare_plot import COLORS, LAST, Curve, by_loss
@@ -89,7 +90,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
     assert capsys.readouterr().err == "--output a.pdf: the plot is written as .png\n"
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
-    assert f"there is no folder {absent}" in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, "command.plot_folder", parent=absent)
     assert not list(tmp_path.glob("*.png"))
 
 

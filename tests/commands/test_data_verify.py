@@ -12,7 +12,7 @@ import pytest
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
 from tests.commands.test_data_command import command
-from tests.refusals import raises, shows
+from tests.refusals import raises, sentence, shows
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,17 @@ def test_nothing_at_all_is_the_users_error(tmp_path: Path) -> None:
 def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_texts(
     good: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=f"--text-field body: {good} is a data set of tokens"):
+    with pytest.raises(
+        UserError, match=sentence("command.text_field_of_tokens", text_field="body", path=good)
+    ):
         command("verify", good, "--text-field", "body")
     (tmp_path / "x.txt").write_text("text")
-    with pytest.raises(UserError, match=f"--tokenizer {good}.model: {tmp_path}/x.txt is text"):
+    with pytest.raises(
+        UserError,
+        match=sentence(
+            "command.tokenizer_of_text",
+            tokenizer=re.compile(re.escape(f"{good}")),
+            path=re.compile(re.escape(f"{tmp_path}")),
+        ),
+    ):
         command("verify", tmp_path / "x.txt", "--tokenizer", f"{good}.model")

@@ -18,7 +18,7 @@ from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
 from models.presets import preset
 from parallel.context import Context
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 from tools.cli import main
 from tools.commands.precision import read_precision
 from tools.config.native_keys import native_keys_of
@@ -185,7 +185,7 @@ def test_what_the_file_does_not_tell_is_left_out_and_said(pasted: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("x = 3", r".*says nothing of precision in any system's words, like .*"),
+        ("x = 3", sentence("precision_file.nothing_of_precision", known=re.compile("precision"))),
         ("x = = 3", r".*, line 1: not TOML, JSON or Python: invalid syntax"),
         (
             "a = bf16_mixed()\nb = fp16_mixed()",

@@ -2,6 +2,7 @@
 silence."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, write_folder
+from tests.refusals import sentence
 from tools.cli import main
 from tools.convert.formats import open_source
 
@@ -48,19 +50,19 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an adapter": (
         write("adapter_config.json", "{}"),
-        "has an adapter, which is not read: merge it",
+        sentence("convert.adapter"),
     ),
     "weights not fetched": (
         write("model.safetensors", POINTER),
-        "is a pointer of Git LFS, .*: run git lfs pull",
+        sentence("convert.lfs_pointer"),
     ),
     "a config not fetched": (
         write("config.json", POINTER),
-        "is a pointer of Git LFS, .*: run git lfs pull",
+        sentence("convert.lfs_pointer"),
     ),
     "a tokenizer not fetched": (
         write("tokenizer.json", POINTER),
-        "is a pointer of Git LFS, .*: run git lfs pull",
+        sentence("convert.lfs_pointer"),
     ),
     "another format": (gguf, "model.gguf has the format of llama.cpp, which is not read"),
     "a key twice": (
@@ -69,11 +71,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "damaged settings": (
         write("tokenizer_config.json", "{"),
-        "tokenizer_config.json cannot be read",
+        sentence("megaprec.file_unreadable", path=re.compile(r"tokenizer_config\.json")),
     ),
     "a list of settings": (
         write("special_tokens_map.json", "[]"),
-        "special_tokens_map.json does not hold a JSON obj",
+        sentence("megaprec.not_json_object", path=re.compile(r"special_tokens_map\.json")),
     ),
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.other_systems import CONFIGS
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import matches
 from tools.convert.core.tensors import Stored
@@ -66,12 +66,15 @@ def test_parts_in_any_order_make_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [(0, 0), (0, 20), (6, 0), (11, 19), (12, 0), (5, 10)])
 def test_parts_that_overlap_are_refused(other: tuple[int, int], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"two parts of {NAME} overlap"):
+    with pytest.raises(UserError, match=sentence("convert.megatron_parts_overlap", name=NAME)):
         whole(tmp_path, [*QUARTERS[:3], other])
 
 
 def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"hold {NAME} in several dtypes, bfloat16 and float32"):
+    with pytest.raises(
+        UserError,
+        match=sentence("convert.megatron_dtypes", name=NAME, dtypes="bfloat16 and float32"),
+    ):
         whole(tmp_path, QUARTERS, (torch.float32, torch.float32, torch.bfloat16, torch.float32))
 
 
@@ -81,5 +84,5 @@ def test_a_single_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"lacks a part of {NAME}"):
+    with pytest.raises(UserError, match=sentence("convert.megatron_part_missing", name=NAME)):
         whole(tmp_path, QUARTERS[:3])

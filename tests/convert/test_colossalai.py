@@ -84,7 +84,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path / "shards", hf, 2, False)
     lost = folder / "pytorch_model-stage-00002-shard-00001.bin"
     lost.rename(tmp_path / "kept")
-    assert f"{lost} is missing" in refused(folder)
+    assert shows(refused(folder), "convert.shard_missing", path=lost)
     (tmp_path / "kept").rename(lost)
     torch.save({**torch.load(lost), "model.x": torch.zeros(2)}, lost)
     assert shows(refused(folder), "convert.tensor_surplus", name="model.x")

@@ -13,6 +13,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, usually
+from tests.refusals import sentence
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.families import FAMILIES
 from tools.convert.probe import BOUND, check_config, difference, reduced
@@ -362,7 +363,7 @@ def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
         else:
             wrong = ["1", True, -1, [1]]
         for value in [*wrong, {"a": 1}, float("inf")]:
-            with pytest.raises(UserError, match=rf"config.json has {key} = "):
+            with pytest.raises(UserError, match=sentence("convert.hf_value_kind", key=key)):
                 from_hugging_face({**SMALL[kind], key: value})
         said = refusal({**SMALL[kind], key: None})
         assert not said or FAMILIES[kind].aliases.get(key, key) in said

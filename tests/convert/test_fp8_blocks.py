@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, write_folder
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -173,48 +173,57 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], Any, str]] = {
     "transposed": (
         put(SCALES, Tensor.t),
         SAID,
-        r"must be \[4, 2\], but is \[2, 4\]: they are transposed",
+        sentence(
+            "convert.fp8_scale_shape",
+            expected="[4, 2]",
+            scale_shape="[2, 4]",
+            cause=": they are transposed",
+        ),
     ),
     "one scale too many": (
         put(SCALES, lambda s: s.repeat(2, 1)),
         SAID,
-        r"must be \[4, 2\], but is \[8, 2\]$",
+        sentence("convert.fp8_scale_shape", expected="[4, 2]", scale_shape="[8, 2]"),
     ),
     "another block": (
         lambda t: None,
         UNSAID,
-        r"in blocks of 128 x 128, so .* must be \[1, 1\], but is",
+        sentence("convert.fp8_scale_shape", block_rows=128, block_columns=128, expected="[1, 1]"),
     ),
-    "scales of bytes": (put(SCALES, Tensor.byte), SAID, "_scale_inv is uint8, which is not known"),
+    "scales of bytes": (
+        put(SCALES, Tensor.byte),
+        SAID,
+        sentence("convert.fp8_scale_dtype", scales="_scale_inv", dtype="uint8"),
+    ),
     "per matrix": (
         lambda t: None,
         {**SAID, "weight_block_size": None},
-        "one scale for a whole matrix: only FP8",
+        sentence("convert.fp8_block_null"),
     ),
     "a size of a block": (
         lambda t: None,
         {**SAID, "weight_block_size": [0, 7]},
-        "give two numbers above 0",
+        sentence("convert.fp8_block_size"),
     ),
     "static": (
         lambda t: None,
         {**SAID, "activation_scheme": "static"},
-        "activation_scheme = 'static', which is not",
+        sentence("convert.fp8_config_key", key="activation_scheme", short="'static'"),
     ),
     "another key": (
         lambda t: None,
         {**SAID, "bits": 4},
-        "quantization_config with bits = 4, which is not known",
+        sentence("convert.fp8_config_key", key="bits", short=4),
     ),
     "kept": (
         lambda t: None,
         {**SAID, "modules_to_not_convert": ["kv_b_proj"]},
-        "says that it is not converted",
+        sentence("convert.fp8_excluded_weight"),
     ),
     "kept by a pattern": (
         lambda t: None,
         {**SAID, "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]},
-        "says that it is not converted",
+        sentence("convert.fp8_excluded_weight"),
     ),
     "no FP8": (
         lambda t: [
@@ -222,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], Any, str]] = {
             for name in [*t]
         ],
         SAID,
-        "stores no FP8 weights, but config.json .*: take the key out if they were dequantized",
+        sentence("convert.fp8_config_without_weights"),
     ),
 }
 
@@ -244,7 +253,10 @@ def test_fp8_weights_of_which_the_config_says_nothing_are_refused(tmp_path: Path
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, -1.0])
 def test_a_scale_that_is_no_number_above_0_is_refused(wrong: float, tmp_path: Path) -> None:
     path = folder(tmp_path / "hf", lambda tensors: tensors[SCALES][3, 1:].fill_(wrong))
-    with pytest.raises(UserError, match=f"{SCALES} has a scale that is not a number above 0"):
+    with pytest.raises(
+        UserError,
+        match=sentence("convert.fp8_scale", file=re.compile("number"), scales=re.compile("scale")),
+    ):
         open_source(path).read("weight/layers.1.attention.key_up.weight")
 
 
@@ -259,7 +271,7 @@ def test_a_number_that_bf16_does_not_hold_is_refused(
         tensors[SCALES][3, 1] = 3.4e38 / 440
 
     with pytest.raises(
-        UserError, match=f"{KV_B} has numbers that are NaN or beyond what bf16 holds"
+        UserError, match=sentence("convert.fp8_not_finite", file=re.compile("number"))
     ):
         open_source(folder(tmp_path / "hf", change)).read("weight/layers.1.attention.key_up.weight")
 
@@ -321,7 +333,12 @@ METHODS += (
 def test_every_other_method_is_refused_by_its_name_with_a_way_out(method: str) -> None:
     said = {"quant_method": method, "bits": 4}
     with pytest.raises(
-        UserError, match=re.escape(f"quant_method = '{method}': such weights are not read; convert")
+        UserError,
+        match=sentence(
+            "convert.quantized_unreadable",
+            description=re.compile(re.escape(f"{method}")),
+            get=re.compile("convert"),
+        ),
     ):
         from_hugging_face(CONFIGS["llama"] | {"quantization_config": said})
 
@@ -336,7 +353,7 @@ def test_a_file_that_says_that_weights_are_quantized_is_refused_by_its_name(
     (path / file).write_text("{}")
     with pytest.raises(
         UserError,
-        match=f"{file} says that weights are quantized: such weights are not read; convert",
+        match=sentence("convert.quantized_by_config", path=file, remedy=re.compile("convert")),
     ):
         open_source(path)
 

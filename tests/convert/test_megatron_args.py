@@ -2,6 +2,7 @@
 refused by name."""
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from megaprec.errors import UserError
 from tests.other_systems import FOR_MEGATRON, write_folder
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.megatron.args import model_of_args
@@ -70,7 +71,9 @@ def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
     model_of_args(args, None)
     for key, kind in KINDS.items():
         for value in ODD[kind]:
-            with pytest.raises(UserError, match=rf"Megatron's {key} = .* is not {kind}"):
+            with pytest.raises(
+                UserError, match=sentence("convert.megatron_argument_kind", key=key)
+            ):
                 model_of_args({**args, key: value}, None)
     model_of_args(
         {**args, "moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.01]}, None
@@ -91,7 +94,12 @@ def test_what_ranks_are_found_by_has_its_kind_too(key: str, written: Path, tmp_p
     folder = edited(
         written, tmp_path / "odd", "00_000", lambda held: setattr(held["args"], key, "2")
     )
-    with pytest.raises(UserError, match=f"Megatron's {key} = '2' is not a whole number"):
+    with pytest.raises(
+        UserError,
+        match=sentence(
+            "convert.megatron_argument_kind", key=key, value="2", kind=re.compile("a whole number")
+        ),
+    ):
         open_source(folder)
 
 
@@ -141,7 +149,7 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
     layout = ("--to", "megatron", "--no-verify", "--tp", "2")
     assert main(["convert", str(folder), str(tmp_path / "there"), *layout]) == 0
     with pytest.raises(
-        UserError, match=f"{name} is .* on the tensor-parallel ranks, which do not fit each other"
+        UserError, match=sentence("convert.megatron_shapes", path=re.compile("other"))
     ):
         open_source(edited(tmp_path / "there", tmp_path / "odd", rank, shortened(name)))
 
@@ -149,40 +157,79 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (other_args, "is of another run than .*norm_epsilon = 0.3"),
-        (in_chunks, "holds the model in 2 virtual stages, and .* in 1"),
-        (half_a_tensor, "linear_qkv.weight in several dtypes, float32 and int32"),
-        (half_a_copy, "linear_qkv.layer_norm_weight in several dtypes, float32 and float64"),
-        (lambda held: held.update(model1={}), "holds model1 beside what is the whole model"),
+        (other_args, sentence("convert.megatron_other_run", key="norm_epsilon", value=0.3)),
+        (
+            in_chunks,
+            sentence(
+                "convert.megatron_virtual_stages",
+                num_chunks=2,
+                other_folder=re.compile("model"),
+                other_num_chunks=1,
+            ),
+        ),
+        (
+            half_a_tensor,
+            sentence(
+                "convert.megatron_dtypes",
+                name=re.compile(r"linear_qkv\.weight"),
+                dtypes="float32 and int32",
+            ),
+        ),
+        (
+            half_a_copy,
+            sentence(
+                "convert.megatron_dtypes",
+                name=re.compile(r"linear_qkv\.layer_norm_weight"),
+                dtypes="float32 and float64",
+            ),
+        ),
+        (
+            lambda held: held.update(model1={}),
+            sentence("convert.megatron_beside_whole", surplus="model1"),
+        ),
         (lambda held: held.update(iteration="x"), "iteration = 'x'"),
         (lambda held: held.update(iteration=-4), "iteration = -4"),
         (
             lambda held: held.update(opt_param_scheduler={"num_steps": "x"}),
-            "num_steps = 'x' is not a whole number",
+            sentence(
+                "convert.megatron_argument_kind",
+                key="num_steps",
+                value="x",
+                kind=re.compile("a whole number"),
+            ),
         ),
         (
             lambda held: held.update(iteration=7),
-            "was saved at another time than .*: iteration is 7 there, and 0 in the",
+            sentence("convert.megatron_other_time", clock="iteration", value=7, expected=0),
         ),
         (
             lambda held: held.update(opt_param_scheduler={"num_steps": 3}),
-            "num_steps of the scheduler is 3 there",
+            sentence("convert.megatron_other_time", clock="num_steps of the scheduler", value=3),
         ),
         (
             lambda held: held.update(optimizer=stepped(3)),
-            "the step of the optimizer is 3 there, and 0 in the other",
+            sentence(
+                "convert.megatron_other_time",
+                clock="the step of the optimizer",
+                value=3,
+                expected=0,
+            ),
         ),
         (
             lambda held: held.update(optimizer=stepped(0, 4.0)),
-            "the state of the loss scaler is .*4.0.* there",
+            sentence(
+                "convert.megatron_other_time",
+                clock="the state of the loss scaler",
+                value=re.compile("scale"),
+            ),
         ),
         (
             lambda held: held.update(checkpoint_version=1.0),
-            r"checkpoint_version = 1.0, and only 2.0 and 3.0 are read",
+            sentence("convert.megatron_version", version=1.0),
         ),
         (lambda held: held.update(checkpoint_version="3"), r"checkpoint_version = '3'"),
         (lambda held: held.update(checkpoint_version=4.0), r"checkpoint_version = 4.0"),
-        (lambda held: held.pop("args"), "has no args, which the file of every rank has"),
+        (lambda held: held.pop("args"), sentence("convert.megatron_rank_no_args")),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused(
@@ -194,7 +241,11 @@ def test_files_that_do_not_belong_together_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("mp_rank_00", "are both of"), ("mp_rank_007", "is not named as")]
+    ("name", "said"),
+    [
+        ("mp_rank_00", sentence("convert.megatron_rank_twice")),
+        ("mp_rank_007", sentence("convert.megatron_folder_name")),
+    ],
 )
 def test_a_folder_more_than_there_are_ranks_is_refused(
     name: str, said: str, written: Path, tmp_path: Path

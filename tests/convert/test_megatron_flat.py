@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.convert.test_megatron_stacked import STACKINGS, sizes_read, state_of
 from tests.other_systems import write_folder
 from tests.ranks import run_ranks
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
@@ -288,7 +288,7 @@ def numbered(change: Callable[[int, int, int, int], Place]) -> Callable[[Places]
 DENSE_CASE = CASES["stages, several buckets"]
 EXPERTS_CASE = CASES["experts of their own"]
 LAYOUT = "flat state has not the layout that its args and its model lead to"
-MASTER = "is not that of its weight"
+MASTER = sentence("convert.megatron_master_differs")
 FAULTS: dict[str, tuple[Case, str]] = {
     "from the first to the last": (replace(DENSE_CASE, forward=True), LAYOUT),
     "aligned to 128": (replace(DENSE_CASE, aligned=128), LAYOUT),

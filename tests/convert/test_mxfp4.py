@@ -15,7 +15,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.presets import preset
 from tests.other_systems import CONFIGS, write_folder
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -111,21 +111,36 @@ def pop(name: str) -> Callable[[Tensors], Any]:
         (
             lambda t: None,
             {"quantization_config": None},
-            "stores .*_blocks, but quantization_config is missing",
+            sentence(
+                "convert.quantization_mismatch", stores=re.compile("stores "), stated="missing"
+            ),
         ),
-        (pop("down_proj_scales"), {}, "has .*down_proj_blocks, but lacks .*down_proj_scales"),
-        (pop("down_proj_blocks"), {}, "has .*down_proj_scales, but lacks its blocks"),
+        (
+            pop("down_proj_scales"),
+            {},
+            sentence(
+                "convert.mxfp4_pair_missing",
+                name=re.compile("down_proj"),
+                blocks="_blocks",
+                scales="_scales",
+            ),
+        ),
+        (
+            pop("down_proj_blocks"),
+            {},
+            sentence("convert.mxfp4_blocks_missing", half=re.compile("down_proj_scales")),
+        ),
         (
             lambda t: None,
             {"quantization_config": {"quant_method": "awq"}},
-            "'awq'}: only weights of quant_method",
+            sentence("convert.mxfp4_method", short=re.compile(r"'awq'\}")),
         ),
         (
             lambda t: None,
             {"quantization_config": {**QUANTIZED, "bits": 3}},
-            "quantization_config with bits",
+            sentence("convert.mxfp4_config_key", unknown="bits"),
         ),
-        (lambda t: None, {"hidden_size": 32}, "the model asks for"),
+        (lambda t: None, {"hidden_size": 32}, sentence("convert.tensor_shape")),
     ],
     ids=["not said", "no scales", "no blocks", "another method", "another key", "another size"],
 )

@@ -1,6 +1,7 @@
 """The name tables and rearrangements: nothing lost, nothing twice, and each order what its system's
 own words say."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -22,6 +23,7 @@ from models.decoder.stages import Stage
 from models.logical_shapes import logical_shapes
 from parallel.context import Context
 from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
+from tests.refusals import sentence
 from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
 from tools.convert.core.rules import Match, head_sizes, matches
@@ -179,21 +181,21 @@ def test_a_table_names_each_tensor_once(kind: str) -> None:
 
 
 CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
-    "unknown model": ("llama", lambda c: c.update(model_type="bert"), "model_type 'bert' is not known: there are gpt2"),
-    "no model": ("llama", lambda c: c.pop("model_type"), "model_type None is not known"),
+    "unknown model": ("llama", lambda c: c.update(model_type="bert"), sentence("convert.hf_model_type", kind='bert')),
+    "no model": ("llama", lambda c: c.pop("model_type"), sentence("convert.hf_model_type", kind=None)),
     "another gelu": ("gpt2", lambda c: c.update(activation_function="relu"), "activation_function = 'relu'"),
-    "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), "only False or null is"),
+    "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), sentence("convert.hf_only_value", alternatives="False or null")),
     "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),
-    "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), "'bits': 4}: such weights are not"),
-    "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), "attn_logit_softcapping = 5.0, which is not"),
-    "both ways": ("mistral", lambda c: c.update(is_causal=False), "is_causal = False, of which only True is known"),
+    "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), sentence("convert.quantized_unreadable", description=re.compile(r"'bits': 4\}"))),
+    "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), sentence("convert.hf_key_unread", key="attn_logit_softcapping", value="5.0")),
+    "both ways": ("mistral", lambda c: c.update(is_causal=False), sentence("convert.hf_only_value", key="is_causal", short="False", alternatives="True")),
     "noise": ("mixtral", lambda c: c.update(router_jitter_noise=0.1), "router_jitter_noise = 0.1"),
     "two bases": ("gpt_neox", lambda c: c.update(rope_theta=50.0), "rope_theta = 50.0"),
-    "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), "num_hidden_layers = '4': it must"),
-    "layers without end": ("qwen2_moe", lambda c: c.update(num_hidden_layers=10**20), "it must be at most 4096"),
+    "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), sentence("convert.hf_value_kind", key="num_hidden_layers", value="'4'")),
+    "layers without end": ("qwen2_moe", lambda c: c.update(num_hidden_layers=10**20), sentence("convert.hf_value_kind", remedy="at most 4096")),
     "further layers without end": (
-        "glm4_moe", lambda c: c.update(num_nextn_predict_layers=10**20), "it must be at most 4096"),
-    "no layers": ("llama", lambda c: c.update(num_hidden_layers=0), "num_hidden_layers = 0: it must be above 0"),
+        "glm4_moe", lambda c: c.update(num_nextn_predict_layers=10**20), sentence("convert.hf_value_kind", remedy="at most 4096")),
+    "no layers": ("llama", lambda c: c.update(num_hidden_layers=0), sentence("convert.hf_value_kind", key="num_hidden_layers", value=0, remedy="above 0")),
 }  # fmt: skip
 
 
@@ -216,7 +218,10 @@ def test_weights_that_are_no_floats_are_refused_by_name(dtype: torch.dtype, tmp_
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(UserError, match=f"{name} is {str(dtype)[6:]}, not floats"):
+    with pytest.raises(
+        UserError,
+        match=sentence("convert.tensor_dtype", path=re.compile("float"), dtype=str(dtype)[6:]),
+    ):
         open_hf(folder)
 
 

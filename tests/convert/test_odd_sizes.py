@@ -2,6 +2,7 @@
 them, or named."""
 
 import json
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,14 @@ def test_experts_in_one_tensor_are_read_of_torch_files_too_and_others_are_named(
     (tmp_path / "held/pytorch_model.bin").unlink()
     save_file(stored | {name: stored[name][0].contiguous()}, tmp_path / "held/model.safetensors")
     assert main(["inspect", str(tmp_path / "held")]) == 2
-    assert f"{name} is [80, 24], not [experts, 2 ffn, hidden]" in capsys.readouterr().err
+    assert shows(
+        capsys.readouterr().err,
+        "convert.hf_expert_shape",
+        file=re.compile("experts"),
+        name=re.compile("experts"),
+        short="[80, 24]",
+        form="[experts, 2 ffn, hidden]",
+    )
 
 
 def test_a_head_that_differs_from_its_embedding_names_a_way_that_works(

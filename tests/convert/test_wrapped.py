@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megaprec.errors import UserError
 from tests.models.test_families import float32_is_float64
 from tests.other_systems import CONFIGS, write_folder
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.cli import main
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -114,20 +114,20 @@ def test_a_folder_that_transformers_wrote_computes_what_its_whole_model_does(
     [
         (
             {"text_config": None},
-            "has model_type = 'gemma3', but no text_config: a text model alone has 'gemma3_text'",
+            sentence("convert.hf_text_config_missing", kind="gemma3", text="gemma3_text"),
         ),
         (
             {"text_config": {**INNER, "model_type": "llama"}},
-            "text_config with model_type = 'llama', which is not",
+            sentence("convert.hf_text_config_type", short="'llama'"),
         ),
         (
             {"text_config": {**INNER, "new": 1}},
-            "has new = 1, which is not known of a gemma3_text model",
+            sentence("convert.hf_key_unread", key="new", value=1, kind="gemma3_text"),
         ),
-        ({"new": 1}, "has new = 1, which is not known of a gemma3 model"),
+        ({"new": 1}, sentence("convert.hf_key_unknown", key="new", short=1, kind="gemma3")),
         (
             {"tie_word_embeddings": False, "text_config": {**INNER, "tie_word_embeddings": True}},
-            "but text_config has",
+            sentence("convert.hf_text_config_differs"),
         ),
     ],
 )
@@ -173,8 +173,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_models_with_several_inputs_are_one_line_that_says_what_to_do(kind: str) -> None:
-    with pytest.raises(
-        UserError, match=r"only gemma3 is read; save .* in a folder of its own"
-    ) as error:
+    with pytest.raises(UserError, match=sentence("convert.hf_several_inputs")) as error:
         from_hugging_face(text_config({"model_type": kind, **OTHERS[kind]}))
     assert len(error.value.problems) == 1 and repr(kind) in str(error.value)

@@ -18,7 +18,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from tests import runs
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
 from tools.training.corpus import open_corpus
@@ -205,7 +205,7 @@ def test_an_overflow_names_data_set_and_sample(blended: tuple[Path, str]) -> Non
         ('data.blend=[{source = "python", weight = 1}, {source = "x"}]', "weight"),
         (
             'data.blend=[{source = "python", weight = 0.1234567891}, {source = "b", weight = 1.0}]',
-            "fewer digits",
+            sentence("data.blend_weights_too_fine"),
         ),
     ],
 )

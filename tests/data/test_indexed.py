@@ -13,7 +13,7 @@ from megaprec.data import index_check, indexed
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.errors import UserError
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 
 def write(prefix: Path, documents: list[list[int]], vocab_size: int = 1000) -> Path:
@@ -238,7 +238,14 @@ def test_a_vocabulary_must_hold_every_id(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(indexed, "CHUNK", 2)
     dataset = IndexedDataset(write(tmp_path / "x", [[1, 2, 41], [3, 4]]))
     check_vocabulary(dataset, contents_of(dataset), 42)
-    said = r"x has token ids 1 to 41, which a vocabulary of 41 .* is 41 in document 0 of .*x.bin, token 2: .*at least 42"
+    said = sentence(
+        "data.vocabulary_too_small",
+        low=1,
+        high=41,
+        vocab=41,
+        first=re.compile(r"x\.bin, token 2"),
+        needed=42,
+    )
     with pytest.raises(UserError, match=said):
         check_vocabulary(dataset, contents_of(dataset), 41)
 

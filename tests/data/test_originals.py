@@ -13,7 +13,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 NASTY = [
     "",
@@ -224,7 +224,8 @@ def test_learning_gives_the_same_bytes_for_the_same_text(
 
 
 @pytest.mark.parametrize(
-    ("size", "why"), [(0, "give at least"), (256, "take 257"), (10**6, "at most that")]
+    ("size", "why"),
+    [(0, "give at least"), (256, "take 257"), (10**6, sentence("data.vocabulary_beyond_text"))],
 )
 def test_a_size_that_does_not_suit_the_text_is_refused(tmp_path: Path, size: int, why: str) -> None:
     with pytest.raises(UserError, match=why):

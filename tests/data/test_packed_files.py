@@ -18,7 +18,7 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from tests.data.test_text import documents
 from tests.data.test_tokenizer import hugging_face
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 TEXTS = [
     "one",
@@ -125,10 +125,14 @@ def test_a_broken_parquet_file_is_named_with_the_row(
 @pytest.mark.parametrize(
     ("values", "kind", "why"),
     [
-        (["a", None], None, r"x\.parquet:2: field 'text' is null"),
-        ([1, 2], pyarrow.int64(), "is of type int64, not a text"),
-        ([b"a"], pyarrow.binary(), "is of type binary, not a text"),
-        ([["a"]], pyarrow.list_(pyarrow.string()), "is of type list"),
+        (
+            ["a", None],
+            None,
+            sentence("data.field_null", where=re.compile(r"x\.parquet:2: field 'text'")),
+        ),
+        ([1, 2], pyarrow.int64(), sentence("data.parquet_type", field_type="int64")),
+        ([b"a"], pyarrow.binary(), sentence("data.parquet_type", field_type="binary")),
+        ([["a"]], pyarrow.list_(pyarrow.string()), sentence("data.parquet_type")),
     ],
 )
 def test_a_column_that_is_no_text_is_refused(
@@ -188,5 +192,5 @@ def test_without_the_package_the_message_names_the_extra(
 ) -> None:
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=rf"{name} needs pyarrow: pip install pyarrow"):
+    with pytest.raises(UserError, match=sentence("data.pyarrow_missing", file=name)):
         open_source(str(tmp_path / name))

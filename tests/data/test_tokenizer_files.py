@@ -19,7 +19,7 @@ from megaprec.data.tokenizer_files import protobuf_fields
 from megaprec.data.training import train_hugging_face
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers (pip install tokenizers)")
 TEXT = "the model learns what the text says, and the text says what it has seen\n" * 20
@@ -415,7 +415,15 @@ def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) 
     ):
         load_tokenizer(tmp_path)
     written(tmp_path, definition)
-    with pytest.raises(UserError, match=f"{tmp_path} is a folder; give {tmp_path}/tokenizer.json"):
+    with pytest.raises(
+        UserError,
+        match=sentence(
+            "data.tokenizer_file_unusable",
+            path=tmp_path,
+            problem=" is a folder",
+            inside=re.compile(re.escape(f"{tmp_path}")),
+        ),
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -449,7 +457,13 @@ def test_no_text_is_made_of_ids_that_no_token_has(
         tokenizer = load_tokenizer(path)
         for wrong in (tokenizer.vocab_size, -1):
             with pytest.raises(
-                UserError, match=f"{path.name} has no token {wrong}: it has {tokenizer.vocab_size}"
+                UserError,
+                match=sentence(
+                    "data.token_missing",
+                    path=path.name,
+                    wrong=wrong,
+                    vocab_size=tokenizer.vocab_size,
+                ),
             ):
                 tokenizer.decode([1, wrong])
 

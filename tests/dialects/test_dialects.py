@@ -14,6 +14,7 @@ from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
+from tests.refusals import sentence
 
 FP32 = torch.float32
 BF16 = torch.bfloat16
@@ -338,7 +339,12 @@ def test_every_field_has_an_origin(system: str) -> None:
             "colossalai",
             {"fp16": {}},
             [
-                r"precision.colossalai.fp16.mode is missing: use one of APEX, TORCH, PARALLEL, NAIVE .*"
+                sentence(
+                    "dialect.mode_missing",
+                    key="precision.colossalai.fp16.mode",
+                    modes="APEX, TORCH, PARALLEL, NAIVE",
+                    system=re.compile("olossal"),
+                )
             ],
         ),
         (

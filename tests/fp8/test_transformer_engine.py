@@ -31,6 +31,7 @@ from tests.fp8.test_products import SHAPES, bound, matrix
 from tests.fp8.test_state import grads, pair
 from tests.fp8.test_training import EXPERTS, MODEL, alone, fp8, run, states
 from tests.layouts import Run, train_all
+from tests.refusals import sentence
 from tests.runs import train, write_run
 from tests.training.test_precision_run import MINIMAL
 from tools.config.run_file import load_run
@@ -259,10 +260,7 @@ def test_its_scales_are_of_whole_tensors() -> None:
     for kind in ("rowwise", "blockwise", "mx"):
         with pytest.raises(
             UserError,
-            match=(
-                'backend = "transformer_engine": supports only kind .* one scale per tensor, not '
-                f'"{kind}"; use'
-            ),
+            match=(sentence("fp8.backend_kind", backend="transformer_engine", kind=kind)),
         ):
             by("transformer_engine", kind=kind)
 

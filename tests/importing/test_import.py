@@ -12,6 +12,7 @@ import pytest
 
 from megaprec.errors import UserError
 from tests.importing.scripts import ASSUMED, SCRIPTS
+from tests.refusals import sentence
 from tools.cli import main
 from tools.config.run_file import RunConfig, load_run, read_run_settings
 from tools.convert.megatron.args import model_of_args
@@ -195,7 +196,16 @@ def test_experts_go_over_as_many_ranks_as_there_are(
     assert (run.parallel.expert, run.parallel.expert_tensor) == (4, 1)
     changed.write_text(script.replace(EP, f"{EP[:-1]}8"))
     with pytest.raises(
-        UserError, match="8 ranks x 2 slices = 16 do not divide the data 2 x tensor 2 = 4 ranks"
+        UserError,
+        match=sentence(
+            "comm.experts_ranks",
+            expert=8,
+            expert_tensor=2,
+            expert_ranks=16,
+            data=2,
+            tensor=2,
+            stage_size=4,
+        ),
     ):
         run_of(tmp_path, str(changed))
 
@@ -369,7 +379,9 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
     [
         (
             "--swigul",
-            "--swigul: no such argument of Megatron-LM is known here; did you mean --swiglu?",
+            re.escape(
+                "--swigul: no such argument of Megatron-LM is known here; did you mean --swiglu?"
+            ),
         ),
         ("--num-layer 3", "--num-layer: no such argument"),
         (
@@ -406,10 +418,13 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
         ("--softmax-type off-by-one", "--softmax-type = 'off-by-one' cannot be converted"),
         (
             "--context-parallel-size 2 --cp-comm-type a2a",
-            "--cp-comm-type a2a: keys and values go round (p2p)",
+            re.escape("--cp-comm-type a2a: keys and values go round (p2p)"),
         ),
-        ("--num-attention-heads 0", "--num-attention-heads 0: give a number from 1 on"),
-        ("--hidden-size 65", "--hidden-size 65: must be a multiple of --num-attention-heads 4"),
+        (
+            "--num-attention-heads 0",
+            sentence("import.number_from_one", origin="--num-attention-heads 0"),
+        ),
+        ("--hidden-size 65", sentence("import.heads_multiple", said="--hidden-size 65", heads=4)),
         ("--data-path a b", "--data-path a b: give the weight of each data set"),
         ("--pipeline-model-parallel-size 3", "4 layers cannot be cut evenly into 3 x 1 stages"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq"),
@@ -422,7 +437,7 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
 )
 def test_what_cannot_be_had_is_refused_by_its_name(change: str, line: str) -> None:
     said = refused(f"{BASE} {shlex.join(change.split())}")
-    assert any(line in one for one in said), said
+    assert any(re.search(line, one) for one in said), said
 
 
 @pytest.mark.parametrize(

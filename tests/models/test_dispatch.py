@@ -4,6 +4,7 @@ gradient comes back.
 Ranks are threads of this process here, which meet where ranks would exchange messages.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Barrier, Thread
@@ -22,6 +23,7 @@ from models.feed_forward import dispatch
 from models.feed_forward.dispatch import rows_of_rank, transpose_groups
 from models.feed_forward.moe import MixtureOfExperts
 from parallel.context import Context
+from tests.refusals import sentence
 
 RANKS = 2
 EXPERTS = 4
@@ -226,11 +228,33 @@ def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(
         ((2, 2, 2, 2), ""),
         ((2, 2, 4, 1), ""),
         ((1, 4, 2, 2), ""),
-        ((2, 2, 4, 2), "4 ranks x 2 slices = 8 do not divide the data 2 x tensor 2 = 4 ranks"),
-        ((4, 2, 3, 2), "3 ranks x 2 slices = 6 do not divide the data 4 x tensor 2 = 8 ranks"),
-        ((4, 2, 1, 4), "4 slices of an expert do not divide 2 tensor-parallel ranks"),
+        (
+            (2, 2, 4, 2),
+            sentence(
+                "comm.experts_ranks",
+                expert=4,
+                expert_tensor=2,
+                expert_ranks=8,
+                data=2,
+                tensor=2,
+                stage_size=4,
+            ),
+        ),
+        (
+            (4, 2, 3, 2),
+            sentence(
+                "comm.experts_ranks",
+                expert=3,
+                expert_tensor=2,
+                expert_ranks=6,
+                data=4,
+                tensor=2,
+                stage_size=8,
+            ),
+        ),
+        ((4, 2, 1, 4), sentence("comm.experts_slices", expert_tensor=4, tensor=2)),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(sizes: tuple[int, int, int, int], said: str) -> None:
     found = describe_misfit(*sizes) or ""
-    assert said in found and bool(found) == bool(said)
+    assert re.search(said, found) and bool(found) == bool(said)

@@ -27,7 +27,7 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all
 from tests.internevo_model import InternEvo
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.commands.precision import read_precision
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
@@ -271,23 +271,62 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
 @pytest.mark.parametrize(
     ("given", "overrides", "line"),
     [
-        (SIZES, ["model.ffn=128"], r"model.ffn = 128 .* contradicts .*mlp_ratio.*, which says 256"),
+        (
+            SIZES,
+            ["model.ffn=128"],
+            sentence(
+                "config.dialect_contradicted",
+                key="model.ffn",
+                value=128,
+                decider=re.compile("mlp_ratio"),
+                decided=256,
+            ),
+        ),
         (
             SIZES,
             ["model.qkv_bias=false"],
-            "model.qkv_bias = false .* contradicts .*which says true",
+            sentence(
+                "config.dialect_contradicted",
+                key="model.qkv_bias",
+                value="false",
+                decider=re.compile("model"),
+                decided="true",
+            ),
         ),
         (
             SIZES,
             ["model.norm_eps=1e-6"],
-            r"model.norm_eps = 1e-06 .* contradicts .*\(InternEvo's default\)",
+            sentence(
+                "config.dialect_contradicted",
+                key="model.norm_eps",
+                value="1e-06",
+                decider=re.compile(r"\(InternEvo's default\)"),
+            ),
         ),
-        (SIZES, ["model.window=4"], "model.window = 4 .* contradicts InternEvo, always"),
-        (SIZES, ["model.init_std=0.01"], "model.init_std = 0.01 .* contradicts InternEvo, always"),
+        (
+            SIZES,
+            ["model.window=4"],
+            sentence(
+                "config.dialect_contradicted",
+                key="model.window",
+                value=4,
+                decider="InternEvo, always",
+            ),
+        ),
+        (
+            SIZES,
+            ["model.init_std=0.01"],
+            sentence(
+                "config.dialect_contradicted",
+                key="model.init_std",
+                value="0.01",
+                decider="InternEvo, always",
+            ),
+        ),
         (
             SIZES,
             ["model.preset=llama-demo"],
-            r"model.preset = .*: \[precision.internevo\] describes the model",
+            sentence("config.preset_beside_dialect", table="[precision.internevo]"),
         ),
         (
             {"norm_type": "layernorm"},

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.estimate.storage import SimulatedAxis
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.config.run_file import load_run
 
 LATENT = {"kv_rank": 8, "query_rank": 10, "rope_dim": 4, "nope_dim": 6, "value_dim": 5}
@@ -35,14 +35,30 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"nope_dim": 0}, {}, "latent.nope_dim is missing"),
     ({"value_dim": 0}, {}, "latent.value_dim is missing"),
     ({"rope_dim": 5}, {}, "latent.rope_dim 5 must be even"),
-    ({}, {"kv_heads": 2}, "kv_heads 2: model.latent needs kv_heads = 4"),
-    ({}, {"head_dim": 12}, "head_dim 12: model.latent needs head_dim = 10"),
-    ({}, {"qk_norm": True}, "model.latent needs qk_norm = false"),
-    ({}, {"positions": "learned"}, 'model.latent needs positions = "rope"'),
-    ({}, {"rotary_fraction": 0.5}, "model.latent needs rotary_fraction = 1.0"),
-    ({}, {"norm": "layer"}, 'model.latent needs norm = "rms"'),
-    ({}, {"norm_unit_offset": True}, "model.latent needs norm_unit_offset = false"),
-    ({}, {"attention_sinks": True}, "model.latent needs attention_sinks = false"),
+    ({}, {"kv_heads": 2}, sentence("model.latent_needs", key="kv_heads", value=2, required=4)),
+    ({}, {"head_dim": 12}, sentence("model.latent_needs", key="head_dim", value=12, required=10)),
+    ({}, {"qk_norm": True}, sentence("model.latent_needs", key="qk_norm", required="false")),
+    (
+        {},
+        {"positions": "learned"},
+        sentence("model.latent_needs", key="positions", required='"rope"'),
+    ),
+    (
+        {},
+        {"rotary_fraction": 0.5},
+        sentence("model.latent_needs", key="rotary_fraction", required="1.0"),
+    ),
+    ({}, {"norm": "layer"}, sentence("model.latent_needs", key="norm", required='"rms"')),
+    (
+        {},
+        {"norm_unit_offset": True},
+        sentence("model.latent_needs", key="norm_unit_offset", required="false"),
+    ),
+    (
+        {},
+        {"attention_sinks": True},
+        sentence("model.latent_needs", key="attention_sinks", required="false"),
+    ),
 ]
 
 

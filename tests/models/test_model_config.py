@@ -14,7 +14,7 @@ from models.decoder.stages import Cut, Stage
 from models.presets import PRESETS, preset
 from parallel.context import Context
 from tests.families import CASES, config_of
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -188,7 +188,9 @@ def test_sizes_that_do_not_fit_are_reported_together() -> None:
     assert shows(
         str(caught.value), "model.kv_heads_not_divisor", kv_heads=4, heads=6, divisors="1, 2, 3, 6"
     )
-    with pytest.raises(ValidationError, match="hidden 100 is not a multiple of heads 6"):
+    with pytest.raises(
+        ValidationError, match=sentence("model.hidden_not_multiple", hidden=100, heads=6)
+    ):
         ModelConfig(layers=1, hidden=100, heads=6, head_dim=0)
     # learned positions turn nothing
     assert ModelConfig(family="gpt2", layers=1, hidden=20, heads=4).head_dim == 5
@@ -200,24 +202,33 @@ SCALED = {"kind": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     ("switches", "problem"),
     [
-        ({"head_dim": 5}, "head_dim 5: rotary positions rotate pairs .* but it is 5 .all of it.:"),
-        ({"rotary_fraction": 0.4}, "head_dim 8: rotary positions .* but it is 3 .0.4 of it.:"),
-        ({"rotary_fraction": 0.1}, "head_dim 8: rotary positions .* but it is 0 .0.1 of it.:"),
+        (
+            {"head_dim": 5},
+            sentence("model.rotary_dims", head_dim=5, rotary_dims=5, part="all of it"),
+        ),
+        (
+            {"rotary_fraction": 0.4},
+            sentence("model.rotary_dims", head_dim=8, rotary_dims=3, part="0.4 of it"),
+        ),
+        (
+            {"rotary_fraction": 0.1},
+            sentence("model.rotary_dims", head_dim=8, rotary_dims=0, part="0.1 of it"),
+        ),
         (
             {"positions": "learned", "rope_scaling": SCALED},
-            'rope_scaling and rotary_fraction need positions = "rope',
+            sentence("model.rotary_keys_unused"),
         ),
         (
             {"positions": "learned", "rotary_fraction": 0.5},
-            'rope_scaling and rotary_fraction need positions = "rope',
+            sentence("model.rotary_keys_unused"),
         ),
         (
             {"experts": 4, "experts_per_token": 5},
-            "experts_per_token 5 is more than experts 4: choose at most 4",
+            sentence("model.experts_per_token", experts_per_token=5, experts=4),
         ),
         (
             {"experts": 4, "bias": True},
-            "mlp_bias true: the 4 experts have no biases; set mlp_bias = false",
+            sentence("model.mlp_bias_of_experts", experts=4),
         ),
         (
             {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
@@ -229,7 +240,13 @@ SCALED = {"kind": "linear", "factor": 2.0}
         ),
         (
             {"rope_scaling": {**SCALED, "mscale": 2.0}},
-            'mscale 2.0 has no effect with kind "linear": it reads factor',
+            sentence(
+                "model.rope_key_unused",
+                name="mscale",
+                value="2.0",
+                kind="linear",
+                parameters="factor",
+            ),
         ),
         ({"rope_scaling": {**SCALED, "factor": 0.5}}, "greater than or equal to 1"),
         (
@@ -241,15 +258,15 @@ SCALED = {"kind": "linear", "factor": 2.0}
                     "original_max_position_embeddings": 4,
                 },
             },
-            "dynamic needs more than one rotated pair",
+            sentence("model.dynamic_one_pair"),
         ),
         (
             {"rope_scaling": {**SCALED, "kind": "llama3", "low_freq_factor": 4.0}},
-            "high_freq_factor 4.0 must be above",
+            sentence("model.rope_freq_factors", high="4.0"),
         ),
         (
             {"rope_scaling": {**SCALED, "kind": "yarn", "beta_slow": 32.0}},
-            "beta_fast 32.0 must be above beta_slow",
+            sentence("model.rope_betas", fast="32.0"),
         ),
     ],
 )

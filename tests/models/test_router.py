@@ -26,6 +26,7 @@ from tests.layouts import Result, Run, batches, fragments, make_engine, share_of
 from tests.models.test_moe import layer, some
 from tests.models.test_parity import MODELS, differing
 from tests.ranks import run_ranks
+from tests.refusals import sentence
 
 GLM = Run(MODELS["glm4_moe"])
 SPEED = GLM.config.router_correction_speed
@@ -76,16 +77,16 @@ def test_the_sum_of_the_two_best_and_the_best_alone_choose_other_groups() -> Non
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"router": {"score": "sigmoid", "groups": 3}}, "router.groups 3 does not divide experts 8"),
-        ({"router": {"score": "sigmoid", "groups": 2, "groups_per_token": 3}}, "groups_per_token 3 is more than"),
-        ({"router": {"score": "sigmoid", "groups": 8, "group_best": 1}}, "experts_per_token 2 is more than the 1 exp"),
-        ({"router": {"score": "sigmoid", "groups": 4, "group_best": 3}}, "group_best 3 is more than the 2 experts"),
-        ({"shared_experts": 0}, "shared_gate true: there are no shared experts; give model.shared_experts"),
-        ({"dense_layers": [1, 0]}, r"dense_layers \[1, 0\]: give numbers from 0 to 2"),
-        ({"dense_layers": [0, 1, 2]}, "no layer would have experts"),
-        ({"dense_layers": [], "dense_ffn": 40}, "there are no dense_layers"),
-        ({"experts": 0}, "there are no experts; give model.experts"),
-        ({"experts": 0, "dense_layers": [], "dense_ffn": 24}, "shared_experts 8: there are no experts"),
+        ({"router": {"score": "sigmoid", "groups": 3}}, sentence("model.router_groups", groups=3, experts=8)),
+        ({"router": {"score": "sigmoid", "groups": 2, "groups_per_token": 3}}, sentence("model.router_groups_per_token", chosen_groups=3)),
+        ({"router": {"score": "sigmoid", "groups": 8, "group_best": 1}}, sentence("model.router_few_experts", per_token=2, eligible=1)),
+        ({"router": {"score": "sigmoid", "groups": 4, "group_best": 3}}, sentence("model.router_group_best", group_best=3, group_size=2)),
+        ({"shared_experts": 0}, sentence("model.shared_gate_unused")),
+        ({"dense_layers": [1, 0]}, sentence("model.layer_numbers", key="dense_layers", value="[1, 0]", last=2)),
+        ({"dense_layers": [0, 1, 2]}, sentence("model.all_layers_dense")),
+        ({"dense_layers": [], "dense_ffn": 40}, sentence("model.dense_ffn_unused")),
+        ({"experts": 0}, sentence("model.no_experts_beside")),
+        ({"experts": 0, "dense_layers": [], "dense_ffn": 24}, sentence("model.no_experts_beside", key="shared_experts", value=8)),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
@@ -94,7 +95,7 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], said: str
 
 
 def test_a_router_without_experts_is_refused() -> None:
-    with pytest.raises((UserError, ValueError), match="router: there are no experts"):
+    with pytest.raises((UserError, ValueError), match=sentence("model.router_without_experts")):
         ModelConfig(layers=1, hidden=8, heads=2, router=RouterSettings(score="sigmoid"))
 
 

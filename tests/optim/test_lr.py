@@ -7,6 +7,7 @@ import pytest
 
 from megaprec.errors import UserError
 from megaprec.optim.lr import Kind, LRSchedule
+from tests.refusals import sentence, shows
 
 
 def schedule(
@@ -58,8 +59,8 @@ def test_everything_that_does_not_fit_is_reported_together() -> None:
     decay, final = caught.value.problems
     assert "decay 6" in decay
     assert "1 to 5" in decay
-    assert "final 0.01" in final
-    with pytest.raises(UserError, match="warmup 11: must be between 0 and 10"):
+    assert shows(final, "optimizer.schedule_final", final=0.01)
+    with pytest.raises(UserError, match=sentence("optimizer.schedule_warmup", warmup=11, total=10)):
         LRSchedule("linear", 1.0, 0.0, warmup=11, total=10, decay=0)
 
 

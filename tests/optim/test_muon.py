@@ -41,7 +41,7 @@ from tests.logical import (
 )
 from tests.optim.plain_muon import by_singular_values, plain
 from tests.ranks import run_ranks
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 CLOSE = 1e-12
 STEPS = 5
@@ -442,17 +442,23 @@ def test_matrices_that_fully_shard_has_cut_are_whole_too(dp: int) -> None:
 # --- what is refused
 
 OPTION_ERRORS = [
-    ({"momentum": 1.0}, "momentum = 1.0 must lie from 0 to below 1"),
-    ({"momentum": "0.9"}, "momentum = '0.9' must lie from 0 to below 1"),
-    ({"nesterov": 1}, "nesterov = 1 must be true or false"),
-    ({"ns_steps": 0}, "ns_steps = 0 must be a whole number from 1 to 99"),
-    ({"ns_eps": 0.0}, "ns_eps = 0.0 must be above 0"),
-    ({"ns_coefficients": "quintic"}, "ns_coefficients = 'quintic' must be three numbers"),
-    ({"ns_dtype": "fp16"}, "ns_dtype = 'fp16' is not known: use bf16, fp32 or fp64"),
-    ({"scale": "spectral"}, "scale = 'spectral' is not known: use moonshot or keller-jordan"),
-    ({"by_adamw": "head.*"}, r"by_adamw = 'head.\*' must be a list of patterns"),
-    ({"lr": 0.1}, "optimizer.options for 'muon': .*'lr'"),
-    ({"betas": (0.9, 1.0)}, "betas = .* must be two numbers from 0 to below 1"),
+    ({"momentum": 1.0}, sentence("optimizer.muon_momentum", momentum=1.0)),
+    ({"momentum": "0.9"}, sentence("optimizer.muon_momentum", momentum="0.9")),
+    ({"nesterov": 1}, sentence("optimizer.muon_nesterov", nesterov=1)),
+    ({"ns_steps": 0}, sentence("optimizer.muon_steps", ns_steps=0)),
+    ({"ns_eps": 0.0}, sentence("optimizer.muon_eps", ns_eps=0.0)),
+    (
+        {"ns_coefficients": "quintic"},
+        sentence("optimizer.muon_numbers", key="ns_coefficients", values="quintic"),
+    ),
+    ({"ns_dtype": "fp16"}, sentence("optimizer.muon_dtype", ns_dtype="fp16")),
+    (
+        {"scale": "spectral"},
+        sentence("optimizer.muon_scale", scale="spectral", scales="moonshot or keller-jordan"),
+    ),
+    ({"by_adamw": "head.*"}, sentence("optimizer.muon_patterns", key="by_adamw", values="head.*")),
+    ({"lr": 0.1}, sentence("optimizer.rule_options", name="muon")),
+    ({"betas": (0.9, 1.0)}, sentence("optimizer.betas")),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from megaprec.errors import UserError
 from megaprec.optim.scaler import ConstantGradScaler, DynamicGradScaler, make_scaler
 from megaprec.precision.plan import LossScaling
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "loss-scaling.md"
 
@@ -205,19 +206,22 @@ def test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state() -> N
 IMPOSSIBLE = [
     (
         {"minimum": 0.0},
-        "initial scale 4294967296.0 must lie between the minimum 0.0 and the maximum",
+        sentence("optimizer.scaler_range", initial="4294967296.0", minimum="0.0"),
     ),
     (
         {"minimum": 2.0**33},
-        "initial scale 4294967296.0 must lie between the minimum 8589934592.0",
+        sentence("optimizer.scaler_range", initial="4294967296.0", minimum="8589934592.0"),
     ),
-    ({"maximum": 2.0**31}, "must lie between the minimum 1.0 and the maximum 2147483648.0"),
-    ({"minimum": 1e-45, "initial": 1.0}, "minimum 1e-45"),
-    ({"growth_factor": 1.0}, "growth factor 1.0 must be above 1"),
-    ({"backoff_factor": 1.0}, "backoff factor 1.0 must lie between 0 and 1"),
-    ({"backoff_factor": 0.0}, "backoff factor 0.0"),
-    ({"growth_interval": 0}, "growth interval 0 must be at least 1"),
-    ({"hysteresis": 0}, "hysteresis 0 must be at least 1"),
+    (
+        {"maximum": 2.0**31},
+        sentence("optimizer.scaler_range", minimum="1.0", maximum="2147483648.0"),
+    ),
+    ({"minimum": 1e-45, "initial": 1.0}, sentence("optimizer.scaler_range", minimum="1e-45")),
+    ({"growth_factor": 1.0}, sentence("optimizer.scaler_growth", growth_factor="1.0")),
+    ({"backoff_factor": 1.0}, sentence("optimizer.scaler_backoff", backoff_factor="1.0")),
+    ({"backoff_factor": 0.0}, sentence("optimizer.scaler_backoff", backoff_factor="0.0")),
+    ({"growth_interval": 0}, sentence("optimizer.scaler_interval", growth_interval=0)),
+    ({"hysteresis": 0}, sentence("optimizer.scaler_hysteresis", hysteresis=0)),
 ]
 
 
@@ -228,7 +232,7 @@ def test_an_impossible_option_is_named(options: dict[str, Any], message: str) ->
     with pytest.raises(UserError) as raised:
         dynamic_scaler(**options)
     (problem,) = raised.value.problems
-    assert message in problem
+    assert re.search(message, problem)
 
 
 def test_all_impossible_options_are_named_at_once() -> None:

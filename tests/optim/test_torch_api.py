@@ -24,7 +24,7 @@ from megaprec.optim.torch_api import FIXED
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 LR = 0.25
 STEPS = 6
@@ -336,11 +336,14 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     before = [p.detach().clone() for p in model.parameters()]
     loss_of(model).backward()
     optimizer.param_groups[0][key] = value
-    with pytest.raises(UserError, match=re.escape(f"{key} = {value!r} in param_groups")):
+    with pytest.raises(
+        UserError,
+        match=sentence("optimizer.group_option_unread", unread=re.compile(re.escape(f"{key}"))),
+    ):
         optimizer.step(None if lr else LR)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     del optimizer.param_groups[0][key]
-    optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
+    optimizer.param_groups[0]["name"] = sentence("optimizer.groups_fixed")  # the caller's own
     assert optimizer.step(None if lr else LR).outcome == "applied"
 
 
@@ -380,7 +383,7 @@ def test_what_an_optimizer_was_built_with_is_not_set_in_vain(name: str) -> None:
     _, optimizer = made(lr=LR)
     with pytest.raises(
         UserError,
-        match=f"optimizer.{name} is set, but the optimizer keeps what it was built with: ",
+        match=sentence("optimizer.fixed_setting", name=name),
     ):
         setattr(optimizer, name, 0.5)
     optimizer.clip = 0.5  # each step looks at it
@@ -541,21 +544,24 @@ def reset(model: nn.Module, optimizer: ParallelAMPOptimizer) -> None:
 
 
 ELSEWHERE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "deepcopy": (deep, "cannot be copied or pickled"),
-    "copy": (lambda model, optimizer: copy.copy(optimizer), "cannot be copied or pickled"),
-    "pickle": (lambda model, optimizer: pickle.dumps(optimizer), "cannot be copied or pickled"),
+    "deepcopy": (deep, sentence("optimizer.not_copyable")),
+    "copy": (lambda model, optimizer: copy.copy(optimizer), sentence("optimizer.not_copyable")),
+    "pickle": (
+        lambda model, optimizer: pickle.dumps(optimizer),
+        sentence("optimizer.not_copyable"),
+    ),
     "state": (
         lambda model, optimizer: optimizer.state[model[0].weight],
-        r"optimizer\.state is empty.*state_dict",
+        sentence("optimizer.state_not_readable"),
     ),
-    "reset": (reset, r"optimizer\.state is set"),
+    "reset": (reset, sentence("optimizer.state_not_writable")),
     "hook": (
         lambda _, optimizer: optimizer.register_state_dict_pre_hook(print),
-        "no such hook would be called",
+        sentence("optimizer.state_hook"),
     ),
     "hook of loading": (
         lambda _, optimizer: optimizer.register_load_state_dict_post_hook(print),
-        "no such hook",
+        sentence("optimizer.state_hook"),
     ),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 from megaprec.errors import UserError
 from parallel.described_world import is_rank_of_world, require_consistent, slurm_environment
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -103,21 +103,21 @@ def test_the_first_node_of_any_list_of_slurms_is_the_address() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (SLURM | {"SLURM_STEP_NODELIST": ""}, "set but not SLURM_STEP_NODELIST: srun sets them"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "set but not SLURM_LOCALID"),
-        (SLURM | {"SLURM_STEP_NODELIST": "[1-2"}, "is no list of nodes: set MASTER_ADDR"),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS='four' is no number"),
-        (SLURM | {"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID='12_3' is no number"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x' is not of the form"),
-        (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 but SLURM_STEP_NUM_TASKS=4"),
-        (SLURM | WHOLE | {"WORLD_SIZE": "4"}, "RANK=0 but SLURM_PROCID=3, in a step of 4 tasks: RANK was set before"),
-        (WHOLE | {"RANK": "2"}, "RANK=2 but WORLD_SIZE=2: ranks are numbered from 0"),
-        (WHOLE | {"RANK": "00"}, "RANK='00' is no number of a launcher's"),
-        (WHOLE | {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=4 but LOCAL_WORLD_SIZE=4"),
-        (WHOLE | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000: give a port"),
-        (WHOLE | {"RANK": ""}, "set but not RANK"),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE=4 set but not RANK"),
-        ({"PMI_SIZE": "2"}, "each of these processes would train alone; start them by torchrun"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, sentence("parallel.slurm_incomplete", missing="SLURM_STEP_NODELIST")),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, sentence("parallel.slurm_incomplete", missing="SLURM_LOCALID")),
+        (SLURM | {"SLURM_STEP_NODELIST": "[1-2"}, sentence("parallel.slurm_node_list")),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "four"}, sentence("parallel.launcher_number", name="SLURM_STEP_NUM_TASKS", text='four')),
+        (SLURM | {"SLURM_JOB_ID": "12_3"}, sentence("parallel.launcher_number", name="SLURM_JOB_ID", text='12_3')),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, sentence("parallel.slurm_tasks_per_node", stated='2(x')),
+        (SLURM | {"WORLD_SIZE": "8"}, sentence("parallel.world_size_differs", world_size=8, tasks=4)),
+        (SLURM | WHOLE | {"WORLD_SIZE": "4"}, sentence("parallel.rank_set_before_srun", rank=0, task=3, tasks=4)),
+        (WHOLE | {"RANK": "2"}, sentence("parallel.rank_out_of_range", rank_name="RANK", rank=2, size_name="WORLD_SIZE", size=2)),
+        (WHOLE | {"RANK": "00"}, sentence("parallel.launcher_number", name="RANK", text='00')),
+        (WHOLE | {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, sentence("parallel.rank_out_of_range", rank_name="LOCAL_RANK", rank=4, size_name="LOCAL_WORLD_SIZE", size=4)),
+        (WHOLE | {"MASTER_PORT": "70000"}, sentence("parallel.port_out_of_range", port=70000)),
+        (WHOLE | {"RANK": ""}, sentence("parallel.variables_incomplete", missing="RANK")),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, sentence("parallel.ranks_alone", name="OMPI_COMM_WORLD_SIZE", environ=4)),
+        ({"PMI_SIZE": "2"}, sentence("parallel.ranks_alone")),
     ],
 )  # fmt: skip
 def test_a_world_that_cannot_be_is_refused_by_variable_and_value(

@@ -9,7 +9,7 @@ from torch import nn
 
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, attach_whole, plan
 from parallel import ColumnParallelLinear, Context, RMSNorm, VocabParallelEmbedding
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 CONTEXT = Context(plan("fp32"), Axis("tp"))
 X = torch.ones(3, 1, 4, requires_grad=True)
@@ -35,7 +35,7 @@ def test_a_loss_from_before_a_step_has_no_gradient_after_it(name: str) -> None:
     optimizer.step()
     with pytest.raises(
         UserError,
-        match=f"^{LAYERS[name][1]} was changed between a forward pass and its backward pass",
+        match=sentence("optimizer.weight_changed_before_backward", name=LAYERS[name][1]),
     ):
         second.backward()
 

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from models.presets import PRESETS
+from tests.refusals import sentence
 from tools import cli
 from tools.commands import doctor_layout
 from tools.commands.parity import fitting_layouts
@@ -207,11 +208,11 @@ def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
             (("self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, "
                 "mean=1.0)"),
              "self.scale = nn.Parameter(torch.ones(config.hidden))"),
-            r".*mine.py:build.: stage 0: parameter layers.0.scale has no layout, nor have 3 others: .*",
+            sentence("model.stage_parameter_layout", subject=re.compile(r"mine\.py:build"), without_layout="layers.0.scale", nor_others=", nor have 3 others"),
         ),
-        (("def losses", "def loss"), r'.*: stage 0 is the last one, but has no method losses\(logits, targets\)'),
-        (("def build", "def make"), r'.*mine.py has no function "build"'),
-        (("import torch\n", "import torch\nimport no_such\n"), r".*mine.py cannot be imported: ModuleNotFound.*"),
+        (("def losses", "def loss"), sentence("model.last_stage_without_losses", subject=re.compile(": stage 0"))),
+        (("def build", "def make"), sentence("megaprec.function_missing", named=re.compile(r"mine\.py"), location=re.compile(r"mine\.py"), name="build")),
+        (("import torch\n", "import torch\nimport no_such\n"), sentence("megaprec.function_not_imported", named=re.compile(r"mine\.py"), location=re.compile(r"mine\.py"), kind=re.compile("ModuleNotFound"), error=re.compile("odule"))),
     ],
 )  # fmt: skip
 def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
@@ -232,7 +233,7 @@ def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
         ),
         (["--layouts", "tp2"], r'--layouts "tp2": no such key "tp2"; did you mean tp\?'),
         (["--layouts", "tp=2,pp=x"], r'--layouts "tp=2,pp=x": pipeline: must be a valid integer'),
-        (["--steps", "0"], r"--steps 0: give at least 1"),
+        (["--steps", "0"], sentence("command.steps", steps=0)),
         (["--layouts", "dp=5"], r"--layouts dp=5: train.global_batch .* is not a multiple .*"),
     ],
 )

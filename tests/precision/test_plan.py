@@ -9,23 +9,32 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
+from tests.refusals import sentence
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("bf16", {"moments": "fp16"}, "moments = fp16: use fp32 or bf16"),
-    ("fp32", {"masters": "bf16"}, "masters = bf16 are narrower than parameters = fp32"),
-    ("bf16", {"masters": "fp16"}, "half masters must be the weights"),
+    ("bf16", {"moments": "fp16"}, sentence("precision.moments", moments="fp16")),
+    (
+        "fp32",
+        {"masters": "bf16"},
+        sentence("precision.narrow_masters", masters="bf16", parameters="fp32"),
+    ),
+    ("bf16", {"masters": "fp16"}, sentence("precision.half_masters")),
     (
         "bf16",
         {"gradients": "fp16"},
-        "gradients = fp16 must be fp32 or the dtype of parameters, bf16",
+        sentence("precision.gradients", gradients="fp16", parameters="bf16"),
     ),
-    ("fp16", {"masters": "split"}, "split masters need bf16 parameters"),
-    ("fp16", {"rounding": "stochastic"}, "stochastic rounding makes bf16 weights"),
-    ("bf16", {"rounding": "stochastic", "masters": "split"}, "cannot be undone"),
-    ("bf16", {"masters": "fp64"}, "fp64 goes with fp64"),
-    ("fp64", {"moments": "bf16"}, "fp64 goes with fp64"),
-    ("fp32", {"moments": "fp64"}, "fp64 goes with fp64"),
-    ("bf16", {"reduce": "fp64"}, "reduce = fp64: needs gradients = fp64"),
+    ("fp16", {"masters": "split"}, sentence("precision.split_masters")),
+    ("fp16", {"rounding": "stochastic"}, sentence("precision.stochastic_weights")),
+    (
+        "bf16",
+        {"rounding": "stochastic", "masters": "split"},
+        sentence("precision.stochastic_split"),
+    ),
+    ("bf16", {"masters": "fp64"}, sentence("precision.partly_fp64")),
+    ("fp64", {"moments": "bf16"}, sentence("precision.partly_fp64")),
+    ("fp32", {"moments": "fp64"}, sentence("precision.partly_fp64")),
+    ("bf16", {"reduce": "fp64"}, sentence("precision.reduce_fp64", reduce="fp64")),
     (
         "bf16",
         {"reduce": "fp8"},
@@ -65,8 +74,8 @@ def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm": 0.5}, "norm = 0.5: must be 2, inf"),
-        ({"zero_size": 2}, "cannot be cut into runs of 2"),
+        ({"norm": 0.5}, sentence("optimizer.norm_range", norm=0.5)),
+        ({"zero_size": 2}, sentence("comm.runs_do_not_divide", run_length=2)),
     ],
 )
 def test_an_optimizer_with_impossible_options_is_refused(

@@ -25,7 +25,7 @@ from megaprec.precision.parallel_modes import ParallelMode
 from megaprec.precision.plan import LossScaling, plan
 from megaprec.precision.tf32 import tf32
 from tests.ranks import run_ranks
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 
 THIRD = 1 / 3  # no half precision has it
 
@@ -458,8 +458,13 @@ def test_a_batch_norm_trains_in_fp32_within_a_model_in_16_bits_or_is_refused_wit
             losses.append(optimizer.step(loss=loss.detach()).loss)
         return model, losses
 
-    words = (
-        r'^1 is a BatchNorm1d with .* keep_fp32=\("1\.\*",\)\), in the plan of the optimizer too$'
+    words = sentence(
+        "precision.batch_norm",
+        module=1,
+        module_kind="BatchNorm1d",
+        buffers="fp32",
+        sensitive="fp32",
+        pattern="1.*",
     )
     with pytest.raises(UserError, match=words):
         steps_of()

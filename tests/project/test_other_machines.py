@@ -25,7 +25,7 @@ from megaprec.resources import (
     require_threads,
 )
 from parallel.hangs.heartbeat import Beat, machine_id, newest
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tests.runs import write_run
 from tools import cli
 from tools.console.tables import PIPE_COLUMNS, print_table
@@ -143,7 +143,7 @@ def test_threads_cores_and_positions_need_no_linux(monkeypatch: pytest.MonkeyPat
 def test_a_number_of_threads_that_cannot_be_is_refused_before_a_library_takes_it(
     name: str, value: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"{name}=.*: give a number of threads from 1 to "):
+    with pytest.raises(UserError, match=sentence("megaprec.thread_count", name=name)):
         require_threads({name: value})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.data.indexed import IndexedWriter
+from tests.refusals import sentence
 from tests.runs import checkpoint, edit_index, train, write_run
 from tools.cli import main
 
@@ -86,7 +87,14 @@ NEW = ["data.cache=", "train.folder=fresh"]
         (["train.steps=six"], [r'train.steps = "six" \(command line\): must be a valid integer']),
         (
             ["parallel.tensor=3"],
-            [r"parallel.tensor 3 does not divide model.heads 4, .* evenly: 1, 2, 4 would"],
+            [
+                sentence(
+                    "config.tensor_sizes",
+                    tensor=3,
+                    sizes=re.compile(r"model\.heads 4, "),
+                    possible="1, 2, 4",
+                )
+            ],
         ),
         (
             ["precision.loss_scale=1e39"],
@@ -98,19 +106,24 @@ NEW = ["data.cache=", "train.folder=fresh"]
         ),
         (
             ["parallel.pipeline=3"],
-            ["parallel.pipeline 3 is more than model.layers 2: a stage needs a layer"],
+            [sentence("config.too_many_stages", pipeline="parallel.pipeline 3", layers=2)],
         ),
         (
             ["parallel.data=3"],
             [
-                r"train.global_batch 8 is not a multiple of .*micro_batch 2 x parallel.data 3 = 6: 6 or 12 would be"
+                sentence(
+                    "config.global_batch",
+                    global_batch=8,
+                    micro_batch=2,
+                    data=3,
+                    product=6,
+                    possible="6 or 12",
+                )
             ],
         ),
         (
             ["model.vocab=100"],
-            [
-                r"model.vocab 100 is smaller than data.vocab_size 330: set model.vocab = 0 or .* = 100"
-            ],
+            [sentence("config.small_vocab", vocab=100, vocab_size=330)],
         ),
         (
             ["train.stpes=3", "model.hidden=17", "parallel.tensor=3", "parallel.data=3"],
@@ -215,12 +228,7 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
         ),
         (
             ["data.source=ids"],
-            [
-                (
-                    "model.vocab = 0 takes .* of the tokenizer, but .*: set model.vocab or "
-                    "data.tokenizer"
-                )
-            ],
+            [(sentence("training.vocabulary_unknown"))],
         ),
         (["data.source=ids.bin"], [r'data.source = "ids.bin": give the common prefix .*, "ids"']),
         (
@@ -233,11 +241,11 @@ def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
         ),
         (
             ["data.source=ids", "model.vocab=900", "log.sample=x"],
-            ["log.sample needs a tokenizer, .* data.tokenizer .*"],
+            [sentence("training.sample_without_tokenizer", key=re.compile(r"data\."))],
         ),
         (
             ["train.device=cuda"],
-            [r'train.device = "cuda", but torch sees 0 CUDA devices and 1 .*: use "auto" or "cpu"'],
+            [sentence("command.too_few_devices", devices=0, ranks=1)],
         ),
         (
             ["train.folder=my.toml"],
@@ -284,8 +292,8 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
         (
             ["model.hidden=32", "model.heads=8"],
             [
-                "model.hidden = 32, but it is 16 in the checkpoint",
-                "model.heads = 8, but it is 4 in the checkpoint",
+                sentence("training.other_model", key="hidden", value=32, saved=16),
+                sentence("training.other_model", key="heads", value=8, saved=4),
                 (
                     "this run cannot resume from FOLDER/run/checkpoints/step_00000002: set "
                     "another train.folder"
@@ -296,8 +304,12 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
             ["data.vocab_size=320"],
             [
                 (
-                    "data.vocab_size = 320, but .* 330 tokens: .* copy of .*/text.model, or "
-                    ".*--allow tokenizer.*"
+                    sentence(
+                        "training.vocabulary_differs",
+                        vocab_size=320,
+                        size=330,
+                        remedy=re.compile("--allow tokenizer"),
+                    )
                 )
             ],
         ),
@@ -360,17 +372,26 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
     [
         (
             ["train", "nowhere.toml"],
-            [r"run file nowhere.toml: cannot be read \(No such file or directory\)"],
+            [
+                sentence(
+                    "config.run_file_unreadable",
+                    path="nowhere.toml",
+                    reason="No such file or directory",
+                )
+            ],
         ),
-        (["train", "text.txt"], ["run file text.txt: not TOML: .*"]),
+        (["train", "text.txt"], [sentence("config.not_toml", path="text.txt")]),
         (
             ["generate", "nowhere", "--prompt", "x"],
-            ["nowhere does not exist: give a run folder, or .*"],
+            [sentence("text.no_checkpoint", path="nowhere", problem="does not exist")],
         ),
-        (["generate", ".", "--prompt", "x"], [". has no checkpoint: give a run folder, or .*"]),
+        (
+            ["generate", ".", "--prompt", "x"],
+            [sentence("text.no_checkpoint", path=".", problem="has no checkpoint")],
+        ),
         (
             ["generate", "my.toml", "--prompt", "x"],
-            ["my.toml is not a folder: give a run folder, or .*"],
+            [sentence("text.no_checkpoint", path="my.toml", problem="is not a folder")],
         ),
         (
             ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=-1"],
@@ -412,7 +433,13 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
     monkeypatch.setattr(
         "tools.training.rank.world", lambda device: pytest.fail("the world was joined")
     )
-    line = r"world size 3 != parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1 = 1: .* parallel.data = 3"
+    line = sentence(
+        "config.world_size",
+        world_size=3,
+        keys="parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1",
+        ranks_of_layout=1,
+        advice=re.compile(r" parallel\.data = 3"),
+    )
     refused(["train", "my.toml", "parallel.tensor=1"], *([line] if told else []))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.data.indexed import IndexedWriter
+from tests.refusals import shows
 from tests.runs import train, train_on, write_run
 from tools import cli
 from tools.journal.records import read_events, read_metrics
@@ -89,7 +90,7 @@ def test_data_in_which_nothing_counts_is_refused_before_the_first_step(
         capsys.readouterr()
         assert cli.main(["train", str(file), *keys]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"no token of the {part} counts in the loss" in line
+        assert shows(line, "data.no_token_counts", what=part)
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert train(file, *run_on(file, ends, "data.held_out=0.1", "train.steps=1")) == 0, (
         "nothing is evaluated"

@@ -1,6 +1,7 @@
 """parallel.expert and parallel.expert_tensor: what cannot be is refused before a launch; other
 layouts keep them."""
 
+import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tests.refusals import sentence
 from tools.analysis.planning.memory import sharding_of
 from tools.analysis.planning.search import least_bytes
 from tools.config.expert_ranks import expert_replicas, replicas_sharing_state
@@ -53,12 +55,10 @@ def said(*overrides: str) -> Sequence[str]:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("parallel.expert=3", "parallel.expert 3 does not divide model.experts 8: 1, 2 would"),
+        ("parallel.expert=3", sentence("config.experts_undivided", expert=3, experts=8, possible=": 1, 2 would")),
         (
             "parallel.expert=4",
-            "parallel.expert 4 and parallel.expert_tensor 2: 4 ranks x 2 slices = 8 do not "
-                "divide the data 2 x "
-            "tensor 2 = 4 ranks of a stage: 1, 2 would",
+            sentence("config.experts_misfit", expert=4, expert_tensor=2, problem="4 ranks x 2 slices = 8 do not divide the data 2 x tensor 2 = 4 ranks of a stage", possible=": 1, 2 would"),
         ),
         (
             "parallel.expert_tensor=3",
@@ -66,20 +66,17 @@ def said(*overrides: str) -> Sequence[str]:
         ),
         (
             "model.experts=0 parallel.expert=2",
-            ("parallel.expert 2 spread a model's experts over ranks, but model.experts is 0: "
-                "remove it"),
+            (sentence("config.experts_missing", keys="parallel.expert 2", reason="model.experts is 0", pronoun="it")),
         ),
-        ("parallel.expert=2 train.numerics=canonical train.threads=1 train.canonical_shards=2", "are not canonical"),
+        ("parallel.expert=2 train.numerics=canonical train.threads=1 train.canonical_shards=2", sentence("config.experts_canonical")),
         (
             ("parallel.expert_tensor=1 fp8.kind=delayed fp8.reduce_amax=false "
                 "precision.compute=bf16"),
-            ("parallel.expert_tensor = 1 and fp8.reduce_amax = false: replicas hold different "
-                "experts"),
+            (sentence("config.experts_amaxes", key="parallel.expert_tensor = 1")),
         ),
         (
             "parallel.expert=2 fp8.kind=current fp8.shadow_every=2 precision.compute=bf16",
-            ("parallel.expert = 2 and fp8.shadow_every = 2: replicas hold different experts; "
-                "set it to 0"),
+            (sentence("config.experts_shadow", key="parallel.expert = 2", shadow_every=2)),
         ),
         (
             ("parallel.data=6 train.global_batch=12 parallel.zero_size=3 parallel.expert=4 "
@@ -91,7 +88,7 @@ def said(*overrides: str) -> Sequence[str]:
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(overrides: str, line: str) -> None:
     found = said(*overrides.split())
-    assert any(line in one for one in found), found
+    assert any(re.search(line, one) for one in found), found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 FP8; bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from megaprec.checkpoint.atomic import latest
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 from tests.runs import (
     checkpoint,
     edit_index,
@@ -142,11 +143,14 @@ def test_damaged_scales_are_refused(
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        (["fp8.kind=int8"], 'fp8.kind = "int8" (command line): must be'),
-        (["fp8.kind=delayed", "fp8.format=e5m2"], 'fp8.format = "e5m2" (command line): must be'),
+        (["fp8.kind=int8"], re.escape('fp8.kind = "int8" (command line): must be')),
+        (
+            ["fp8.kind=delayed", "fp8.format=e5m2"],
+            re.escape('fp8.format = "e5m2" (command line): must be'),
+        ),
         (
             ["fp8.kind=delayed", "fp8.history_length=0"],
-            "fp8.history_length = 0 (command line): must be greater than 0",
+            re.escape("fp8.history_length = 0 (command line): must be greater than 0"),
         ),
         (
             ["fp8.kind=delayed", "precision.compute=fp64"],
@@ -154,11 +158,11 @@ def test_damaged_scales_are_refused(
         ),
         (
             ["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'],
-            'fp8.wide has "layers.9.*", but no weight has such a name; names',
+            sentence("training.fp8_wide_unused", pattern="layers.9.*"),
         ),
         (
             ["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'],
-            "are one weight, but patterns match only a part of it",
+            sentence("fp8.fp8_wide_part_of_weight"),
         ),
         (
             ["fp8.kind=current", "fp8.margin=1"],
@@ -171,7 +175,12 @@ def test_damaged_scales_are_refused(
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),
         (
             ["fp8.kind=mx", "fp8.parameters=true"],
-            "fp8.parameters = true (command line): with fp8.kind = mx a weight",
+            sentence(
+                "training.fp8_not_computed",
+                field="parameters",
+                origin="command line",
+                reason=re.compile(r"with fp8\.kind = mx a weight"),
+            ),
         ),
         (
             ["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"],
@@ -179,18 +188,18 @@ def test_damaged_scales_are_refused(
         ),
         (
             [*BF16, "fp8.parameters=true", "precision.masters=none"],
-            "masters are the only FP32 weights",
+            sentence("precision.fp8_masters"),
         ),
         (
             [
                 "precision.nemo.recipe=bf16_with_fp8_mixed",
                 "precision.nemo.fp8_dot_product_attention=true",
             ],
-            "set precision.nemo.fp8_dot_product_attention = false",
+            sentence("training.fp8_not_computed", key="precision.nemo.fp8_dot_product_attention"),
         ),
         (
             ["precision.nemo.recipe=bf16_with_mxfp8_mixed"],
-            "set precision.nemo.fp8_param_gather = false",
+            sentence("training.fp8_not_computed", key="precision.nemo.fp8_param_gather"),
         ),
     ],
     ids=str,
@@ -200,7 +209,7 @@ def test_what_fp8_cannot_do_is_one_line_before_anything_is_written(
 ) -> None:
     assert train(file, *keys, into(tmp_path / "run")) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
+    assert re.search(line, said)
     assert not (tmp_path / "run").exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.resources import cores
 from parallel.described_world import is_rank_of_world
+from tests.refusals import sentence
 from tests.runs import write_run
 from tools.training.launch import (
     PROGRAM,
@@ -286,19 +288,26 @@ def without(limit: str) -> list[str]:
             "files",
             2,
             (
-                "this process may open 24 files, and local ranks need 36: raise the limit "
-                "(ulimit -n 1024)\n"
+                re.escape(
+                    "this process may open 24 files, and local ranks need 36: raise the limit "
+                    "(ulimit -n 1024)\n"
+                )
             ),
         ),
         (
             "loopback",
             2,
             (
-                "local ranks meet at 127.0.0.1, where no connection can be made (Network is "
-                "unreachable): "
+                sentence(
+                    "training.loopback", loopback="127.0.0.1", strerror="Network is unreachable"
+                )
             ),
         ),
-        ("loopback", 1, "gloo has no network interface to meet at (Unable to find interface for: "),
+        (
+            "loopback",
+            1,
+            sentence("parallel.no_interface", reason=re.compile("Unable to find interface for: ")),
+        ),
     ],
 )
 def test_a_machine_on_which_ranks_cannot_meet_is_told_at_once(
@@ -316,7 +325,7 @@ def test_a_machine_on_which_ranks_cannot_meet_is_told_at_once(
     done = subprocess.run(
         whole, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120
     )
-    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert done.returncode == 2 and re.search(says, done.stderr), done.stderr
     assert "frame #" not in done.stderr and "Traceback" not in done.stderr
 
 

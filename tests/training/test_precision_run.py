@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from tests.ranks import run_ranks
+from tests.refusals import sentence
 from tests.runs import steps, train_each_on, train_on, write_run
 from tools.config.checks import CHECKS
 from tools.config.native_keys import KEYS
@@ -191,15 +192,25 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
     [
         (
             ["precision.nemo.recipe=fp16_mixed", "precision.nxd={}"],
-            [
-                r"\[precision.nxd\] and \[precision.nemo\]: a run has one precision; keep one of them"
-            ],
+            [sentence("config.several_dialects", tables="[precision.nxd] and [precision.nemo]")],
         ),
         (
             ["precision.nemo.recipe=fp16_mixed", "precision.compute=bf16", "fp8.kind=mx"],
             [
-                r'precision.compute = "bf16" \(command line\): \[precision.nemo\] decides it; keep one of them',
-                r'fp8.kind = "mx" \(command line\): \[precision.nemo\] decides it; keep one of them',
+                sentence(
+                    "config.native_beside_dialect",
+                    key="precision.compute",
+                    value='"bf16"',
+                    origin="command line",
+                    table="[precision.nemo]",
+                ),
+                sentence(
+                    "config.native_beside_dialect",
+                    key="fp8.kind",
+                    value='"mx"',
+                    origin="command line",
+                    table="[precision.nemo]",
+                ),
             ],
         ),
         (
@@ -216,7 +227,14 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
         (
             ["precision.nxd.optimizer_config.max_grad_norm=3.0", "optimizer.clip=2.0"],
             [
-                r"optimizer.clip = 2.0 \(command line\) contradicts precision.nxd.*max_grad_norm .*, which says 3.0: .*"
+                sentence(
+                    "config.dialect_contradicted",
+                    key="optimizer.clip",
+                    value="2.0",
+                    origin="command line",
+                    decider=re.compile(r" \(command line\)"),
+                    decided="3.0",
+                )
             ],
         ),
         (

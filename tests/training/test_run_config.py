@@ -2,6 +2,7 @@
 run."""
 
 import inspect
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from models.presets import preset
-from tests.refusals import raises
+from tests.refusals import raises, sentence
 from tools.commands.keys import describe_keys
 from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
@@ -130,23 +131,32 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        ("train.stpes=3", "train.stpes = 3 (command line): no such key; did you mean train.steps?"),
-        ("train.tensor=2", "did you mean parallel.tensor?"),
-        ("tensor=2", "did you mean parallel.tensor?"),
-        ("optimizer.lr=3", "did you mean lr.peak?"),
-        ("parallel.tensor_model_parallel_size=2", "did you mean parallel.tensor?"),
-        ("fp8.recipe=delayed", "did you mean fp8.kind?"),
-        ("tp=2", "did you mean parallel.tensor?"),
-        ("lr=3", "lr = 3 (command line): a table, not a key; give keys of it, as lr.peak"),
-        ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
-        ("model.preset=llama-dem", "did you mean llama-demo?"),
-        ("parallel.schedule=1fb1", "'zb-h2' or 'zb-v'; did you mean 1f1b?"),
-        ("nothing", '"nothing" (command line): an override is table.key=value'),
+        (
+            "train.stpes=3",
+            re.escape("train.stpes = 3 (command line): no such key; did you mean train.steps?"),
+        ),
+        ("train.tensor=2", re.escape("did you mean parallel.tensor?")),
+        ("tensor=2", re.escape("did you mean parallel.tensor?")),
+        ("optimizer.lr=3", re.escape("did you mean lr.peak?")),
+        ("parallel.tensor_model_parallel_size=2", re.escape("did you mean parallel.tensor?")),
+        ("fp8.recipe=delayed", re.escape("did you mean fp8.kind?")),
+        ("tp=2", re.escape("did you mean parallel.tensor?")),
+        (
+            "lr=3",
+            re.escape("lr = 3 (command line): a table, not a key; give keys of it, as lr.peak"),
+        ),
+        (
+            "modle.layers=2",
+            re.escape("[modle] (command line): no such table; did you mean [model]?"),
+        ),
+        ("model.preset=llama-dem", re.escape("did you mean llama-demo?")),
+        ("parallel.schedule=1fb1", re.escape("'zb-h2' or 'zb-v'; did you mean 1f1b?")),
+        ("nothing", sentence("config.override_form", override="nothing")),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong: str, hint: str) -> None:
     (problem,) = problems(*REQUIRED, "model.layers=2", "model.hidden=64", "model.heads=2", wrong)
-    assert hint in problem
+    assert re.search(hint, problem)
 
 
 def test_words_of_other_trainers_stand_for_keys_that_are_and_are_none_of_ours() -> None:
@@ -168,20 +178,30 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("train.steps=8.0", "must be a valid integer"),
         ("train.steps=0", "must be greater than 0"),
         ("train.steps=true", "must be a valid integer"),
-        ("lr.peak=high", 'lr.peak = "high" (command line): must be a valid number'),
+        ("lr.peak=high", re.escape('lr.peak = "high" (command line): must be a valid number')),
         ("lr.peak=nan", "must be a finite number"),
         ("parallel.zero=True", "must be true or false"),
         ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
         ("optimizer.betas=[0.9]", "too few values"),
-        ("precision.compute=fp8", "FP8 products are set by fp8.kind"),
-        ("optimizer.betas=0.9", "must be a list in brackets, like [0.9, 0.95]"),
+        ("precision.compute=fp8", sentence("config.compute_fp8")),
+        ("optimizer.betas=0.9", re.escape("must be a list in brackets, like [0.9, 0.95]")),
         (
             "data.validation=a.txt",
-            'must be a list in brackets, like [{name = "wiki", source = "wiki.txt"}, ',
+            sentence(
+                "config.wrong_value",
+                requirement=re.compile(
+                    r'must be a list in brackets, like \[\{name = "wiki", source = "wiki\.txt"\}, '
+                ),
+            ),
         ),
         (
             'data.validation=["a.txt"]',
-            'must be a table, like [{name = "wiki", source = "wiki.txt"}, ',
+            sentence(
+                "config.wrong_value",
+                requirement=re.compile(
+                    r'must be a table, like \[\{name = "wiki", source = "wiki\.txt"\}, '
+                ),
+            ),
         ),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
@@ -189,7 +209,7 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
 )
 def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: str) -> None:
     (problem,) = problems(*MINIMAL, wrong)
-    assert expected in problem
+    assert re.search(expected, problem)
     assert problem.startswith(wrong.partition("=")[0])
 
 
@@ -205,28 +225,44 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
     [
         (
             ["parallel.tensor=3"],
-            "parallel.tensor 3 does not divide model.heads 4, model.kv_heads 2 and model.ffn 704",
+            sentence(
+                "config.tensor_sizes",
+                tensor=3,
+                sizes="model.heads 4, model.kv_heads 2 and model.ffn 704",
+            ),
         ),
-        (["parallel.tensor=3"], "1, 2, 4 would"),
-        (["model.ffn=705", "parallel.tensor=2"], "and model.ffn 705 evenly: 1 would"),
+        (["parallel.tensor=3"], sentence("config.tensor_sizes", possible="1, 2, 4")),
+        (
+            ["model.ffn=705", "parallel.tensor=2"],
+            sentence("config.tensor_sizes", sizes=re.compile(r"and model\.ffn 705"), possible=1),
+        ),
         (
             ["model.heads=12", "model.kv_heads=3", "parallel.tensor=2", "model.head_dim=8"],
-            "evenly: 1 would",
+            sentence("config.tensor_sizes", possible=1),
         ),
         (
             ["parallel.tensor=4", "parallel.sequence=true", "train.seq_length=66"],
-            "64 or 68 would be",
+            sentence("config.sequence_length", possible="64 or 68"),
         ),
-        (["parallel.pipeline=7"], "parallel.pipeline 7 is more than model.layers 6"),
-        (["train.micro_batch=3"], "train.micro_batch 3 x parallel.data 1 = 3: 6 or 9 would be"),
-        (["parallel.data=8"], "train.micro_batch 2 x parallel.data 8 = 16: 16 would be"),
-        (["model.max_positions=63"], "train.seq_length 64 is more than model.max_positions 63"),
-        (["model.vocab=100"], "model.vocab 100 is smaller than data.vocab_size 4096"),
-        (["train.eval_every=5", "data.held_out=0"], "data.held_out is 0"),
+        (
+            ["parallel.pipeline=7"],
+            sentence("config.too_many_stages", pipeline="parallel.pipeline 7", layers=6),
+        ),
+        (
+            ["train.micro_batch=3"],
+            sentence("config.global_batch", micro_batch=3, data=1, product=3, possible="6 or 9"),
+        ),
+        (
+            ["parallel.data=8"],
+            sentence("config.global_batch", micro_batch=2, data=8, product=16, possible=16),
+        ),
+        (["model.max_positions=63"], sentence("config.too_long", seq_length=64, max_positions=63)),
+        (["model.vocab=100"], sentence("config.small_vocab", vocab=100, vocab_size=4096)),
+        (["train.eval_every=5", "data.held_out=0"], sentence("config.eval_without_text")),
         (["lr.warmup=11"], "lr.warmup 11: must be between 0 and 10"),
         (
             ["lr.warmup=81", "lr.unit=samples"],
-            "between 0 and 80, the length of the schedule (in samples)",
+            re.escape("between 0 and 80, the length of the schedule (in samples)"),
         ),
         (["lr.schedule=wsd"], 'lr.decay 0: "wsd" needs a tail of 1 to 10'),
         (["lr.final=1.0"], "lr.final 1: must be between 0 and the peak, 0.0003"),
@@ -241,7 +277,7 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
 def test_tables_that_do_not_fit_are_refused_with_what_would(
     wrong: list[str], expected: str
 ) -> None:
-    assert any(expected in problem for problem in problems(*MINIMAL, *wrong))
+    assert any(re.search(expected, problem) for problem in problems(*MINIMAL, *wrong))
 
 
 def test_what_fits_is_accepted() -> None:
@@ -313,7 +349,7 @@ def test_a_folder_in_place_of_a_run_file_is_told_the_way(tmp_path: Path) -> None
 def test_tables_built_in_python_obey_the_same_laws(run_file: Path) -> None:
     config = load_run(run_file)
     train = Train(steps=1, global_batch=3, micro_batch=2, seq_length=64)
-    with pytest.raises(ValueError, match=r"train.global_batch 3 is not a multiple"):
+    with pytest.raises(ValueError, match=sentence("config.global_batch", global_batch=3)):
         RunConfig(model=config.model, train=train)
 
 
@@ -485,7 +521,7 @@ def test_the_scaler_of_a_run_file_reaches_the_library_whole() -> None:
 
 def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> None:
     low = ["precision.compute=fp16", "precision.max_scale=8.0"]
-    with pytest.raises(UserError, match="between the minimum 1"):
+    with pytest.raises(UserError, match=sentence("optimizer.scaler_range")):
         load_run(None, [*MINIMAL, *low])
 
 
@@ -675,7 +711,9 @@ def test_the_two_patterns_of_norms_are_one_for_norms_without_biases(run_file: Pa
         run_file,
         ["precision.internevo.dtype=torch.bfloat16", "precision.internevo.use_fp32_norm=true"],
     )
-    with pytest.raises(UserError, match=r'"\*norm\.bias" matches no parameter'):
+    with pytest.raises(
+        UserError, match=sentence("precision.pattern_unmatched", pattern="*norm.bias")
+    ):
         load_run(run_file, ['precision.keep_fp32=["*norm.bias"]'])
 
 
@@ -767,8 +805,6 @@ def test_training_data_of_the_command_line_beside_a_blend_of_the_file_are_refuse
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\nblend = [{source = "a.txt", weight = 1.0}]\n')
-    with pytest.raises(
-        UserError, match=r"both name the training data: give data.blend=\[\] as well"
-    ):
+    with pytest.raises(UserError, match=sentence("config.source_beside_blend")):
         load_run(file, [*MINIMAL, "data.source=python"])
     assert load_run(file, [*MINIMAL, "data.source=python", "data.blend=[]"]).data.source == "python"

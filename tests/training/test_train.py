@@ -34,7 +34,7 @@ from parallel.mesh import broadcast_from_first
 from tests.checkpoint.test_checkpoint import names
 from tests.other_systems import slow
 from tests.ranks import run_ranks
-from tests.refusals import raises, shows
+from tests.refusals import raises, sentence, shows
 from tests.runs import (
     assert_close,
     checkpoint,
@@ -563,7 +563,7 @@ def require_a_second_run_refused(
     assert capfd.readouterr().err == f"{said} another folder\n"
     taken = len(losses(launched.folder))
     until(lambda: len(losses(launched.folder)) > taken + 2)  # it goes on undisturbed
-    with pytest.raises(UserError, match="another process trains there now"), ExitStack() as held:
+    with pytest.raises(UserError, match=sentence("command.folder_in_use")), ExitStack() as held:
         prepare(load_run(run_file, [*EXACT, f"train.folder={launched.folder}"]), held)
 
 

@@ -31,7 +31,7 @@ from parallel.pipeline.schedules import complete, forward_only
 from parallel.pipeline.simulation import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.pipeline.verify import check
 from tests.parallel.pipeline.test_schedule import COSTS, EVERY, MICROBATCHES, RANKS, UNHURRIED
-from tests.refusals import shows
+from tests.refusals import sentence, shows
 
 
 def test_1f1b_in_full() -> None:
@@ -270,9 +270,9 @@ def test_all_mistakes_of_the_user_are_told_together() -> None:
 @pytest.mark.parametrize(
     ("kind", "chunks", "says"),
     [
-        ("zb-v", 3, "zb-v goes down the ranks and up again, so each has 2 chunks, not 3"),
-        ("1f1b", 2, "1f1b has one chunk a rank, not 2: interleaved may have any number"),
-        ("interleaved", -1, "chunks must be at least 1, got -1"),
+        ("zb-v", 3, sentence("pipeline.zb_v_chunks", chunks=3)),
+        ("1f1b", 2, sentence("pipeline.one_chunk", kind="1f1b", chunks=2)),
+        ("interleaved", -1, sentence("pipeline.chunks_below_one", chunks=-1)),
     ],
 )
 def test_chunks_that_a_kind_cannot_have_are_refused(kind: str, chunks: int, says: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, attach_whole, plan
 from parallel import Context, Pipeline, join, parallelize, unchecked, vocab_parallel_loss
 from tests.ranks import run_ranks
-from tests.refusals import raises, said_of
+from tests.refusals import raises, said_of, sentence
 
 PLAN = plan("fp32")
 RULE: dict[str, Any] = {"lr": 0.1, "rule": SGD(0.0), "weight_decay": 0.0, "clip": 0.0}
@@ -56,12 +56,21 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str, values: list[
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "a tuple": (lambda y, t: (SQUARES(y, t), 1), "loss_fn returned a tuple"),
-    "nothing": (lambda y, t: None, "loss_fn returned a NoneType"),
-    "a mean": (lambda y, t: SQUARES(y, t).mean(), r"loss_fn returned \[\].*reduction="),
-    "detached": (lambda y, t: SQUARES(y, t).detach(), "a loss without a gradient"),
-    "whole numbers": (lambda y, t: SQUARES(y, t).round().long(), "loss_fn returned torch.int64"),
-    "complex": (lambda y, t: SQUARES(y, t) * 1j, "loss_fn returned torch.complex64"),
+    "a tuple": (
+        lambda y, t: (SQUARES(y, t), 1),
+        sentence("pipeline.loss_shape", returned="a tuple"),
+    ),
+    "nothing": (lambda y, t: None, sentence("pipeline.loss_shape", returned="a NoneType")),
+    "a mean": (lambda y, t: SQUARES(y, t).mean(), sentence("pipeline.loss_shape", returned="[]")),
+    "detached": (lambda y, t: SQUARES(y, t).detach(), sentence("pipeline.loss_without_gradient")),
+    "whole numbers": (
+        lambda y, t: SQUARES(y, t).round().long(),
+        sentence("pipeline.loss_not_real", dtype="torch.int64"),
+    ),
+    "complex": (
+        lambda y, t: SQUARES(y, t) * 1j,
+        sentence("pipeline.loss_not_real", dtype="torch.complex64"),
+    ),
 }
 
 

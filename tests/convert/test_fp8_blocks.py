@@ -336,7 +336,7 @@ def test_every_other_method_is_refused_by_its_name_with_a_way_out(method: str) -
         UserError,
         match=sentence(
             "convert.quantized_unreadable",
-            description=re.compile(re.escape(f"{method}")),
+            description=re.compile(re.escape(str(method))),
             get=re.compile("convert"),
         ),
     ):

@@ -132,7 +132,11 @@ def test_a_broken_parquet_file_is_named_with_the_row(
         ),
         ([1, 2], pyarrow.int64(), sentence("data.parquet_type", field_type="int64")),
         ([b"a"], pyarrow.binary(), sentence("data.parquet_type", field_type="binary")),
-        ([["a"]], pyarrow.list_(pyarrow.string()), sentence("data.parquet_type")),
+        (
+            [["a"]],
+            pyarrow.list_(pyarrow.string()),
+            sentence("data.parquet_type", field_type=re.compile("^list")),
+        ),
     ],
 )
 def test_a_column_that_is_no_text_is_refused(

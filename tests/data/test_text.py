@@ -339,7 +339,7 @@ def test_a_wrong_field_names_those_that_there_are_and_where_the_field_is_named(
         str(error.value),
         "data.field_missing",
         names="body, id",
-        which=re.compile(re.escape(f"{where}")),
+        which=re.compile(f"name the field that holds the text: {where}"),
     )
 
 

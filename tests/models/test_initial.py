@@ -158,7 +158,7 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused_unless_allowed_an
     assert trained(other, "other") == 2
     said = capsys.readouterr().err
     assert shows(said, "training.tokenizer_of_weights", tokenizer=other)
-    assert shows(said, "training.tokenizer_of_weights", value=re.compile(re.escape(f"{initial}")))
+    assert shows(said, "training.tokenizer_of_weights", value=re.compile(re.escape(str(initial))))
     assert not (tmp_path / "other" / "checkpoints").exists()
     assert trained(other, "other", "--allow=tokenizer") == 0
     assert "not needed" not in capsys.readouterr().out
@@ -239,9 +239,9 @@ def test_a_data_set_that_another_given_tokenizer_has_built_is_refused_and_one_of
         said,
         "training.tokenizer_of_set",
         tokenizer=re.compile(r"/hf/tokenizer\.json"),
-        built_by=re.compile(re.escape(f"{tmp_path}")),
+        built_by=re.compile(re.escape(str(tmp_path))),
     )
-    assert shows(said, "training.tokenizer_of_set", tokenizer=re.compile(re.escape(f"{tmp_path}")))
+    assert shows(said, "training.tokenizer_of_set", tokenizer=re.compile(re.escape(str(tmp_path))))
     assert trained("exchanged", "--allow=tokenizer") == 0
     assert trained("same") == 0
     assert "must mean the same" not in capsys.readouterr().out

@@ -338,7 +338,7 @@ def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without
     optimizer.param_groups[0][key] = value
     with pytest.raises(
         UserError,
-        match=sentence("optimizer.group_option_unread", unread=re.compile(re.escape(f"{key}"))),
+        match=sentence("optimizer.group_option_unread", unread=re.compile(re.escape(str(key)))),
     ):
         optimizer.step(None if lr else LR)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

@@ -172,14 +172,13 @@ class MixtureOfExperts(nn.Module):
         # stable sort keeps the tokens of an expert in their order.
         pairs = chosen.flatten().argsort(stable=True)
         row_of_pair = pairs.argsort()
-        token_of_row = pairs // experts_per_token
-        rows = TakeRows.apply(tokens, token_of_row, row_of_pair.view(chosen.shape))
+        # Unnamed tensors here and below are freed at once: a name would hold them up to the end.
+        rows = TakeRows.apply(tokens, pairs // experts_per_token, row_of_pair.view(chosen.shape))
         results = self._apply_spread_experts(rows, count_choices(chosen, self.config.experts))
         by_pair = TakeRows.apply(results, row_of_pair, pairs.unsqueeze(1))
         by_token = by_pair.view(*chosen.shape, tokens.shape[1])
         # Summed in the dtype of weights, the sensitive one, and rounded once.
-        weighted = by_token * weights.unsqueeze(-1)
-        return weighted.sum(1).to(tokens.dtype)
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def _apply_spread_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows that are sorted by expert to the results of experts of any rank.

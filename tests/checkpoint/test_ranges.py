@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megaprec.checkpoint import ranges
-from megaprec.checkpoint.reader import FORMAT, Store
+from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.checkpoint.snapshot import owned_ranges
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
@@ -97,7 +97,7 @@ def test_a_range_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
     change_index(
         lambda index: index["tensors"]["weight/conv.weight"]["chunks"][0].update(range=wrong), path
     )
-    with pytest.raises(UserError, match=sentence("checkpoint.index_digest_differs")):
+    with pytest.raises(UserError, match=sentence("checkpoint.index_digest_differs", index=INDEX)):
         Store(path)
 
 

@@ -176,8 +176,8 @@ def test_an_option_of_texts_is_refused_beside_tokens_and_one_of_tokens_beside_te
         UserError,
         match=sentence(
             "command.tokenizer_of_text",
-            tokenizer=re.compile(re.escape(str(good))),
-            path=re.compile(re.escape(str(tmp_path))),
+            tokenizer=f"{good}.model",
+            path=tmp_path / "x.txt",
         ),
     ):
         command("verify", tmp_path / "x.txt", "--tokenizer", f"{good}.model")

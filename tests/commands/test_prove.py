@@ -204,7 +204,13 @@ def test_a_damaged_checkpoint_is_named_and_not_its_copy(
     assert cli.main(["prove", str(file.parent / "run"), "--steps", "2"]) == 2
     (row,) = json.loads((file.parent / "run" / prove.FILE).read_text())["rows"]
     assert (
-        shows(row["why"], "checkpoint.digest_differs_newest", path=shard.parent, verb="is")
+        shows(
+            row["why"],
+            "checkpoint.digest_differs_newest",
+            path=shard.parent,
+            wrong=shard.name,
+            verb="is",
+        )
         and "megaprec_prove_" not in row["why"]
     )
 

@@ -73,13 +73,13 @@ def test_parts_that_overlap_are_refused(other: tuple[int, int], tmp_path: Path) 
 def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=sentence("convert.megatron_dtypes", name=NAME, dtypes="bfloat16 and float32"),
+        match=sentence("convert.ranks_dtypes", name=NAME, dtypes="bfloat16 and float32"),
     ):
         whole(tmp_path, QUARTERS, (torch.float32, torch.float32, torch.bfloat16, torch.float32))
 
 
 def test_a_single_number_is_refused(tmp_path: Path) -> None:
-    with raises("convert.megatron_scalar"):
+    with raises("convert.tensor_scalar"):
         whole(tmp_path, [], single=True)
 
 

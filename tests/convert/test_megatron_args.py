@@ -72,7 +72,10 @@ def test_a_value_of_another_kind_is_refused_by_name(written: Path) -> None:
     for key, kind in KINDS.items():
         for value in ODD[kind]:
             with pytest.raises(
-                UserError, match=sentence("convert.megatron_argument_kind", key=key)
+                UserError,
+                match=sentence(
+                    "convert.megatron_argument_kind", key=key, kind=re.compile(f"^{kind}")
+                ),
             ):
                 model_of_args({**args, key: value}, None)
     model_of_args(
@@ -148,9 +151,7 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
     folder = write_folder(tmp_path / "hf", kind, **FOR_MEGATRON.get(kind, {}))
     layout = ("--to", "megatron", "--no-verify", "--tp", "2")
     assert main(["convert", str(folder), str(tmp_path / "there"), *layout]) == 0
-    with pytest.raises(
-        UserError, match=sentence("convert.megatron_shapes", path=re.compile("other"))
-    ):
+    with pytest.raises(UserError, match=sentence("convert.ranks_shapes", name=name)):
         open_source(edited(tmp_path / "there", tmp_path / "odd", rank, shortened(name)))
 
 
@@ -170,7 +171,7 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
         (
             half_a_tensor,
             sentence(
-                "convert.megatron_dtypes",
+                "convert.ranks_dtypes",
                 name=re.compile(r"linear_qkv\.weight"),
                 dtypes="float32 and int32",
             ),
@@ -178,7 +179,7 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
         (
             half_a_copy,
             sentence(
-                "convert.megatron_dtypes",
+                "convert.ranks_dtypes",
                 name=re.compile(r"linear_qkv\.layer_norm_weight"),
                 dtypes="float32 and float64",
             ),
@@ -220,7 +221,7 @@ def test_parts_of_other_shapes_than_the_first_are_refused(
             sentence(
                 "convert.megatron_other_time",
                 clock="the state of the loss scaler",
-                value=re.compile("scale"),
+                value=re.compile(r"4\.0"),
             ),
         ),
         (
@@ -323,5 +324,5 @@ def test_files_of_stages_with_each_others_names_are_refused(written: Path, tmp_p
         first.rename(folder / "kept")
         last.rename(first)
         (folder / "kept").rename(last)
-    with raises("convert.megatron_layer_of_stage", owner=1, num_stages=2):
+    with raises("convert.layer_of_stage", owner=1, num_stages=2):
         open_source(folder)

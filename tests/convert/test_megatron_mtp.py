@@ -311,7 +311,7 @@ def test_modules_may_have_a_stage_of_their_own_and_the_last_norm_stands_with_the
     files[1].rename(whole / "kept")
     files[2].rename(files[1])
     (whole / "kept").rename(files[2])
-    with raises("convert.megatron_layer_of_stage"):
+    with raises("convert.layer_of_stage"):
         open_source(tmp_path / "apart")
 
 

@@ -112,7 +112,9 @@ def pop(name: str) -> Callable[[Tensors], Any]:
             lambda t: None,
             {"quantization_config": None},
             sentence(
-                "convert.quantization_mismatch", stores=re.compile("stores "), stated="missing"
+                "convert.quantization_mismatch",
+                stores=re.compile("^stores .*_blocks$"),
+                stated="missing",
             ),
         ),
         (
@@ -120,7 +122,7 @@ def pop(name: str) -> Callable[[Tensors], Any]:
             {},
             sentence(
                 "convert.mxfp4_pair_missing",
-                name=re.compile("down_proj"),
+                name=re.compile("down_proj$"),
                 blocks="_blocks",
                 scales="_scales",
             ),

@@ -220,7 +220,7 @@ def test_weights_that_are_no_floats_are_refused_by_name(dtype: torch.dtype, tmp_
     )
     with pytest.raises(
         UserError,
-        match=sentence("convert.tensor_dtype", path=re.compile("float"), dtype=str(dtype)[6:]),
+        match=sentence("convert.tensor_dtype", name=name, dtype=str(dtype)[6:]),
     ):
         open_hf(folder)
 

@@ -241,16 +241,14 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     file = model / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     state = torch.load(file)
     torch.save({**state, "model.layers.0.mlp.router.weight": torch.zeros(2)}, file)
-    assert shows(
-        refused(run), "convert.nxd_missing_on_ranks", name="model.layers.0.mlp.router.weight"
-    )
+    assert shows(refused(run), "convert.missing_on_ranks", name="model.layers.0.mlp.router.weight")
     torch.save({**state, "model.norm.weight": 3}, file)
     assert shows(refused(run), "convert.state_value_not_tensor", name="model.norm.weight")
     torch.save({**state, "model.norm.weight": torch.zeros(24)}, file)
-    with raises("convert.megatron_ranks_disagree", name="model.norm.weight"):
+    with raises("convert.ranks_disagree", name="model.norm.weight"):
         tensors(run)
     torch.save({}, model / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
-    assert shows(refused(run), "convert.nxd_experts") and shows(refused(run), "convert.nxd_experts")
+    assert shows(refused(run), "convert.nxd_experts")
 
 
 @here
@@ -259,9 +257,7 @@ def test_weights_that_were_left_to_the_optimizer_are_named(tmp_path: Path) -> No
     run = save(tmp_path / "run", config, whole, Form(xser=True))
     lost = run / "step_100/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt"
     lost.unlink()
-    assert shows(refused(run), "convert.nxd_file_missing", tensor_file=lost) and shows(
-        refused(run), "convert.nxd_file_missing"
-    )
+    assert shows(refused(run), "convert.nxd_file_missing", tensor_file=lost)
 
 
 @here
@@ -331,9 +327,7 @@ def test_fused_parts_that_do_not_fit_each_other_are_refused(
     torch.save(
         {**state, key: torch.cat([state[key], state[key]])[: len(state[key]) + rows].clone()}, file
     )
-    assert shows(refused(run), "convert.megatron_shapes") and shows(
-        refused(run), "convert.megatron_shapes"
-    )
+    assert shows(refused(run), "convert.ranks_shapes", name=key)
 
 
 @here
@@ -347,7 +341,7 @@ def test_a_row_that_belongs_to_neither_of_two_fused_parts_is_refused(
     for file in (run / "step_100/model").iterdir():
         state = torch.load(file)
         torch.save({**state, key: torch.cat([state[key], state[key][:1]])}, file)
-    assert shows(refused(run), "convert.nxd_halves") and shows(refused(run), "convert.nxd_halves")
+    assert shows(refused(run), "convert.nxd_halves", name=key)
 
 
 @here
@@ -371,7 +365,7 @@ def test_two_files_of_one_rank_are_refused(name: str, tmp_path: Path) -> None:
     config, whole = wholes(tmp_path, **EVEN)
     model = save(tmp_path / "run", config, whole, Form(tp=2)) / "step_100/model"
     shutil.copy(model / "dp_rank_00_tp_rank_01_pp_rank_00.pt", model / name)
-    assert shows(refused(tmp_path / "run"), "convert.internevo_rank_twice")
+    assert shows(refused(tmp_path / "run"), "convert.rank_twice")
 
 
 @here
@@ -415,7 +409,7 @@ def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path
             {**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file
         )
     assert shows(
-        refused(run), "convert.megatron_shapes", foreign="model.layers.0.self_attn.o_proj.weight"
+        refused(run), "convert.ranks_shapes", name="model.layers.0.self_attn.o_proj.weight"
     )
 
 

@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             sentence(
                 "convert.hf_not_expressible",
                 own_kind="deepseek_v3",
-                remedies=re.compile("shared_experts = 25: 24 wo"),
+                remedies=re.compile("^shared_experts = 25: 24 wo"),
             ),
         ),
         (

@@ -179,7 +179,7 @@ def test_the_line_of_the_first_byte_that_is_not_utf8_is_named(
             with pytest.raises(
                 UserError,
                 match=sentence(
-                    "data.not_utf8_in_line", reason=re.compile(re.escape(f"{good + 1}"))
+                    "data.not_utf8_in_line", file=file, reason=re.compile(f"in line {good + 1}$")
                 ),
             ):
                 list(open_source(str(file)))
@@ -400,7 +400,10 @@ def test_plain_text_with_zero_bytes_is_refused_with_the_line(
     for content, line in (("hello".encode("utf-16-le"), 1), (b"one\ntwo\nthr\0ee\n", 3)):
         (tmp_path / "x.txt").write_bytes(content)
         with pytest.raises(
-            UserError, match=sentence("data.zero_byte", line=line, zero=re.compile("UTF-16"))
+            UserError,
+            match=sentence(
+                "data.zero_byte", file=re.compile(r"x\.txt$"), line=line, zero=re.compile("UTF-16")
+            ),
         ):
             list(open_source(str(tmp_path / "x.txt")))
 

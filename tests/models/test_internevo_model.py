@@ -289,7 +289,6 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
                 "config.dialect_contradicted",
                 key="model.qkv_bias",
                 value="false",
-                decider=re.compile("model"),
                 decided="true",
             ),
         ),

@@ -464,8 +464,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         sentence(
             "optimizer.name_twice",
             name="weight",
-            paths=re.compile("weight"),
-            path=re.compile("weight"),
         ),
     ),
     "none": (nn.ReLU, sentence("optimizer.nothing_to_train")),

@@ -63,7 +63,7 @@ def file_of_each_rank(folder: Path, ranks: Mapping[str, Rank]) -> dict[Rank, Pat
     for file_name, rank in ranks.items():
         if rank in files:
             raise UserError.of(
-                "convert.internevo_rank_twice", path=folder / file_name, names=files[rank].name
+                "convert.rank_twice", path=folder / file_name, names=files[rank].name
             )
         files[rank] = folder / file_name
     return files
@@ -82,7 +82,7 @@ def collect_shards(
     for part_of, tensors in ranks:
         for tensor_name, stored in tensors.items():
             if not stored.shape:
-                raise UserError.of("convert.megatron_scalar", path=checkpoint, name=tensor_name)
+                raise UserError.of("convert.tensor_scalar", path=checkpoint, name=tensor_name)
             part = part_of(tensor_name)
             counts[tensor_name] = part.count
             shards_by_number = copies.setdefault(tensor_name, {})
@@ -92,7 +92,7 @@ def collect_shards(
         is_complete = sorted(shards_by_number) == [*range(counts[tensor_name])]
         is_lone = list(shards_by_number) == [0] and tensor_name.endswith(tuple(lone))
         if not is_complete and not is_lone:
-            raise UserError.of("convert.nxd_missing_on_ranks", path=checkpoint, name=tensor_name)
+            raise UserError.of("convert.missing_on_ranks", path=checkpoint, name=tensor_name)
     shards: dict[str, Shards] = {}
     for tensor_name, shards_by_number in copies.items():
         shards[tensor_name] = []
@@ -129,9 +129,9 @@ def _merge(checkpoint: Path, match: Match, shards: Sequence[TensorSource]) -> Te
     # A single part of another shape is one that `check_tensors` speaks of.
     if len(shards) > 1 and joined.shape != match.shape:
         raise UserError.of(
-            "convert.nxd_shape",
+            "convert.joined_shape",
             path=checkpoint,
-            foreign=match.foreign,
+            name=match.foreign,
             count=len(shards),
             shape=list(joined.shape),
             expected_shape=list(match.shape),
@@ -208,7 +208,7 @@ def checked_copy(
     def read() -> Tensor:
         values = first.read()
         if not all(same_values(values, copy.read()) for copy in others):
-            raise UserError.of("convert.megatron_ranks_disagree", path=checkpoint, name=tensor_name)
+            raise UserError.of("convert.ranks_disagree", path=checkpoint, name=tensor_name)
         return values
 
     return MergedTensor(first.shape, first.dtype, read)
@@ -221,7 +221,7 @@ def require_one_dtype(checkpoint: Path, tensor_name: str, parts: Sequence[Tensor
     dtypes = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
     if len(dtypes) > 1:
         raise UserError.of(
-            "convert.megatron_dtypes",
+            "convert.ranks_dtypes",
             path=checkpoint,
             name=tensor_name,
             dtypes=" and ".join(dtypes),
@@ -255,9 +255,7 @@ def number_over_stages(
                 local_numbers.add(number)
                 global_name = f"{prefix}{int(number) + layers_before}{suffix}"
             if global_name in merged and global_name not in repeated:
-                raise UserError.of(
-                    "convert.megatron_layer_twice", path=checkpoint, global_name=global_name
-                )
+                raise UserError.of("convert.layer_twice", path=checkpoint, global_name=global_name)
             # The embedding beside modules of multi-token prediction is on the first stage and the
             # last.
             if global_name in merged:
@@ -282,7 +280,7 @@ def _check_ends(
             )
             if owner != number and tensor_name not in repeated:
                 raise UserError.of(
-                    "convert.megatron_layer_of_stage",
+                    "convert.layer_of_stage",
                     path=checkpoint,
                     name=tensor_name,
                     owner=owner,
@@ -294,9 +292,7 @@ def _check_ends(
 def unlike_shapes(checkpoint: Path, tensor_name: str, shards: Sequence[TensorSource]) -> UserError:
     """Return the error about parts or copies of a tensor whose shapes do not fit each other."""
     shapes = ", ".join(str(list(shard.shape)) for shard in shards)
-    return UserError.of(
-        "convert.megatron_shapes", path=checkpoint, foreign=tensor_name, shapes=shapes
-    )
+    return UserError.of("convert.ranks_shapes", path=checkpoint, name=tensor_name, shapes=shapes)
 
 
 def notes_on_copies(

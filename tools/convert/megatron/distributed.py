@@ -328,7 +328,7 @@ def _merge(
     require_one_dtype(checkpoint, match.foreign, stored_chunks)
     first = parts[0]
     if not first.shape:
-        raise UserError.of("convert.megatron_scalar", path=checkpoint, name=first.name)
+        raise UserError.of("convert.tensor_scalar", path=checkpoint, name=first.name)
     saved_rows = sum(part.shape[0] for part in parts)
     # The vocabulary is padded for the ranks of the run that saved it.
     rows = min(saved_rows, match.shape[0]) if match.cut == "vocabulary" else saved_rows

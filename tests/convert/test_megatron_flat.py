@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.convert.test_megatron_stacked import STACKINGS, sizes_read, state_of
 from tests.other_systems import write_folder
 from tests.ranks import run_ranks
-from tests.refusals import sentence, shows
+from tests.refusals import shows
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.core.names import megatron
@@ -287,8 +287,8 @@ def numbered(change: Callable[[int, int, int, int], Place]) -> Callable[[Places]
 
 DENSE_CASE = CASES["stages, several buckets"]
 EXPERTS_CASE = CASES["experts of their own"]
-LAYOUT = "flat state has not the layout that its args and its model lead to"
-MASTER = sentence("convert.megatron_master_differs")
+LAYOUT = "convert.megatron_flat_state"
+MASTER = "convert.megatron_master_differs"
 FAULTS: dict[str, tuple[Case, str]] = {
     "from the first to the last": (replace(DENSE_CASE, forward=True), LAYOUT),
     "aligned to 128": (replace(DENSE_CASE, aligned=128), LAYOUT),
@@ -349,10 +349,10 @@ FAULTS: dict[str, tuple[Case, str]] = {
 def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case, said = FAULTS[fault]
+    case, code = FAULTS[fault]
     source, folder = opened(case, tmp_path)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
-    assert said in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, code)
     assert not (tmp_path / "ours").exists()
     read = open_source(folder, weights_only=True)
     assert read.kinds == ("weight",) and not read.facts.unread
@@ -376,7 +376,7 @@ def test_a_reader_that_aligns_otherwise_refuses_a_right_checkpoint(
     _, folder = opened(DENSE_CASE, tmp_path)
     monkeypatch.setattr(flat, "ALIGNED", 128)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
-    assert LAYOUT in capsys.readouterr().err
+    assert shows(capsys.readouterr().err, LAYOUT)
 
 
 @pytest.mark.usefixtures("torch_files_read_here")

@@ -13,7 +13,7 @@ The smallest whole use (`examples/pretrain.py` is the complete program):
 """
 
 from parallel.activation_checkpoint import Recompute
-from parallel.collectives import copy, gather, join, reduce, scatter, split
+from parallel.collectives import copy, gather, join, reduce, reduce_scatter, split
 from parallel.context import Context
 from parallel.cut_features import unchecked
 from parallel.dropout import MicrobatchInfo
@@ -43,7 +43,7 @@ __all__ = [
     "make_mesh",
     "parallelize",
     "reduce",
-    "scatter",
+    "reduce_scatter",
     "split",
     "unchecked",
     "vocab_parallel_loss",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from parallel.recomputation import recomputed
 
-Module = Literal["attention", "activation", "norm"]
-MODULES: tuple[Module, ...] = get_args(Module)
+RecomputedModule = Literal["attention", "activation", "norm"]
+MODULES: tuple[RecomputedModule, ...] = get_args(RecomputedModule)
 """Parts of a layer that can be recomputed separately: everything between attention's two
 projections, the activation function of a feed-forward or expert, and the norms before attention,
 before the feed-forward and before the head."""
@@ -29,7 +29,7 @@ class Recompute:
         if it is not 0, otherwise this fraction of the stage's layers, rounded down.
     """
 
-    modules: tuple[Module, ...] = ()
+    modules: tuple[RecomputedModule, ...] = ()
     fraction: float = 0.0
     layers: int = 0
 
@@ -53,7 +53,7 @@ class Recompute:
 
     def run(
         self,
-        module: Module,
+        module: RecomputedModule,
         function: Callable[[Tensor], Tensor],
         x: Tensor,
         into: Callable[[Tensor], Tensor] = lambda result: result,

@@ -41,7 +41,7 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
     return _Gather.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
-def scatter(x: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an
     all-gather."""
     return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x

@@ -42,7 +42,8 @@ class Context:
     experts: the ranks that share the experts of a layer; None if experts are cut as any other
         feed-forward is.
     of_experts: the parameters of these layers are those of experts that lie on their own ranks.
-    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
+    leaves: calls norms, rotations, gates, dropout and losses, in their compiled forms if there are
+        any. These are leaves of the model's code, not of autograd's graph.
 
     Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are
     recomputed although FP8 scales advance with every micro-batch, and for values of another kind.

@@ -39,7 +39,7 @@ ALL_BESIDE_SLICE = "takes a tensor of all features beside a slice of them"
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorCut:
     """Along which dimension a tensor is cut over tensor-parallel ranks, and where the slices come
     from.
 
@@ -91,7 +91,7 @@ def cut_size(size: int, refusal: UserError) -> CutSize:
 class CutTensor(Tensor):
     """A tensor with a `cut`. Functions of torch return one, or raise UserError."""
 
-    cut: Cut
+    cut: TensorCut
 
     @classmethod
     def __torch_function__(
@@ -105,7 +105,7 @@ class CutTensor(Tensor):
             return _follow(Call(func, tuple(args), dict(kwargs or {})))
 
 
-def mark_cut(x: Tensor, cut: Cut) -> CutTensor:
+def mark_cut(x: Tensor, cut: TensorCut) -> CutTensor:
     """Return `x` as a tensor that is cut; it shares memory and autograd history with `x`."""
     y = x.as_subclass(CutTensor)
     y.cut = cut
@@ -176,9 +176,9 @@ class Call:
         )
 
 
-CutOf = Callable[[Tensor], Cut]
+TensorCutOf = Callable[[Tensor], TensorCut]
 """The cut of each tensor that a call returns."""
-Rule = Callable[[Call], CutOf]
+Rule = Callable[[Call], TensorCutOf]
 """What a function does to a cut: it returns the cut of what a call returns, or raises UserError."""
 
 
@@ -245,7 +245,7 @@ def _sizes_with_cut(call: Call) -> Any:
 # The rules.
 
 
-def _same_shape_rule(call: Call) -> CutOf:
+def _same_shape_rule(call: Call) -> TensorCutOf:
     """A function that returns a tensor of the shape of its first argument, element by element."""
     cut = call.first_cut().cut
     return lambda _: cut
@@ -287,7 +287,7 @@ def _is_elementwise(name: str) -> bool:
     return name in pointwise or name.rstrip("_") in pointwise  # add_ as add
 
 
-def _elementwise_rule(call: Call) -> CutOf:
+def _elementwise_rule(call: Call) -> TensorCutOf:
     """Operands are aligned from the last dimension: all are cut along one of them, or have no size
     there."""
     # the number of this rank's features is not that of one process
@@ -305,7 +305,7 @@ def _elementwise_rule(call: Call) -> CutOf:
         if not isinstance(x, CutTensor):
             _require_combinable(call, x, from_last, size)
 
-    def cut_of(y: Tensor) -> Cut:
+    def cut_of(y: Tensor) -> TensorCut:
         # broadcast against a tensor of all features
         if y.dim() < from_last or y.shape[-from_last] != size:
             raise call.refuse(ALL_BESIDE_SLICE)
@@ -390,7 +390,7 @@ def _is_copied(x: Tensor) -> bool:
     return node is not None
 
 
-def _view_rule(call: Call) -> CutOf:
+def _view_rule(call: Call) -> TensorCutOf:
     """A view that is not told sizes: a transposition, a selection. Strides show where the cut
     dimension goes."""
     x = call.first_cut()
@@ -418,7 +418,7 @@ def _view_rule(call: Call) -> CutOf:
     return lambda _: replace(cut, dim=dims[0])
 
 
-def _reshape_rule(call: Call) -> CutOf:
+def _reshape_rule(call: Call) -> TensorCutOf:
     """A reshape. The slices must stay slices: what is cut is the outermost of the dimensions it is
     merged with."""
     x = call.first_cut()
@@ -427,7 +427,7 @@ def _reshape_rule(call: Call) -> CutOf:
     size = x.shape[cut.dim] // cut.outer
     open_dims = _open_dims(call)
 
-    def cut_of(y: Tensor) -> Cut:
+    def cut_of(y: Tensor) -> TensorCut:
         # Elements keep their order, so the slices begin at the dimensions before which there are as
         # many indices as there are slices: one, and neighbours of size 1.
         counts_before = [prod(y.shape[:dim]) for dim in range(y.dim() + 1)]
@@ -479,7 +479,7 @@ def _merged_cut(
     counts_before: Sequence[int],
     slice_count: int,
     size: int,
-) -> Cut:
+) -> TensorCut:
     """Return the cut of `y`, in which the cut dimension was merged with those before it, as heads
     with samples.
 
@@ -513,7 +513,7 @@ def _open_dims(call: Call) -> list[int]:
     ]
 
 
-def _named_dims(
+def _dims_argument(
     call: Call,
     position: int,
     default: Any = None,
@@ -530,9 +530,9 @@ def _along_dim_rule(position: int, default: Any = None) -> Rule:
     """A function that combines the elements along a dimension, and keeps the shape but for this
     dimension."""
 
-    def rule(call: Call) -> CutOf:
+    def rule(call: Call) -> TensorCutOf:
         x = call.first_cut()
-        dims = _named_dims(call, position, default)
+        dims = _dims_argument(call, position, default)
         if dims is None or x.cut.dim in dims or x is not call.args[0]:
             raise call.refuse(COMBINES)
         return lambda _: x.cut
@@ -543,16 +543,16 @@ def _along_dim_rule(position: int, default: Any = None) -> Rule:
 def _reduction_rule(position: int = 1) -> Rule:
     """A function that removes dimensions, or keeps them with the size 1."""
 
-    def rule(call: Call) -> CutOf:
+    def rule(call: Call) -> TensorCutOf:
         x = call.first_cut()
         if isinstance(call.argument(1, "other"), Tensor):
-            return _elementwise_rule(call)  # the larger of two tensors
-        dims = _named_dims(call, position)
+            return _elementwise_rule(call)  # torch.max(x, other), element by element
+        dims = _dims_argument(call, position)
         if dims is None or x.cut.dim in dims:
             raise call.refuse(COMBINES)
         removed_before = sum(dim < x.cut.dim for dim in dims)
 
-        def cut_of(y: Tensor) -> Cut:
+        def cut_of(y: Tensor) -> TensorCut:
             if y.dim() == x.dim():  # keepdim
                 return x.cut
             return replace(x.cut, dim=x.cut.dim - removed_before)
@@ -562,7 +562,7 @@ def _reduction_rule(position: int = 1) -> Rule:
     return rule
 
 
-def _dropout_rule(call: Call) -> CutOf:
+def _dropout_rule(call: Call) -> TensorCutOf:
     if call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True):
         return _same_shape_rule(call)
     raise call.refuse(
@@ -572,7 +572,7 @@ def _dropout_rule(call: Call) -> CutOf:
     )
 
 
-def _matmul_rule(call: Call) -> CutOf:
+def _matmul_rule(call: Call) -> TensorCutOf:
     """A product of matrices: rows, columns and batches may be cut, the dimension that is summed
     over may not."""
     left, right = call.args[:2]
@@ -605,7 +605,7 @@ def _cut_from_last(x: Tensor) -> int:
     return x.dim() - x.cut.dim if isinstance(x, CutTensor) else 0
 
 
-def _linear_rule(call: Call) -> CutOf:
+def _linear_rule(call: Call) -> TensorCutOf:
     """F.linear with a weight that each rank has whole."""
     x = call.args[0]
     if not isinstance(x, CutTensor) or x.cut.dim == x.dim() - 1:
@@ -616,7 +616,7 @@ def _linear_rule(call: Call) -> CutOf:
     return lambda _: x.cut
 
 
-def _einsum_rule(call: Call) -> CutOf:
+def _einsum_rule(call: Call) -> TensorCutOf:
     """torch.einsum: the letter of the cut dimension is the same in all operands, and is kept."""
     equation, *arguments = call.args
     operands = list(tensors(arguments))
@@ -646,7 +646,7 @@ def _einsum_rule(call: Call) -> CutOf:
     return lambda _: replace(first.cut, dim=result_term.index(letter))
 
 
-def _attention_rule(call: Call) -> CutOf:
+def _attention_rule(call: Call) -> TensorCutOf:
     """F.scaled_dot_product_attention over heads that are cut."""
     query = call.argument(0, "query")
     key = call.argument(1, "key")
@@ -673,7 +673,7 @@ def _attention_rule(call: Call) -> CutOf:
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 
-def _concatenation_rule(call: Call) -> CutOf:
+def _concatenation_rule(call: Call) -> TensorCutOf:
     """torch.cat along another dimension than the cut one."""
     first = call.first_cut()
     dim = call.argument(1, "dim", call.kwargs.get("axis", 0)) % first.dim()
@@ -685,7 +685,7 @@ def _concatenation_rule(call: Call) -> CutOf:
     return lambda _: first.cut
 
 
-def _stack_rule(call: Call) -> CutOf:
+def _stack_rule(call: Call) -> TensorCutOf:
     """torch.stack, whose new dimension may come before the cut one."""
     first = call.first_cut()
     new_dim = call.argument(1, "dim", 0) % (first.dim() + 1)
@@ -706,16 +706,16 @@ def _require_cut_alike(call: Call, operands: Iterable[Tensor]) -> None:
             raise call.refuse(ALL_BESIDE_SLICE)
 
 
-def _repeat_rule(call: Call) -> CutOf:
+def _repeat_rule(call: Call) -> TensorCutOf:
     """Tensor.repeat_interleave by one number: a head that is repeated stays on its rank."""
     x = call.first_cut()
-    dims = _named_dims(call, 2)
+    dims = _dims_argument(call, 2)
     if dims is None or not isinstance(call.argument(1, "repeats"), int) or x.cut.outer != 1:
         raise call.refuse("repeats elements by a rule that is not followed")
     return lambda _: x.cut
 
 
-def _pad_rule(call: Call) -> CutOf:
+def _pad_rule(call: Call) -> TensorCutOf:
     """F.pad of other dimensions."""
     x = call.first_cut()
     position = 2 * (x.dim() - 1 - x.cut.dim)  # two numbers a dimension, from the last one
@@ -724,7 +724,7 @@ def _pad_rule(call: Call) -> CutOf:
     return lambda _: x.cut
 
 
-def _complex_rule(call: Call) -> CutOf:
+def _complex_rule(call: Call) -> TensorCutOf:
     """torch.view_as_complex and view_as_real, which take or add a last dimension of size 2."""
     x = call.first_cut()
     if call.name == "view_as_complex" and x.cut.dim == x.dim() - 1:
@@ -732,7 +732,7 @@ def _complex_rule(call: Call) -> CutOf:
     return lambda _: x.cut
 
 
-def _triangle_rule(call: Call) -> CutOf:
+def _triangle_rule(call: Call) -> TensorCutOf:
     """torch.tril and triu of matrices that are not cut."""
     x = call.first_cut()
     if x.cut.dim >= x.dim() - 2:
@@ -740,7 +740,7 @@ def _triangle_rule(call: Call) -> CutOf:
     return lambda _: x.cut
 
 
-def _refuse_loss(call: Call) -> CutOf:
+def _refuse_loss(call: Call) -> TensorCutOf:
     raise call.refuse(
         "compares a slice of the outputs with targets of all of them",
         "for a cross entropy use loss_fn = parallel.vocab_parallel_loss(head), for another loss "
@@ -748,7 +748,7 @@ def _refuse_loss(call: Call) -> CutOf:
     )
 
 
-def _norm_rule(call: Call) -> CutOf:
+def _norm_rule(call: Call) -> TensorCutOf:
     """F.layer_norm and F.rms_norm over the last dimensions."""
     x = call.first_cut()
     first_normalized = x.dim() - len(call.argument(1, "normalized_shape"))
@@ -760,18 +760,18 @@ def _norm_rule(call: Call) -> CutOf:
     return lambda _: x.cut
 
 
-def _refuse_channels(call: Call) -> CutOf:
+def _refuse_channels(call: Call) -> TensorCutOf:
     raise call.refuse("combines features with each other, or with numbers of all features")
 
 
-def _refuse_halves(call: Call) -> CutOf:
+def _refuse_halves(call: Call) -> TensorCutOf:
     raise call.refuse(
         "multiplies one half of each slice by the other, which is another half on one process",
         'give each half a layer of style "column" of its own, as gate and up',
     )
 
 
-def _assignment_rule(call: Call) -> CutOf:
+def _assignment_rule(call: Call) -> TensorCutOf:
     """x[index] = value: the index selects no features, and the value is one number."""
     x, index, value = call.args
     if not isinstance(x, CutTensor) or isinstance(value, Tensor):

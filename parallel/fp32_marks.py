@@ -55,9 +55,10 @@ def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
             setattr(module, name, value.in_fp32())
         elif isinstance(value, Gemm | FP8Gemm):
             if isinstance(value, FP8Gemm):
-                value.state.leave_out(value.reach, "it is in a part that is marked FP32")
-            setattr(module, name, Gemm(plan.sensitive, plan.sensitive, plan.tf32))
-    # weights of the part have no FP8 codes
+                value.state.leave_out(value.eligibility, "it is in a part that is marked FP32")
+            gemm = Gemm(dtype=plan.sensitive, out=plan.sensitive, tf32=plan.tf32)
+            setattr(module, name, gemm)
+    # Weights of the part have no FP8 codes. The optimizer changes their dtype.
     for parameter in module.parameters(recurse=False):
         unmark_fp8(parameter)
     for table in module.buffers(recurse=False):

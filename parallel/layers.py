@@ -177,7 +177,8 @@ class RowParallelLinear(nn.Module):
             self.products,
         )
         # The bias is added after the sum, so that it is added once.
-        y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
+        add_up = collectives.reduce_scatter if self.context.cut_sequence else collectives.reduce
+        y = add_up(y, tp)
         return y if self.bias is None else Add.apply(y, self.bias, None)
 
 
@@ -234,7 +235,7 @@ class VocabParallelEmbedding(nn.Module):
             outside,
         )
         if self.context.cut_sequence:
-            return collectives.scatter(x, tp)
+            return collectives.reduce_scatter(x, tp)
         return collectives.reduce(x, tp)
 
 

@@ -73,6 +73,7 @@ class Linear(torch.autograd.Function):
         ctx.bias = bias
         ctx.deferred = deferred or WeightGradQueue()
         ctx.dtype = x.dtype
+        # Of this pass: FP8's settings and scales may have changed before its backward pass runs.
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         # The backward pass reads the weight again, and must find the same values.
         note_weights_read(ctx, weight)
@@ -103,21 +104,21 @@ class Linear(torch.autograd.Function):
         # The order overlaps transfers with products: the input is gathered while its gradient is
         # computed, and that gradient is summed while the weight gradient is computed.
         if weight_destination is Destination.NOWHERE:
-            weight_factor: Callable[[], Factor] = Pending((), saved)
+            input_factor: Callable[[], Factor] = Pending((), saved)
         else:
-            weight_factor = _start_weight_factor(ctx, saved)
+            input_factor = _start_input_factor(ctx, saved)
         rows = _as_matrix(grad)
-        for_input, for_weight = products.gradient(rows)
+        for_input, for_weight = products.gradient_factors(rows)
         finish_grad_x: Callable[[], Tensor | None] = Pending((), None)
         if ctx.needs_input_grad[0]:
             finish_grad_x = _start_input_gradient(ctx, for_input, grad.shape)
 
         grad_weight = None
         if weight_destination is Destination.AUTOGRAD:  # which needs it now
-            grad_weight = products.weight_gradient(for_weight, weight_factor()).to(weight.dtype)
+            grad_weight = products.weight_gradient(for_weight, input_factor()).to(weight.dtype)
         elif weight_destination is Destination.MAIN:
-            ctx.deferred.run(
-                lambda: add_weight_gradient(products, weight, for_weight, weight_factor())
+            ctx.deferred.offer(
+                lambda: add_weight_gradient(products, weight, for_weight, input_factor())
             )
         grad_bias = None
         if ctx.bias is not None:
@@ -130,7 +131,7 @@ def _as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _start_weight_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
+def _start_input_factor(ctx: Any, saved: Factor) -> Callable[[], Factor]:
     """Start to all-gather over tp what the weight gradient needs of the input, if x is sharded.
 
     The returned function waits for the result and returns it. Deferred work gathers only then,

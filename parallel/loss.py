@@ -117,14 +117,15 @@ class CrossEntropy(torch.autograd.Function):
         sums[1].masked_fill_(outside, math.nan)
         # one message for both
         exponentials, target = tp.sum_(sums)
-        log_sum = exponentials.log()
+        shifted_log_sum = exponentials.log()
         # the logarithm of the sum of exp(logits), from which softmax follows
-        ctx.save_for_backward(rows, target_columns, is_local, log_sum + largest)
+        log_sum = shifted_log_sum + largest
+        ctx.save_for_backward(rows, target_columns, is_local, log_sum)
         ctx.columns = unpadded.shape[1]
         ctx.shape = logits.shape
         ctx.consume = consume
         ctx.leaves = leaves
-        return (log_sum - target).view(targets.shape)
+        return (shifted_log_sum - target).view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -184,14 +185,19 @@ def _loss_gradient(
     target_columns: Tensor,
     is_local: Tensor,
     log_sum: Tensor,
-    grad: Tensor,
+    grad_column: Tensor,
     columns: int,
 ) -> Tensor:
-    """Overwrite logits, which are `columns` and padding, with their gradient."""
+    """Overwrite logits, which are `columns` and padding, with their gradient.
+
+    log_sum: [rows], the logarithm of the sum of the exponentials on all ranks.
+    grad_column: [rows, 1], the gradient of each loss. A target outside the vocabulary leaves a
+        finite gradient: its loss alone is NaN.
+    """
     column = torch.arange(rows.shape[1], device=rows.device)
     softmax = (rows.to(log_sum.dtype) - log_sum[:, None]).exp()
     at_target = (column == target_columns[:, None]) & is_local[:, None]
-    gradient = (softmax - at_target.to(softmax.dtype)) * grad
+    gradient = (softmax - at_target.to(softmax.dtype)) * grad_column
     return rows.copy_(torch.where(column < columns, gradient, 0))
 
 

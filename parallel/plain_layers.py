@@ -21,7 +21,7 @@ from megaprec.errors import UserError
 from megaprec.torch_private import is_backward_running, without_torch_function
 from parallel import collectives
 from parallel.context import Context
-from parallel.cut_features import Cut, CutTensor, mark_cut, unchecked
+from parallel.cut_features import CutTensor, TensorCut, mark_cut, unchecked
 from parallel.dropout import drop
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
@@ -153,7 +153,7 @@ class Watched(nn.Module):
             f'give {self.path} the style "whole", or let an nn.Linear of style "column" have its '
             "weight"
         )
-        cut = Cut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
+        cut = TensorCut(dim, f"{rows} of {self.path}.weight", watch.tp.size, remedy=remedy)
         return mark_cut(value, cut)
 
 
@@ -172,15 +172,15 @@ class Column(Watched, ColumnParallelLinear):
             y = super().forward(self._full_input(x, checks))
         if not checks:
             return y
-        cut = Cut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
+        cut = TensorCut(y.dim() - 1, f"outputs of {self.path}", self.watch.tp.size)
         return mark_cut(y.clone(), cut)
 
     def _full_input(self, x: Tensor, checks: bool) -> Tensor:
-        """Return x [..., all features], or what `ColumnParallelLinear` takes under sequence
-        parallelism."""
+        """Return x [..., all features]; under sequence parallelism the positions of this rank
+        [s / tp, b, all features]."""
         tp = self.watch.tp
         if _is_slice(x, self.weight.shape[1], tp):
-            _require_last(x, self.path)
+            _require_cut_by_features(x, self.path)
             if self.watch.sequence:
                 raise _sequence_error(self.path)
             x = collectives.join(unchecked(x), tp, x.dim() - 1)
@@ -209,10 +209,10 @@ class Row(Watched, RowParallelLinear):
                 if checks:
                     self.watch.require_same(x, self.path)
                 x = collectives.split(x, tp, x.dim() - 1)
-            _require_last(x, self.path)
+            _require_cut_by_features(x, self.path)
             y = super().forward(unchecked(x))
         if checks and self.watch.sequence:
-            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), TensorCut(0, f"positions after {self.path}", tp.size))
         return y
 
 
@@ -231,7 +231,7 @@ class Vocab(Watched, VocabParallelEmbedding):
                 self.watch.require_same(ids, self.path)
             y = super().forward(ids)
         if checks and self.watch.sequence:
-            return mark_cut(y.clone(), Cut(0, f"positions after {self.path}", tp.size))
+            return mark_cut(y.clone(), TensorCut(0, f"positions after {self.path}", tp.size))
         return y
 
 
@@ -254,7 +254,7 @@ class _Norm(Watched):
         return mark_cut(y, x.cut) if isinstance(x, CutTensor) else y
 
     def _normalize_slice(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        _require_last(x, self.path)
+        _require_cut_by_features(x, self.path)
         if self.watch.sequence:
             raise _sequence_error(self.path)
         tp = self.watch.tp
@@ -266,11 +266,12 @@ class _Norm(Watched):
     def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         cut = x.cut if isinstance(x, CutTensor) else None
-        # a share of the tokens: the layers sum its gradients over tp
+        # Of x cut along the sequence, the gradient of the norm's weight is summed over tp anyway.
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
         has_cut_heads = cut is not None and not is_sequence_shard
         if cut is not None and has_cut_heads and not self.of_heads:
             raise UserError.of("parallel.heads_shared", path=self.path, source=cut.source)
+        # Only a checked pass marks what is cut: in others a missing mark says nothing.
         if self.of_heads and checks and not has_cut_heads:
             raise UserError.of("parallel.heads_not_shared", path=self.path)
 
@@ -356,7 +357,7 @@ def _is_slice(
     return x.shape[-1] != features and x.shape[-1] * tp.size == features
 
 
-def _require_last(x: Tensor, path: str) -> None:
+def _require_cut_by_features(x: Tensor, path: str) -> None:
     """Raise UserError if `x` is known to be cut, but not along the features."""
     if isinstance(x, CutTensor) and (x.cut.dim != x.dim() - 1 or x.cut.outer != 1):
         raise _other_cut_error(x, path)

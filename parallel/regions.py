@@ -171,10 +171,10 @@ def _trace(
             saved.append(tensor.detach())
             return saved[-1]
 
-        leaves = _leaves_of(arguments)
+        graph_inputs = _as_graph_inputs(arguments)
         with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
-            results = region(*leaves)
-        trained = {position: x for position, x in enumerate(leaves) if x.requires_grad}
+            results = region(*graph_inputs)
+        trained = {position: x for position, x in enumerate(graph_inputs) if x.requires_grad}
         grads = torch.autograd.grad(results, [*trained.values()], tangents, allow_unused=True)
         grad_by_position: dict[int, Tensor] = {}
         for position, grad in zip(trained, grads, strict=True):
@@ -211,8 +211,8 @@ def _trace(
     )
 
 
-def _leaves_of(arguments: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as leaves of a graph; those of floating point require gradients."""
+def _as_graph_inputs(arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors as inputs of a new graph; those of floating point require gradients."""
     return [x.detach().requires_grad_(x.dtype.is_floating_point) for x in arguments]
 
 
@@ -279,10 +279,10 @@ def _run_with_gradients(
     tangents: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the results of a function, and the gradients of its inputs, zero where none flows."""
-    leaves = _leaves_of(inputs)
+    graph_inputs = _as_graph_inputs(inputs)
     with torch.enable_grad():
-        results = function(*leaves)
-    differentiable = [x for x in leaves if x.requires_grad]
+        results = function(*graph_inputs)
+    differentiable = [x for x in graph_inputs if x.requires_grad]
     grads = torch.autograd.grad(
         results, differentiable, list(tangents), allow_unused=True, materialize_grads=True
     )

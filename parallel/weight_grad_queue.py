@@ -1,7 +1,7 @@
 """The queue of deferred weight gradients, the part of a backward pass that no other stage waits
 for.
 
-Layers offer deferrable work by `deferred.run(work)`. The caller of the backward pass decides when
+Layers offer deferrable work by `deferred.offer(work)`. The caller of the backward pass decides when
 the work runs: at once, unless the caller collects it. Deferred work must hold every tensor that it
 needs, because the graph is freed by then.
 """
@@ -19,7 +19,7 @@ class WeightGradQueue:
     def __init__(self) -> None:
         self._collected: Work | None = None
 
-    def run(self, work: Callable[[], object]) -> None:
+    def offer(self, work: Callable[[], object]) -> None:
         """Run `work` now, or append it to the collected work."""
         if self._collected is None:
             work()
@@ -28,14 +28,14 @@ class WeightGradQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Return True if `run` defers work."""
+        """Return True if `offer` defers work."""
         return self._collected is not None
 
     @contextmanager
     def collect(self) -> Iterator[Work]:
         """Collect work within the context instead of running it.
 
-        Yields the deque to which `run` appends, in order.
+        Yields the deque to which `offer` appends, in order.
         """
         self._collected = work = deque()
         try:

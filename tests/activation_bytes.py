@@ -21,4 +21,4 @@ def kept_bytes(
 ) -> list[ActivationBytes]:
     """The bytes that each stage keeps on each of `tp` x `cp` ranks."""
     memory = StageMemory(config, plan, options, tp=tp, cp=cp, device=device)
-    return [memory.kept(cut) for cut in cuts]
+    return [memory.activation_bytes(cut) for cut in cuts]

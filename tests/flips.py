@@ -4,6 +4,7 @@ that is checked."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -55,6 +56,7 @@ class Setting:
     changes: tuple[tuple[str, Any], ...] = ()
     expert: int = 1
     expert_tensor: int = 0
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,25 +115,38 @@ def make_engine(mesh: DeviceMesh | None, setting: Setting) -> Engine:
     )
 
 
-def shares(mesh: DeviceMesh | None, number: int, seed: int) -> Callable[[int], Share]:
-    """The shares of all data-parallel ranks in a step."""
-    ids = torch.randint(
-        0, 40, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1000 * seed + number)
-    )
+def shares(
+    mesh: DeviceMesh | None, number: int, seed: int, masked: bool = False
+) -> Callable[[int], Share]:
+    """The shares of all data-parallel ranks in a step. masked: they count other numbers of tokens."""
+    generator = torch.Generator().manual_seed(1000 * seed + number)
+    ids = torch.randint(0, 40, (SAMPLES, LENGTH + 1), generator=generator)
+    mask = torch.rand(SAMPLES, LENGTH, generator=generator).round().double() if masked else None
     own = SAMPLES // (1 if mesh is None else mesh["dp"].size())
 
     def of(replica: int) -> Share:
-        rows = ids[replica * own : (replica + 1) * own]
-        return Share(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), first=replica * own)
+        samples = slice(replica * own, (replica + 1) * own)
+        rows = ids[samples]
+        return Share(
+            rows[:, :-1].contiguous(),
+            rows[:, 1:].contiguous(),
+            None if mask is None else mask[samples],
+            first=replica * own,
+        )
 
     return of
 
 
 def take(
-    engine: Engine, mesh: DeviceMesh | None, number: int, sentinel: Sentinel | None, seed: int = 0
+    engine: Engine,
+    mesh: DeviceMesh | None,
+    number: int,
+    sentinel: Sentinel | None,
+    seed: int = 0,
+    masked: bool = False,
 ) -> float:
     """Takes a step, checked if there is a sentinel; returns its loss."""
-    of = shares(mesh, number, seed)
+    of = shares(mesh, number, seed, masked)
     with ExitStack() as inside:
         if sentinel is not None:
             inside.enter_context(sentinel.checking(number, of))
@@ -285,17 +300,18 @@ def found(mesh: DeviceMesh | None, setting: Setting, flip: Flip) -> dict[str, An
     engine = make_engine(mesh, setting)
     plain = make_engine(mesh, setting)
     sentinel = Sentinel(engine, exact=True)
-    assert take(engine, mesh, 0, sentinel) == take(plain, mesh, 0, None)
+    step = partial(take, masked=setting.masked)
+    assert step(engine, mesh, 0, sentinel) == step(plain, mesh, 0, None)
     assert same(state(engine), state(plain))
     fields = None
     try:
         with planted(engine, flip):
-            take(engine, mesh, 1, sentinel)
+            step(engine, mesh, 1, sentinel)
     except SilentFault as error:
         fields = {**error.fault.fields(), "line": str(error)}
     if fields is not None and flip.kind != "weight":
         assert same(state(engine), state(plain)), "a step that was taken back has left something"
-        assert take(engine, mesh, 1, sentinel) == take(plain, mesh, 1, None)
+        assert step(engine, mesh, 1, sentinel) == step(plain, mesh, 1, None)
         assert same(state(engine), state(plain)), "the step taken again is another one"
     return fields
 
@@ -316,8 +332,9 @@ def clean(mesh: DeviceMesh, settings: list[Setting], steps: int) -> int:
         engine = make_engine(mesh, setting)
         plain = make_engine(mesh, setting)
         sentinel = Sentinel(engine, exact=True)
+        step = partial(take, masked=setting.masked)
         for number in range(steps):
-            assert take(engine, mesh, number, sentinel, setting.seed) == take(
+            assert step(engine, mesh, number, sentinel, setting.seed) == step(
                 plain, mesh, number, None, setting.seed
             )
             checks += 1

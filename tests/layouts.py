@@ -110,7 +110,7 @@ class Gradients(StepObserver):
     def __init__(self) -> None:
         self.seen: list[list[Fragment]] = []
 
-    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
         self.seen.append(fragments(buffers, lambda buffer: buffer.local_part(buffer.grads)))
 
 

@@ -193,7 +193,7 @@ class StepPosition(StepObserver):
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         self.position.note_action("consensus of all ranks")
 
-    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
         self.position.note_action("update")
 
     def updated(self, buffers: Sequence[Buffer]) -> None:

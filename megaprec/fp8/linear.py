@@ -43,7 +43,7 @@ class FP8Gemm:
     """
 
     state: FP8State
-    reach: Eligibility
+    eligibility: Eligibility
     cut: int | None
     wide: Gemm
     tp: Axis
@@ -59,7 +59,7 @@ class FP8Gemm:
             return replace(self, scope=self.state.scope)
         # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
-        scales = {role: self.state.scale(self.reach.name, role).clone() for role in roles}
+        scales = {role: self.state.scale(self.eligibility.name, role).clone() for role in roles}
         return replace(
             self,
             scope=self.state.scope,
@@ -93,12 +93,12 @@ class FP8Gemm:
         _, transposed = self._cast(x, "input")
         return self._saved(x, transposed)
 
-    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+    def gradient_factors(self, grad: Tensor) -> tuple[Factor, Factor]:
         """Return grad [m, n] in the form for the input's gradient and in the form for the weight's
         gradient."""
         if not self.scope.computes:
             self._record(grad, "gradient")
-            return self.wide.gradient(grad)
+            return self.wide.gradient_factors(grad)
         codes, transposed = self._cast_first(grad, "gradient")
         return _tensors(codes), self._saved(grad, transposed)
 
@@ -150,7 +150,7 @@ class FP8Gemm:
         the first use in the pass, in which the amax is recorded."""
         make = partial(self._cast_weight, weight.detach(), first)
         # a process may have the slices of several (virtual) tp ranks
-        name = f"{self.reach.name} of rank {self.tp.rank}"
+        name = f"{self.eligibility.name} of rank {self.tp.rank}"
         return self.state.cast_of(name, weight, self.moment, make)
 
     def _cast_weight(self, weight: Tensor, first: bool) -> Casts:
@@ -189,7 +189,7 @@ class FP8Gemm:
         elif role in self.scales:
             scale = self.scales[role]
         else:
-            scale = self.state.scale(self.reach.name, role)
+            scale = self.state.scale(self.eligibility.name, role)
         codes, transposed = quantize_both(
             x,
             self._recipe,
@@ -198,7 +198,7 @@ class FP8Gemm:
             agree=agree,
         )
         # counts nothing unless somebody watches
-        self.state.note_lost(self.reach.name, role, x, codes)
+        self.state.note_lost(self.eligibility.name, role, x, codes)
         return codes, transposed
 
     def _differs_over_tp(self, role: Role) -> bool:
@@ -212,7 +212,7 @@ class FP8Gemm:
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:
-            self.state.record(self.reach.name, role, amax_of(x))
+            self.state.record(self.eligibility.name, role, amax_of(x))
 
     def _agree(self, amax: Tensor) -> None:
         self.tp.max_(amax)

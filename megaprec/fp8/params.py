@@ -36,11 +36,11 @@ class FP8Param:
     scales, [n / block[0], k / block[1]] rounded up, float32; changed in place.
     """
 
-    def __init__(self, state: FP8State, reach: Eligibility) -> None:
+    def __init__(self, state: FP8State, eligibility: Eligibility) -> None:
         assert state.recipe is not None
         self.state = state
-        self.name = reach.name
-        self.shape = torch.Size(reach.shape)
+        self.name = eligibility.name
+        self.shape = torch.Size(eligibility.shape)
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
         rows, columns = self.shape

@@ -87,7 +87,7 @@ class FP8State:
         self.tp = tp or Axis("tp")
         self.dp = dp or Axis("dp")
         self.stage = stage or self.tp
-        self.reached: list[Eligibility] = []
+        self.registered: list[Eligibility] = []
         self.scope = OFF
         self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
@@ -145,14 +145,14 @@ class FP8State:
             )
         assert self.recipe is not None
         weight = eligibility(self.recipe, parts, self.layers)
-        if weight not in self.reached:  # virtual ranks of one process have the same weights
-            self.reached.append(weight)
+        if weight not in self.registered:  # virtual ranks of one process have the same weights
+            self.registered.append(weight)
         return weight
 
     def leave_out(self, weight: Eligibility, why: str) -> None:
         """Exclude a registered weight's products from FP8, for the reason `why`. To be called
         before the first pass."""
-        self.reached[self.reached.index(weight)] = replace(weight, fallback_reason=why)
+        self.registered[self.registered.index(weight)] = replace(weight, fallback_reason=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class FP8State:
         if self.recipe is None or self.recipe.kind != "delayed":
             return ()
         names: list[str] = []
-        for weight in self.reached:
+        for weight in self.registered:
             if not weight.fallback_reason:
                 names += [f"{weight.name}.{role}" for role in ROLES]
         return tuple(names)
@@ -175,7 +175,7 @@ class FP8State:
     @property
     def narrow(self) -> set[str]:
         """Return the weights whose products run in FP8, each by its first logical name."""
-        return {weight.name for weight in self.reached if not weight.fallback_reason}
+        return {weight.name for weight in self.registered if not weight.fallback_reason}
 
     @property
     def products(self) -> int:

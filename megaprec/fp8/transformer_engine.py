@@ -40,9 +40,9 @@ def require() -> None:
     except ModuleNotFoundError as error:
         raise UserError(_problem(f"it is not installed (no module {error.name})")) from error
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        raise UserError(
-            _problem(f"it cannot be imported ({str(error).splitlines()[0]})")
-        ) from error
+        # an assertion often has no text
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(_problem(f"it cannot be imported ({reason})")) from error
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if not FIRST_RELEASE <= release <= LAST_RELEASE:

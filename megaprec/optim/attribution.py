@@ -157,12 +157,14 @@ def _is_of(piece: Piece, offender: Offender) -> bool:
     return part.name == offender.name and part.shard == shard
 
 
-def _describe(name: str, stage: int, tp_rank: int, gradients: Tensor) -> Offender:
+def _describe(name: str, stage: int, slice_rank: int, gradients: Tensor) -> Offender:
+    """Return what is not finite among the gradients of a slice. slice_rank: of tp, of the experts'
+    tp, or of the virtual ranks."""
     finite = gradients[gradients.isfinite()]
     return Offender(
         name=name,
         stage=stage,
-        tp_rank=tp_rank,
+        tp_rank=slice_rank,
         infs=int(gradients.isinf().sum()),
         nans=int(gradients.isnan().sum()),
         elements=gradients.numel(),

@@ -43,7 +43,7 @@ class Consensus:
     finite: True if gradients and loss are finite.
     same_scaler, same_parameters: True if all ranks sent equal ones.
     stops: number of ranks that were asked to stop.
-    gradients: number of parameters that have one, over all ranks.
+    num_gradients: number of parameters that have one, over all ranks.
     nothing_counts: True if some rank has said that no token of the batch counts in the loss.
     gave_loss: True if some rank has given a loss. loss: NaN if none has.
     """
@@ -55,7 +55,7 @@ class Consensus:
     same_scaler: Tensor
     same_parameters: Tensor
     stops: Tensor
-    gradients: Tensor
+    num_gradients: Tensor
     nothing_counts: Tensor
     gave_loss: Tensor
 
@@ -63,7 +63,7 @@ class Consensus:
         """Return float32 [], 1 if the step must change nothing. on_nonfinite: as in the precision
         plan."""
         ranks_agree = self.same_scaler & self.same_parameters
-        allowed = ranks_agree & (self.gradients > 0) & ~self.nothing_counts
+        allowed = ranks_agree & (self.num_gradients > 0) & ~self.nothing_counts
         if on_nonfinite != "ignore":
             allowed = allowed & self.finite
         return allowed.logical_not().float()
@@ -77,7 +77,7 @@ class StepNumbers:
     norm: float
     loss_scale: float
     stops: float
-    gradients: float
+    num_gradients: float
     finite: bool
     same_scaler: bool
     same_parameters: bool
@@ -86,26 +86,26 @@ class StepNumbers:
     zeros: tuple[int, ...]
 
 
-def to_host(agreed: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
+def to_host(reduced: Consensus, norm: Tensor, loss_scale: Tensor) -> StepNumbers:
     """Return the numbers of a step in one copy from the device, for which the host waits."""
     numbers = {
-        "loss": agreed.loss,
+        "loss": reduced.loss,
         "norm": norm,
         "loss_scale": loss_scale.double(),
-        "stops": agreed.stops,
-        "gradients": agreed.gradients,
+        "stops": reduced.stops,
+        "num_gradients": reduced.num_gradients,
     }
     flags = {
-        "finite": agreed.finite,
-        "same_scaler": agreed.same_scaler,
-        "same_parameters": agreed.same_parameters,
-        "nothing_counts": agreed.nothing_counts,
-        "gave_loss": agreed.gave_loss,
+        "finite": reduced.finite,
+        "same_scaler": reduced.same_scaler,
+        "same_parameters": reduced.same_parameters,
+        "nothing_counts": reduced.nothing_counts,
+        "gave_loss": reduced.gave_loss,
     }
     stacked_numbers = torch.stack(list(numbers.values()))
     stacked_flags = torch.stack(list(flags.values())).double()
-    on_device = torch.cat((stacked_numbers, stacked_flags, agreed.zeros))
-    on_host = on_device.tolist()  # the only wait of a step
+    on_device = torch.cat((stacked_numbers, stacked_flags, reduced.zeros))
+    on_host = on_device.tolist()  # the only wait of a usual step
     flags_start = len(numbers)
     zeros_start = flags_start + len(flags)
     host_flags = map(bool, on_host[flags_start:zeros_start])
@@ -158,9 +158,9 @@ class _RankNumbers(NamedTuple):
     scaler: Tensor
     scaler_squared: Tensor
     stops: Tensor
-    gradients: Tensor
+    num_gradients: Tensor
     nothing_counts: Tensor
-    losses: Tensor
+    num_losses: Tensor
 
 
 class _StageNumbers(NamedTuple):
@@ -199,7 +199,7 @@ class StepConsensus:
     def pack(self, local: LocalNumbers) -> Tensor:
         """Return this rank's numbers, to be summed over the world: float64."""
         squares, zeros = local.measured.counted.unbind()
-        missing = self._scalar(local.parameters)
+        parameters = self._scalar(local.parameters)
         of_stages = torch.zeros(
             len(_StageNumbers._fields),
             self.pp.size,
@@ -207,7 +207,7 @@ class StepConsensus:
             device=self.device,
         )
         of_stages[:, self.pp.rank] = torch.stack(
-            _StageNumbers(zeros=zeros, digests=missing, digests_squared=missing.square())
+            _StageNumbers(zeros=zeros, digests=parameters, digests_squared=parameters.square())
         )
         *_, norm_slots = self.lengths
         norms = torch.zeros(norm_slots, dtype=torch.float64, device=self.device)
@@ -220,9 +220,9 @@ class StepConsensus:
             scaler=local.scaler,
             scaler_squared=local.scaler.square(),
             stops=self._scalar(float(local.stop)),
-            gradients=self._scalar(local.num_gradients),
+            num_gradients=self._scalar(local.num_gradients),
             nothing_counts=self._nothing_counts(local.counted_tokens),
-            losses=self._scalar(float(local.gave_loss)),
+            num_losses=self._scalar(float(local.gave_loss)),
         )
         return torch.cat((torch.stack(numbers), of_stages.view(-1), norms))
 
@@ -235,15 +235,15 @@ class StepConsensus:
         same_parameters = _are_equal(stages.digests, stages.digests_squared, ranks_of_stage)
         return Consensus(
             norm=ranks.squares.sqrt() if self.order == 2 else joined_norm(norms, self.order),
-            loss=ranks.loss.where(ranks.losses > 0, math.nan),
+            loss=ranks.loss.where(ranks.num_losses > 0, math.nan),
             zeros=stages.zeros,
             finite=of_ranks[:2].isfinite().all(),  # squares and loss
             same_scaler=_are_equal(ranks.scaler, ranks.scaler_squared, self.world.size),
             same_parameters=same_parameters.all(),
             stops=ranks.stops,
-            gradients=ranks.gradients,
+            num_gradients=ranks.num_gradients,
             nothing_counts=ranks.nothing_counts > 0,
-            gave_loss=ranks.losses > 0,
+            gave_loss=ranks.num_losses > 0,
         )
 
     def _nothing_counts(self, counted_tokens: Tensor | None) -> Tensor:

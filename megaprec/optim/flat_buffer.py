@@ -148,8 +148,9 @@ class Buffer:
         layout = layout_of(self.parameters[0])
         # True if the weights are FP8 codes
         self.has_fp8_weights = fp8_param_of(self.parameters[0]) is not None
-        # True if the gradients are counts
-        self.holds_counts = layout.balancing is not None
+        # True if the "gradients" are the tokens that each expert was given (load_balance.py): they
+        # are summed, and never averaged
+        self.holds_loads = layout.balancing is not None
         # True if other ranks of the stage hold other experts
         self.holds_experts = layout.expert
         self.starts: list[int] = []
@@ -221,7 +222,7 @@ class Buffer:
         masters = weights
         if plan.masters.itemsize > weights.itemsize:
             masters = plan.masters
-        is_usual = weights == plan.parameters and not self.holds_counts
+        is_usual = weights == plan.parameters and not self.holds_loads
         if is_usual or self.has_fp8_weights:
             return _Dtypes(weights, plan.gradients, plan.reduce, masters, plan.moments)
         # Weights that the plan keeps in another dtype, and counts, accumulate and travel in theirs;
@@ -390,8 +391,9 @@ class Buffer:
         average, the gradients are divided before the sum, because a half-precision sum could
         overflow.
         """
+        # With fewer shards than dp ranks a shard is longer than a rank's part of a reduce-scatter.
         is_sharded = self.shards.size == self.dp.size
-        if self.average and not self.holds_counts:
+        if self.average and not self.holds_loads:
             self.grads.div_(self.dp.size)
         sent = self.grads
         if self.dp.size > 1:

@@ -83,8 +83,9 @@ class GradReducer:
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
         """Start reductions when a backward pass has finished the gradient; return the autograd node
         to keep."""
-        # The node that accumulates a leaf's gradient is found behind any use of the leaf. A hook of
-        # the parameter itself is not called where a layer adds to `main_grad` by itself.
+        # The node that accumulates a leaf's gradient is found behind any use of the leaf. autograd
+        # executes it even if a layer returned no gradient, because it has added to `main_grad`
+        # itself; a hook of the parameter is not called then.
         with torch.enable_grad():
             use = parameter.view_as(parameter).grad_fn
         assert use is not None
@@ -155,17 +156,17 @@ class GradReducer:
             if chunk not in self._reduced:
                 self.reduce(chunk)
             self._wait(chunk)
-        self._begin_step()
+        self._reset()
 
     def drop(self) -> None:
         """Wait for all running reductions, discard their results and begin a new step."""
         for chunk in self._waits:
             self._wait(chunk)
         self._awaited.clear()
-        self._begin_step()
+        self._reset()
 
-    def _begin_step(self) -> None:
-        """Let gradients be accumulated again, for another step."""
+    def _reset(self) -> None:
+        """Forget what was reduced. Gradients stay until they are discarded by their buffers."""
         self._waits.clear()
         self._reduced.clear()
         for buffer in chain.from_iterable(self._chunks):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.param_groups import UNSCALED, StepOf
+from megaprec.optim.param_groups import NO_FACTORS, StepOf
 from megaprec.optim.update_tile import Tile
 
 
@@ -28,7 +28,7 @@ class LoadBalance:
     """The updates of all buffers, among those of a rank, whose gradients are counts."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.buffers = [buffer for buffer in buffers if buffer.holds_counts]
+        self.buffers = [buffer for buffer in buffers if buffer.holds_loads]
         self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
 
     def apply(self, step_of: StepOf, done: Callable[[Buffer], None]) -> None:
@@ -37,7 +37,7 @@ class LoadBalance:
 
         step_of: as for `MatrixUpdates`; neither learning rate nor weight decay applies here.
         """
-        step = step_of(UNSCALED)
+        step = step_of(NO_FACTORS)
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
             for tile, speed in tiles:
                 weights = tile.wide_weights()

@@ -283,7 +283,7 @@ class ModelBuffers:
 
     def _loss_buffers(self) -> Iterator[Buffer]:
         """Yield the buffers whose gradients are those of a loss."""
-        return (buffer for buffer in self.all if not buffer.holds_counts)
+        return (buffer for buffer in self.all if not buffer.holds_loads)
 
     def adopt_model(self, everything: bool, steps: Tensor) -> None:
         """Take weights that someone has written to as they are now.
@@ -298,12 +298,12 @@ class ModelBuffers:
         for buffer in self.all:
             buffer.adopt_weights(everything, steps)
 
-    def read_gradients(self) -> None:
+    def read_dtensor_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""
         for dtensor_slice in self.dtensor_slices:
             dtensor_slice.read_gradient()
 
-    def write_weights(self) -> None:
+    def write_dtensor_weights(self) -> None:
         """Write the updated weights of DTensors to the model."""
         for dtensor_slice in self.dtensor_slices:
             dtensor_slice.write_weights()

@@ -53,7 +53,7 @@ from megaprec.optim.muon.matrix_updates import MatrixUpdates, require_muon_patte
 from megaprec.optim.muon.rule import Muon, moments_of
 from megaprec.optim.numerics import Numerics
 from megaprec.optim.param_groups import (
-    UNSCALED,
+    NO_FACTORS,
     Factors,
     Group,
     Slice,
@@ -361,7 +361,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # only masters were loaded: weights are their rounding, as after the step of the checkpoint
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
-        self._memory.write_weights()
+        self._memory.write_dtensor_weights()
         if self._fp8_masters is not None:
             self._fp8_masters.outdate()
 
@@ -447,9 +447,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             has it.
         loss: of this rank (unscaled), None for no share: with `average` the mean of its own
             samples, else its share of the global mean loss, so that the sum over dp (and over
-            stages that have one) is that loss. All tensor-parallel ranks give the whole loss, and
-            it counts once. With `canonical` the shares of its micro-batches [n]. If no rank gives
-            one, the report's loss is NaN.
+            stages that have one) is that loss. The first tensor-parallel rank gives the whole
+            loss, which counts once; the others give the same, 0 or None. With `canonical` the
+            shares of its micro-batches [n]. If no rank gives one, the report's loss is NaN.
         counted_tokens: the number of tokens of the whole batch, over all dp ranks, that count in
             the loss, or the sum of their weights: a number or a tensor []. If a rank gives 0, the
             step is skipped, and the loss scale stays. None or NaN on ranks that do not know it; if
@@ -470,7 +470,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         observers."""
         require_unreplaced_groups(self.param_groups, self._groups)
         self._rates = step_rates(self._groups, lr)
-        self._learning_rate = self._rates[UNSCALED].lr
+        self._learning_rate = self._rates[NO_FACTORS].lr
         # compared between ranks, and shown if they differ
         self._settings_lines = describe_settings(self._groups, self._rates, self.clip)
         self._rules = step_rules(self._groups, self.rule)
@@ -479,7 +479,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # gradients are in the buffers before they are reduced, over dp first and then over copies.
         self.wait()
         self._memory.adopt_model(self.checks_loop, self.steps)
-        self._memory.read_gradients()
+        self._memory.read_dtensor_gradients()
         self._reducer.finish()
         self._memory.sum_copies()
         self._num_prepared += 1
@@ -503,11 +503,11 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
     def _conclude(self, numbers: Tensor) -> StepReport:
         """Decide, update and report a step from `numbers`, summed over all ranks; discard the
         gradients."""
-        agreed = self._consensus.read(numbers)
+        reduced = self._consensus.read(numbers)
         # the scale that multiplied the loss, before it is updated below
         scale = self.scaler.scale.clone()
-        norm = agreed.norm / scale
-        skip = agreed.forbids(self.plan.on_nonfinite)
+        norm = reduced.norm / scale
+        skip = reduced.forbids(self.plan.on_nonfinite)
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, skip)
         # one divisor undoes the loss scale and clips
@@ -515,10 +515,10 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for observer in self.observers:
             observer.updated(self.all_buffers())
         # By now the device has been given all work of the update, so the host may wait for numbers.
-        report = self._report(agreed, norm, scale)
+        report = self._report(reduced, norm, scale)
         if report.changed and self._fp8_masters is not None:
             self._fp8_masters.outdate()  # the next pass computes the codes
-        self._update_scale(agreed)
+        self._update_scale(reduced)
         self._memory.forget_gradients()
         for observer in self.observers:
             observer.outcome(report)
@@ -527,14 +527,14 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             raise NonFiniteStep(report)
         return report
 
-    def _update_scale(self, agreed: Consensus) -> None:
+    def _update_scale(self, reduced: Consensus) -> None:
         """Update the loss scale. A step in which no token counts says nothing about it, and leaves
         it as it is."""
         # updated and put back, because the host does not know yet whether a token counts
         saved = [number.clone() for number in self.scaler.tensors()]
-        self.scaler.update(agreed.finite.logical_not())
+        self.scaler.update(reduced.finite.logical_not())
         for number, before in zip(self.scaler.tensors(), saved, strict=True):
-            number.copy_(torch.where(agreed.nothing_counts, before, number))
+            number.copy_(torch.where(reduced.nothing_counts, before, number))
 
     def _local_numbers(
         self,
@@ -611,7 +611,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
         self._gatherer.settle()
-        self._memory.write_weights()
+        self._memory.write_dtensor_weights()
         self.rule.advance(skip)
 
     def _gather(self, buffer: Buffer) -> None:
@@ -625,12 +625,17 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         non-finite."""
         wide = tile.wide()  # views where the stored dtype is wide enough
         self._numerics.update_(rule, wide, step)
+        # Not `step.steps`, which is at least 1: of 0, in a skipped first step, weights are rounded
+        # to nearest, which leaves them as they are.
         tile.keep(wide.weights, wide.moments, self.steps)
 
-    def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
-        """Return the report of the step, with offenders if it was skipped. Here alone the host
-        waits for the device."""
-        numbers = to_host(agreed, norm, scale)
+    def _report(self, reduced: Consensus, norm: Tensor, scale: Tensor) -> StepReport:
+        """Return the report of the step, with offenders if it was skipped.
+
+        The host waits for the device here, and elsewhere only in steps that are skipped or in which
+        ranks are compared, and with canonical numerics.
+        """
+        numbers = to_host(reduced, norm, scale)
         self._require_agreement(numbers)
         return StepReport(
             outcome=self._outcome(numbers),
@@ -650,7 +655,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         was changed then."""
         if not numbers.same_scaler:
             raise RuntimeError(disagreement(self.scaler, int(self.steps), self._learning_rate))
-        has_gradients = numbers.gradients > 0
+        has_gradients = numbers.num_gradients > 0
         if not numbers.same_parameters or not has_gradients:
             raise RuntimeError(
                 explain_presence(

@@ -64,7 +64,7 @@ class Factors(NamedTuple):
     weight_decay: float
 
 
-UNSCALED = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values apply to
+NO_FACTORS = Factors(1.0, 1.0)  # of a tensor that the optimizer's own values apply to
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def param_groups(
             by_factors[group_factors] = group
         return by_factors[group_factors]
 
-    group_with(UNSCALED)  # the first, whose rate is that of the step
+    group_with(NO_FACTORS)  # the first, whose rate is that of the step
     for parameter in parameters:
         part_groups = [group_with(factors(part, groups)) for part in layout_of(parameter).parts]
         part_groups[0]["params"].append(parameter)
@@ -252,7 +252,7 @@ def _require_no_rule_options(groups: Groups) -> None:
         options = group.keys() & _options_of_torch() - group.cycled.keys()
         unread += [f"{option} = {group[option]!r}" for option in options]
     if unread:
-        read = ", ".join(["lr", "weight_decay", *groups[UNSCALED].cycled])
+        read = ", ".join(["lr", "weight_decay", *groups[NO_FACTORS].cycled])
         raise UserError.of("optimizer.group_option_unread", unread=min(unread), read=read)
 
 

@@ -157,7 +157,7 @@ def _replicated_pieces(buffers: Sequence[Buffer], tp: Axis) -> Iterator[tuple[Bu
     All ranks of a tensor-parallel group own the same elements of them.
     """
     for buffer in buffers:
-        if buffer.holds_counts or buffer.holds_experts:
+        if buffer.holds_loads or buffer.holds_experts:
             continue
         for owned in buffer.owned_pieces():
             if owned.piece.part.copies == tp.size:

@@ -137,8 +137,8 @@ class StepObserver:
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
         """Observe gradients that are reduced over ranks, before their statistics are computed."""
 
-    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        """Observe the agreement of all ranks, before any change. found: float32 of shape [], 1 to
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
+        """Observe the agreement of all ranks, before any change. skip: float32 of shape [], 1 to
         skip the step."""
 
     def updated(self, buffers: Sequence[Buffer]) -> None:

@@ -62,7 +62,7 @@ class Gemm:
         """Return x."""
         return (x,)
 
-    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+    def gradient_factors(self, grad: Tensor) -> tuple[Factor, Factor]:
         """Return `grad` unchanged, twice."""
         return (grad,), (grad,)
 

@@ -28,7 +28,7 @@ class GemmProvider(Protocol):
         product."""
         ...
 
-    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+    def gradient_factors(self, grad: Tensor) -> tuple[Factor, Factor]:
         """Return the gradient of y, [m, n], in the form for `input_gradient` and in the form for
         `weight_gradient`."""
         ...

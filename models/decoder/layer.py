@@ -76,33 +76,36 @@ class DecoderLayer(nn.Module):
         x: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
         The other parameters are those of `Attention`.
         """
+        # As in InternEvo: the next layer drops its input, to which these branches were added,
+        # so the last layer's sum is not dropped.
         drops_stream = self.config.dropout_at == "stream"
         if drops_stream:
             x = self._drop(x, "input", microbatch)
         attend = partial(self.attention, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
-        mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
-        mixed = self._drop(mixed, "attention", microbatch)
-        sum_and_branch = self._feed_by_region(x, mixed, microbatch)
-        attended, fed = sum_and_branch or self._add_and_feed(x, mixed, microbatch)
+        attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
+        attended = self._drop(attended, "attention", microbatch)
+        sum_and_branch = self._feed_by_region(x, attended, microbatch)
+        summed, fed = sum_and_branch or self._add_and_feed(x, attended, microbatch)
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
-        return (attended + fed).to(x.dtype)
+        return (summed + fed).to(x.dtype)
 
     def _add_and_feed(
-        self, x: Tensor, mixed: Tensor, microbatch: MicrobatchInfo | None
+        self, x: Tensor, attended: Tensor, microbatch: MicrobatchInfo | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x + mixed, and the feed-forward's branch."""
-        attended = (x + mixed).to(x.dtype)
-        branch_input = x if self.config.parallel_residual else attended
+        """Return x + attended, and the feed-forward's branch."""
+        summed = (x + attended).to(x.dtype)
+        branch_input = x if self.config.parallel_residual else summed
         feed = partial(self._feed, microbatch=microbatch)
         fed = self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
-        return attended, fed
+        return summed, fed
 
     def _feed_by_region(
-        self, x: Tensor, mixed: Tensor, microbatch: MicrobatchInfo | None
+        self, x: Tensor, attended: Tensor, microbatch: MicrobatchInfo | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what `_add_and_feed` does, with sum and norm as one region.
+        """Return what `_add_and_feed` does, with sum and norm as one region, which
+        torch compiles as a whole (`parallel.regions`).
 
         None if regions are not wanted, or the norm cannot be part of one.
         """
@@ -114,13 +117,13 @@ class DecoderLayer(nn.Module):
         norm = RegionNorm.of(self.mlp_norm)
         if norm is None:
             return None
-        attended, normalized = leaves.call_region(
-            add_norm, x, mixed, norm.weight, norm.bias, norm.rule
+        summed, normalized = leaves.call_region(
+            add_norm, x, attended, norm.weight, norm.bias, norm.rule
         )
         fed = self._feed(normalized, microbatch)
         if self.mlp_post_norm is not None:
             fed = self.mlp_post_norm(fed)
-        return attended, fed
+        return summed, fed
 
     def _branch(
         self,

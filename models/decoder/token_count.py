@@ -42,7 +42,7 @@ class TokenCount:
         nothing is 0."""
         return self.total.masked_fill(self.total <= 0, 1)
 
-    def end(self) -> None:
+    def await_sum(self) -> None:
         """Wait for the sum, if there is one, of passes that will not divide by it."""
         assert self.divisor is not None
 

@@ -145,7 +145,7 @@ class VirtualStage(nn.Module):
             works = [stack.enter_context(queue.collect()) for queue in self.queues]
             self.lockstep.run(passes)
         weight_passes = [partial(_carry_out, work) for work in works]
-        self.deferred.run(partial(self.lockstep.run, weight_passes))
+        self.deferred.offer(partial(self.lockstep.run, weight_passes))
 
 
 def _bind(

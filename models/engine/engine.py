@@ -276,23 +276,25 @@ class Engine:
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
+        # Nothing is cleared or waited for: the first gradient of a step overwrites `main_grad`, and
+        # each layer waits for its own weights (`ParamGatherer`).
         run = self.passes.begin(share, number, self.optimizer.scale)
         executor = self.passes.executor(run, spans=recording.spans if recording else None)
         if self.watch is not None:
             self.watch(executor)
-        # The outermost autocast of FP8's state is one pass of its histories, so one for the step.
+        # One autocast around all micro-batches: FP8's scales advance once a step.
         with self.passes.in_fp8():
             executor.run()
-        self.passes.position.note_action("gradient reduction")
         return run
 
     def update(self, run: Running, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
+        self.passes.position.note_action("gradient reduction")
         try:
             report = self.optimizer.step(lr, run.loss, run.token_count.total)
         except NonFiniteStep as error:
-            raise NonFiniteStep(self.explain(error.report, run)) from None
-        return self.explain(report, run)
+            raise NonFiniteStep(self.complete_report(error.report, run)) from None
+        return self.complete_report(report, run)
 
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
@@ -307,7 +309,7 @@ class Engine:
 
         The loss is NaN if none counts. Collective over the whole mesh.
         """
-        # Weights of the last update may still travel.
+        # Weights of the last update may still travel. All at once: nothing overlaps with them here.
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
@@ -323,7 +325,7 @@ class Engine:
             return math.nan, 0.0
         return loss, tokens
 
-    def explain(self, report: StepReport, run: Running) -> StepReport:
+    def complete_report(self, report: StepReport, run: Running) -> StepReport:
         """Return the report of a step with the loss of multi-token prediction; of a skipped step
         with offenders traced.
 

@@ -101,12 +101,12 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     fp8.roll()  # as at the start of the step itself
     buffers = optimizer.all_buffers()
     names = fp8.narrow
-    with passes.gradients_aside(), fp8.autocast(enabled=False):
+    with passes.scratch_gradients(), fp8.autocast(enabled=False):
         wide_loss, counted_part = _run_first_microbatch(passes, share, number)
         gradients = _weight_gradients(buffers, names)
         # Copies, because the second run overwrites the buffers.
         wide = {name: gradient.clone() for name, gradient in gradients.items()}
-    with passes.gradients_aside():
+    with passes.scratch_gradients():
         with fp8.replayed(), fp8.watching() as casts:
             loss, _ = _run_first_microbatch(passes, share, number)
         narrow = _weight_gradients(buffers, names)

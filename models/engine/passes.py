@@ -115,12 +115,12 @@ class Running:
         """
         return self.token_count.divisor
 
-    def end(self) -> None:
+    def await_sums(self) -> None:
         """Wait for sums under way, of passes that will not divide by them."""
-        self.token_count.end()
+        self.token_count.await_sum()
         if self.future is not None:
             for token_count in self.future.token_counts:
-                token_count.end()
+                token_count.await_sum()
 
 
 class OutsideVocabulary(UserError):
@@ -175,7 +175,7 @@ class Passes:
         return len(self.schedule.rank_of_stage) - 1
 
     @cached_property
-    def _samples(self) -> int:
+    def _num_samples(self) -> int:
         """Return the number of samples of a share."""
         return self.schedule.microbatches * self.micro_batch
 
@@ -206,9 +206,10 @@ class Passes:
 
         The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
         """
-        if len(share.tokens) != self._samples:
+        if len(share.tokens) != self._num_samples:
             raise ValueError(
-                f"a share has {len(share.tokens)} samples, but the schedule takes {self._samples}"
+                f"a share has {len(share.tokens)} samples, but the schedule takes "
+                f"{self._num_samples}"
             )
         device = self.optimizer.device
         canonical = self.optimizer.canonical
@@ -315,19 +316,23 @@ class Passes:
         samples = samples + run.share.first
         # The optimizer's dp holds the ranks of cp too, which share samples.
         replicas = self.optimizer.dp.size // self.cp.size
-        # In FP64 the weight of a sample is not one of FP32.
+        # Widened before the division: under an FP64 plan its result must not be rounded to FP32.
         scale = run.scale.to(self.optimizer.plan.sensitive)
-        return MicrobatchInfo(run.step, samples, scale / (self._samples * replicas))
+        return MicrobatchInfo(run.step, samples, weight=scale / (self._num_samples * replicas))
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo`
-        scales router losses."""
+        """Return a micro-batch's part of the mean loss, times the loss scale.
+
+        Losses of routers are not in it: each router adds its own to the graph, times the weight in
+        `MicrobatchInfo`, as multi-token prediction does, times `FutureTokens.scale`.
+        """
         # An id outside the vocabulary is replaced, and has made `run.loss` NaN already.
         losses = self.stages[stage].losses(logits, self._ids_inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
-        # Other tp ranks hold the same loss, and losses are summed over the world.
+        # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
+        # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
             by_microbatch = run.loss.dim() > 0
             total = run.loss[rows.start // self.micro_batch] if by_microbatch else run.loss
@@ -351,9 +356,9 @@ class Passes:
             raise OutsideVocabulary(int(first_sample), self.config.vocab)
 
     @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
+    def scratch_gradients(self) -> Iterator[None]:
         """Provide gradients for passes that belong to no step: they start at zero and are discarded
-        at the end."""
+        at the end. Gradients that were there before are lost."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
             buffer.grads.zero_()
@@ -397,7 +402,7 @@ class RunHooks(StageHooks):
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         return self.passes.forward(self.run, stage, microbatch, received)
 
-    def complete(self, stage: int) -> None:
+    def expect(self, stage: int) -> None:
         passes = self.passes
         if not passes.is_reduced_late(stage):
             passes.optimizer.expect(passes.chunk_of_stage[stage])

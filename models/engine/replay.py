@@ -33,7 +33,7 @@ def trace_offenders(
 
     # Gradients that are reduced would no longer tell the ranks apart.
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
-    with passes.gradients_aside(), passes.fp8.replayed():
+    with passes.scratch_gradients(), passes.fp8.replayed():
         passes.executor(run, program, after_each=look).run()
     first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
     first_samples = optimizer.dp.gather(first_sample).tolist()
@@ -83,7 +83,7 @@ def trace_modules(
     # As at the start of the replayed step.
     passes.fp8.roll()
     # No executor: the instructions of one micro-batch on one stage are its two passes.
-    with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
+    with passes.scratch_gradients(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
         scaled = passes.forward(run, 0, microbatch, None)
         trace.look("the loss", run.loss)
         trace.look("the loss times its scale", scaled)

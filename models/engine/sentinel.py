@@ -163,16 +163,18 @@ class Sentinel(StepObserver):
         these lie apart."""
         engine = self.engine
         # Ranks that share masters and moments hold different parts of these.
-        zero = self.optimizer.shards.size
-        weights = Holders(engine.dp, zero, engine.tp)
+        zero_size = self.optimizer.shards.size
+        weights = Holders(engine.dp, zero_size, engine.tp)
         experts = engine.experts
         if experts is None:
             return weights, None
-        if zero == engine.dp.size:
-            among = experts.replicas.size
+        if zero_size == engine.dp.size:
+            sharing = experts.replicas.size
         else:
-            among = sharing_replicas(engine.tp.size, zero, experts.spread.size, experts.tp.size)
-        return weights, Holders(experts.replicas, among, experts.tp)
+            sharing = sharing_replicas(
+                engine.tp.size, zero_size, experts.spread.size, experts.tp.size
+            )
+        return weights, Holders(experts.replicas, sharing, experts.tp)
 
     def _coordinates(self) -> tuple[int, int, int]:
         """Return this rank's pp, dp and tp; replicas that compute together count as one."""
@@ -254,11 +256,15 @@ class Sentinel(StepObserver):
         passes = self.engine.passes
         optimizer = self.optimizer
         number = self._number
-        # The loss of the lent samples is divided by the tokens of this step, as there.
+        # `local` is begun for its token counts only. Each rank borrows another share here, or all
+        # the same one, so that a sum over their masks need not be the step's.
         local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
-        lent.end()
+        lent.await_sums()
         run = replace(lent, token_count=local.token_count)
+        if lent.future is not None and local.future is not None:
+            future = replace(lent.future, token_counts=local.future.token_counts)
+            run = replace(run, future=future)
         trace = self._make_trace(alone=True)
         # Nothing is reduced: that would add this gradient to those of other replicas.
         program = [
@@ -271,7 +277,7 @@ class Sentinel(StepObserver):
         with ExitStack() as inside:
             inside.enter_context(torch.enable_grad())
             inside.enter_context(torch.random.fork_rng(devices))
-            inside.enter_context(passes.gradients_aside())
+            inside.enter_context(passes.scratch_gradients())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
             executor = passes.executor(run, program)

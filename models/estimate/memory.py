@@ -40,8 +40,9 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
 
-# Layers of the smaller of two stages from which a deeper one is computed.
-FEW = (2, 8, 32)
+# Layers of the smaller of two stages from which a deeper one is computed: tried in turn, until
+# one more layer adds the same to every peak.
+SAMPLED_DEPTHS = (2, 8, 32)
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ class StageMemory:
         default_factory=dict, repr=False, compare=False
     )
 
-    def kept(self, cut: Cut) -> ActivationBytes:
-        """Return what a stage keeps.
+    def activation_bytes(self, cut: Cut) -> ActivationBytes:
+        """Return what a stage keeps, and the peaks of its instructions.
 
         If its layers are equal, that is what a stage of few of them keeps, and as much more for
         each further layer as one more adds.
@@ -124,7 +125,7 @@ class StageMemory:
         layers = len(cut.layers)
         layers_are_equal = len(set(self._layer_kinds(cut))) == 1
         if layers_are_equal:
-            for count in FEW:
+            for count in SAMPLED_DEPTHS:
                 if count + 1 >= layers:
                     break
                 fewer = self._run(replace(cut, layers=cut.layers[:count]))

@@ -84,7 +84,7 @@ class GroupedLinear(torch.autograd.Function):
         if Destination.AUTOGRAD in destinations:
             return grad_x, None, None, *_weight_gradients(grad, x, ends)
         if Destination.MAIN in destinations:
-            ctx.deferred.run(partial(_add_weight_gradients, weights, grad, x, ends))
+            ctx.deferred.offer(partial(_add_weight_gradients, weights, grad, x, ends))
         return grad_x, None, None, *([None] * len(weights))
 
 

@@ -150,7 +150,7 @@ class MixtureOfExperts(nn.Module):
             output = output + self._apply_shared(tokens, self.shared)
         # The one collective out: sums of all ranks' partial sums.
         output = output.view(full.shape)
-        return collectives.scatter(output, tp) if cut else collectives.reduce(output, tp)
+        return collectives.reduce_scatter(output, tp) if cut else collectives.reduce(output, tp)
 
     def _apply_shared(self, tokens: Tensor, shared: nn.Module) -> Tensor:
         """Map tokens [t, hidden] to this rank's partial sum of the shared experts, times their

@@ -69,8 +69,8 @@ class Router(nn.Module):
             self.correction = _make_correction(config, context, f"{name}.correction")
 
     def forward(self, x: Tensor, microbatch: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
-        """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b,
-        experts_per_token].
+        """Return the weights (sensitive dtype) and the indices (int64) of each token's experts,
+        both [s, b, experts_per_token].
 
         microbatch: None: evaluation, without losses, and loads are not counted.
         Collective over cp if there are losses.
@@ -198,7 +198,7 @@ def expert_scores(settings: RouterSettings, logits: Tensor) -> Tensor:
 def choose_experts(
     settings: RouterSettings, scores: Tensor, correction: Tensor | None, per_token: int
 ) -> Tensor:
-    """Return the numbers of the chosen experts, int64 [..., per_token].
+    """Return the indices of the chosen experts, int64 [..., per_token].
 
     scores: [..., experts].
     correction: [experts], or None.

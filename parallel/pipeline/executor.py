@@ -56,7 +56,7 @@ class StageHooks(Protocol):
         """Reduce the gradients of `stage` over dp; they are final."""
         raise AssertionError(f"the program says R{stage}, but no `reduce` was given")
 
-    def complete(self, stage: int) -> None:
+    def expect(self, stage: int) -> None:
         """Prepare for the gradients of `stage`: the backward pass that begins now completes them.
 
         Called only for stages whose program has REDUCE. A split backward has no such pass.
@@ -104,7 +104,7 @@ class Executor:
         self.spans = spans
         self.observer: Callable[[Instruction], None] | None = None
         self._hooks = hooks
-        self._posts_of_run = posts or {}
+        self._posts: Mapping[Instruction, int] = posts or {}
         self._completing = _completing_passes(program)
         self._position = position or Position()
         self._mail: dict[Message, Tensor] = {}
@@ -115,7 +115,6 @@ class Executor:
         # receives that have not finished, of which the first may be posted
         self._coming: deque[Instruction] = deque()
         self._posted = False
-        self._posts: Mapping[Instruction, int] = {}
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -135,21 +134,10 @@ class Executor:
         Raises RuntimeError, or UserError if that was raised, chained to the original exception,
         that names the instruction and the rank.
         """
-        self._posts = self._posts_of_run
-        self.carry_out(0, len(self.program))
-        self.finish()
-
-    def carry_out(self, first: int, last: int) -> None:
-        """Run the part [first, last) of the program.
-
-        If `links.early`, each receive is posted when the receive before it has finished, not when
-        its message is needed, so one message travels while the stages compute. Otherwise `run`
-        posts it where `posts` says.
-        """
         self._coming = deque(
-            instruction for instruction in self.program[first:last] if instruction.op in RECEIVES
+            instruction for instruction in self.program if instruction.op in RECEIVES
         )
-        for index, instruction in enumerate(self.program[first:last], first):
+        for index, instruction in enumerate(self.program):
             start = perf_counter()
             self._position.note_action(instruction)
             try:
@@ -214,7 +202,7 @@ class Executor:
     def _backward(self, instruction: Instruction) -> None:
         _, stage, microbatch = instruction
         if instruction in self._completing:
-            self._hooks.complete(stage)
+            self._hooks.expect(stage)
         received, output_edge = self._inputs_and_edges.pop((stage, microbatch))
         gradient = self._mail.pop(Message(MessageType.GRADIENT, stage, microbatch))
         torch.autograd.backward((output_edge,), (gradient,))
@@ -251,7 +239,11 @@ class Executor:
 
     def _post_next(self, index: int) -> None:
         """Post the next receive, unless it is posted, if it may be posted before instruction number
-        `index`."""
+        `index`.
+
+        If `links.early`, that is when the receive before it has finished, not when its message is
+        needed, so one message travels while the stages compute.
+        """
         # one receive is under way at a time
         if self._posted or not self._coming:
             return
@@ -275,7 +267,8 @@ def _completing_passes(program: Sequence[Instruction]) -> set[Instruction]:
     last_of_stage = last_weight_gradients(program)
     completing: set[Instruction] = set()
     for instruction in program:
-        # a split backward has computed the input gradient before
+        # The weight half of a split backward runs outside autograd, where no hook tells when a
+        # gradient is final.
         if instruction.op is Op.REDUCE and last_of_stage[instruction.stage].op is Op.BACKWARD:
             completing.add(last_of_stage[instruction.stage])
     return completing

@@ -250,7 +250,7 @@ class _TrainingHooks(_EvaluationHooks):
     def reduce(self, stage: int) -> None:
         self._pipeline.optimizer.reduce(self._pipeline._chunk_of_stage[stage])
 
-    def complete(self, stage: int) -> None:
+    def expect(self, stage: int) -> None:
         self._pipeline.optimizer.expect(self._pipeline._chunk_of_stage[stage])
 
     def after(self, instruction: Instruction) -> None:

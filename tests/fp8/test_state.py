@@ -251,7 +251,7 @@ def test_a_weight_stays_wide_for_a_reason_that_is_told(
 
 def test_weights_kept_in_fp32_are_not_in_fp8() -> None:
     made = plan("bf16", fp8=FP8Recipe(), keep_fp32=("*.up.*",))
-    assert [one.name for one in Pair(made).fp8.reached] == ["layers.0.down.weight"]
+    assert [one.name for one in Pair(made).fp8.registered] == ["layers.0.down.weight"]
 
 
 def test_a_padded_weight_has_the_same_products() -> None:

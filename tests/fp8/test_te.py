@@ -149,8 +149,8 @@ class Watch:
             if role in gemm.scales:
                 used = gemm.scales[role]
             else:
-                used = gemm.state.scale(gemm.reach.name, role)
-            watch.casts[gemm.reach.name, role][-1].append(used.item())
+                used = gemm.state.scale(gemm.eligibility.name, role)
+            watch.casts[gemm.eligibility.name, role][-1].append(used.item())
             return cast(gemm, x, role)
 
         def recording(state: FP8State, name: str, role: Any, amax: Tensor) -> None:

@@ -236,17 +236,20 @@ def test_who_asks_for_it_where_it_is_not_is_told_what_to_install(
         FP8State.over(None, by("transformer_engine"), 2)
 
 
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ('raise OSError("no libcublas.so.12\\nat all")', "no libcublas.so.12"),
+        ("assert False", "AssertionError"),
+    ],
+)
 def test_one_that_cannot_be_imported_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    raised: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine" / "__init__.py").write_text(
-        'raise OSError("no libcublas.so.12\\nat all")\n'
-    )
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"{raised}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"it cannot be imported \(no libcublas.so.12\): pip install"
-    ):
+    with pytest.raises(UserError, match=rf"it cannot be imported \({told}\): pip install"):
         transformer_engine.require()
 
 

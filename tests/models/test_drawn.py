@@ -154,7 +154,7 @@ def test_stages_keep_the_bytes_that_are_foretold(seed: int) -> None:
         found = bytes_kept(
             Stage(config, Context(precision, recompute=recompute), cut).to(precision.parameters)
         )
-        assert found == pytest.approx(foretold.kept(cut).activations, rel=0.01)
+        assert found == pytest.approx(foretold.activation_bytes(cut).activations, rel=0.01)
 
 
 def bytes_kept(stage: Stage) -> int:

@@ -392,7 +392,7 @@ def test_a_rank_keeps_what_is_foretold(axes: dict[str, int], spread: Spread) -> 
             ),
             axes.get("tp", 1),
         )
-        said = memory.kept(Cut(1, range(1, 3), first=False, last=False)).activations
+        said = memory.activation_bytes(Cut(1, range(1, 3), first=False, last=False)).activations
         for real in run_ranks(kept_on_a_rank, axes, spread=spread, recompute=recompute):
             assert real == pytest.approx(said, rel=0.05)
 

@@ -118,7 +118,7 @@ def foretold_activations(case: Case, tp: int) -> int:
     config = ModelConfig(**case.model)
     cut = middle(case.model)
     memory = StageMemory(config, case.plan, options_of(case), tp, halves=False)
-    return memory.kept(cut).activations
+    return memory.activation_bytes(cut).activations
 
 
 def middle(model: dict[str, Any]) -> Cut:
@@ -256,7 +256,7 @@ def test_deep_stages_keep_what_few_layers_foretell(
     cut = cuts(config, 3, LENGTH, (6, 6, 6))
     options = EngineOptions(1, LENGTH, sequence=True, recompute=OFTEN[recompute])
     shortly = kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
-    monkeypatch.setattr(memory, "FEW", ())
+    monkeypatch.setattr(memory, "SAMPLED_DEPTHS", ())
     assert shortly == kept_bytes(config, plan("bf16"), cut, options, 2, "cuda")
 
 
@@ -310,7 +310,7 @@ def test_every_family_with_embedding_and_head_is_counted_on_each_device(name: st
             device=device,
             cp=cp,
             packed=packed,
-        ).kept(whole)
+        ).activation_bytes(whole)
         assert of_family.activations > 0 and of_family.backward > 0
 
 
@@ -323,8 +323,8 @@ def test_a_stage_in_fp8_is_counted_on_a_gpu_which_keeps_what_a_cpu_does(kind: Ki
     cut = middle(FAMILIES["llama"])
     recompute = Recompute(("attention",))
     options = EngineOptions(BATCH, LENGTH, recompute=recompute)
-    cpu = StageMemory(model, fp8, options).kept(cut)
-    gpu = StageMemory(model, fp8, options, device="cuda").kept(cut)
+    cpu = StageMemory(model, fp8, options).activation_bytes(cut)
+    gpu = StageMemory(model, fp8, options, device="cuda").activation_bytes(cut)
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.01)
     assert gpu.backward <= cpu.backward
 

@@ -27,7 +27,7 @@ def kept(family: str, **how: Any) -> ActivationBytes:
     device = how.pop("device", "cpu")
     options = EngineOptions(BATCH, LENGTH, **how)
     memory = StageMemory(ModelConfig(**FAMILIES[family]), precision, options, tp, device=device)
-    return memory.kept(middle(FAMILIES[family]))
+    return memory.activation_bytes(middle(FAMILIES[family]))
 
 
 @pytest.mark.cases(3, sample=4)

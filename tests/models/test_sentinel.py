@@ -75,6 +75,12 @@ def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_
     assert (steady["ranks"], steady["certain"], steady["module"]) == ([0, 1], False, MLP)
 
 
+def test_a_rank_is_named_where_replicas_count_other_numbers_of_tokens() -> None:
+    setting = Setting(masked=True, model=(("mtp_layers", 2),))
+    for fault in judged("dp2", transients(1), setting):
+        assert (fault["ranks"], fault["certain"], fault["transient"]) == ([1], True, True)
+
+
 def test_one_process_finds_faults_that_pass_and_weights_that_are_not_their_masters() -> None:
     flips = [*transients(0), Flip(0, "weight", "layers.0.mlp.up.weight")]
     *passing, weight = judged("single", flips, Setting(compute="bf16"))

@@ -492,6 +492,13 @@ def test_patterns_that_do_not_fit_the_model_are_refused() -> None:
     )
 
 
+def test_a_model_without_anything_to_train_is_refused_as_by_other_rules() -> None:
+    net = nn.Linear(4, 4).requires_grad_(False)
+    attach_whole(net)
+    with raises("optimizer.nothing_to_train"):
+        ParallelAMPOptimizer([net], plan("fp32"), rule=Muon())
+
+
 def split(mesh: DeviceMesh | None) -> str:
     """The code of the refusal: one parameter of the first stage is query, key and value."""
     with pytest.raises(UserError) as raised:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, plan
 from parallel import Context, copy, join, parallelize, split, unchecked
-from parallel.cut_features import Cut, CutTensor, mark_cut
+from parallel.cut_features import CutTensor, TensorCut, mark_cut
 from parallel.plain_layers import Dropout, Watch
 from tests.ranks import run_ranks
 
@@ -421,6 +421,6 @@ def test_a_dropout_draws_its_number_on_the_cpu_whatever_torchs_default_device_is
 
 def test_what_a_frozen_layer_gives_can_be_dropped_in_place() -> None:
     layer = Dropout(nn.Dropout(0.5, inplace=True), "drop", Watch(Context(PLAN)))
-    x = mark_cut(torch.ones(2, WIDE), Cut(1, "outputs of a frozen layer", 2))
+    x = mark_cut(torch.ones(2, WIDE), TensorCut(1, "outputs of a frozen layer", 2))
     assert layer(x) is x
     assert set(unchecked(x).unique().tolist()) == {0.0, 2.0}

@@ -59,8 +59,8 @@ CASES = {
     "gather": Case(
         collectives.gather, lambda xs: all_alike(torch.cat(xs), len(xs)), part, False, False
     ),
-    "scatter": Case(
-        collectives.scatter,
+    "reduce-scatter": Case(
+        collectives.reduce_scatter,
         lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))),
         tall,
         False,

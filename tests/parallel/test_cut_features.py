@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaprec import UserError
 from parallel import unchecked
-from parallel.cut_features import Cut, CutTensor, mark_cut
+from parallel.cut_features import CutTensor, TensorCut, mark_cut
 from tests.refusals import raises, shows
 
 RANKS = 2
@@ -36,7 +36,7 @@ def heads() -> Tensor:
 
 def slices(x: Tensor, dim: int) -> list[CutTensor]:
     return [
-        mark_cut(part.contiguous(), Cut(dim, "outputs of up", RANKS))
+        mark_cut(part.contiguous(), TensorCut(dim, "outputs of up", RANKS))
         for part in x.chunk(RANKS, dim)
     ]
 
@@ -234,7 +234,7 @@ def test_a_tensor_that_all_features_share_passes_only_without_a_gradient_of_its_
 
 def test_slices_are_those_of_plain_tensors_in_their_gradients() -> None:
     x = features().requires_grad_()
-    part = mark_cut(x[..., : HEADS * SIZE // RANKS] * 1, Cut(2, "outputs of up", RANKS))
+    part = mark_cut(x[..., : HEADS * SIZE // RANKS] * 1, TensorCut(2, "outputs of up", RANKS))
     y = F.gelu(part.view(LENGTH, BATCH, -1, SIZE)).flatten(2)
     unchecked(y).sum().backward()
     other = features().requires_grad_()

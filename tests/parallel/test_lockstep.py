@@ -101,8 +101,8 @@ def test_a_recomputation_inside_a_recomputation_keeps_the_lockstep() -> None:
     def body(axis: LaneAxis) -> Tensor:
         x = (torch.arange(4.0) + axis.rank).requires_grad_()
         inner = lambda y: collectives.gather(y.sin(), axis)  # noqa: E731
-        outer = lambda y: collectives.scatter(recomputed(inner, y).exp(), axis)  # noqa: E731
-        y = recomputed(outer, x) if recomputes else collectives.scatter(inner(x).exp(), axis)
+        outer = lambda y: collectives.reduce_scatter(recomputed(inner, y).exp(), axis)  # noqa: E731
+        y = recomputed(outer, x) if recomputes else collectives.reduce_scatter(inner(x).exp(), axis)
         y.square().sum().backward()
         assert x.grad is not None
         return x.grad

@@ -68,7 +68,7 @@ FAULTS = {
         SP,
         "forward",
         MLP_2,
-        in_module(MLP_2, "scatter", lambda x, a: collectives._Split.apply(x, a, 0)),
+        in_module(MLP_2, "reduce_scatter", lambda x, a: collectives._Split.apply(x, a, 0)),
     ),
     "looked-up rows are not summed": Fault(
         "llama",

@@ -121,7 +121,8 @@ def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) 
     record = {"keys": args.keys, "warmup": args.warmup, "steps": args.steps}
     record |= {"torch": torch.__version__, **bench.record(seconds)}
     if args.limit:
-        record |= bench.limit(seconds)
+        # on all ranks: it takes one more step
+        record |= bench.limit_by_products(seconds)
     if dist.get_rank() == 0:
         print_record(record)
     if args.profile:
@@ -137,7 +138,7 @@ class UpdateTimes(StepObserver):
         self.cpu_seconds = list[float]()
         self._start = 0.0
 
-    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
         self._start = time.process_time()
 
     def outcome(self, report: StepReport) -> None:
@@ -186,7 +187,7 @@ class Bench:
         return time.perf_counter() - start
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
-        """Return medians and extremes, and the peak resident memory of every rank."""
+        """Return medians and extremes, and the peak resident memory of every rank. Collective."""
         # Linux counts in KiB.
         memory_mb = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         memory_mb[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -205,9 +206,9 @@ class Bench:
             "peak_rss_mb": [round(megabytes) for megabytes in memory_mb.tolist()],
         }
 
-    def limit(self, seconds: list[float]) -> dict[str, float]:
+    def limit_by_products(self, seconds: list[float]) -> dict[str, float]:
         """Return tokens per second of the products of a step alone, on the slowest rank, and the
-        step's share of it.
+        step's share of it. Takes one more step. Collective.
         """
         with Products() as products:
             self.step()

@@ -68,15 +68,15 @@ def main(args: argparse.Namespace) -> int:
         raise UserError.of("command.last", last=args.last)
     # the newest are last
     events = _select_events(read_events(args.folder), args.step)[-args.last :]
-    note = odd_lines(args.folder / EVENTS)
+    odd_lines_note = odd_lines(args.folder / EVENTS)
     # before the replay, which takes a while
     if not args.json:
-        _show(args.folder, events, note)
+        _show(args.folder, events, odd_lines_note)
     replayed = None
     if args.replay and events:
         replayed = replay(args.folder, events[-1])
     document = {
-        "notes": [note] if note else [],
+        "notes": [odd_lines_note] if odd_lines_note else [],
         "events": events,
         "replay": _document(replayed) if replayed else None,
     }
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
-    """Print a table and the advice for each event."""
+    """Print a table and the advice for each event. note: on lines that could not be read, or ""."""
     if note:
         print(f"note       {note}")
     if not events:

@@ -14,11 +14,11 @@ from pydantic import Field
 from megaprec.checkpoint.keeping import Keep
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
-from parallel.activation_checkpoint import Module
+from parallel.activation_checkpoint import RecomputedModule
 from tools.config.table import MAX_RANKS, MAX_SIZE, MAX_STEPS, FilePath, Table, default_of
 
 
-def _default_modules(values: dict[str, Any]) -> tuple[Module, ...]:
+def _default_modules(values: dict[str, Any]) -> tuple[RecomputedModule, ...]:
     """Return the recomputed modules that follow from the keys of [parallel] before them."""
     return ("attention",) if values["recompute"] == "selective" else ()
 
@@ -120,7 +120,7 @@ class Parallel(Table):
         description="Activation checkpointing. none: keep all activations; selective: recompute "
         "those of parallel.recompute_modules in every layer; full: recompute whole layers.",
     )
-    recompute_modules: tuple[Module, ...] = Field(
+    recompute_modules: tuple[RecomputedModule, ...] = Field(
         default_factory=_default_modules,
         strict=False,
         description='Modules that parallel.recompute = "selective" recomputes in every layer, of '

@@ -35,10 +35,10 @@ from tools.convert.train_state import (
     read_documents,
     read_ids,
     read_model,
+    read_overflow_monitor,
     read_progress,
     read_table,
     read_tokenizer,
-    read_watch,
     tokenizer_files,
 )
 
@@ -83,7 +83,7 @@ def open_native(path: Path) -> Source:
         index["optimizer"]["scaler"],
         index["optimizer"].get("rule", {}),
         progress=asdict(read_progress(checkpoint)) if index.get("progress") else {},
-        watch=read_watch(checkpoint) if index.get("watch") else {},
+        watch=read_overflow_monitor(checkpoint) if index.get("watch") else {},
         precision=read_table(checkpoint, "precision"),
         layout=read_table(checkpoint, "layout"),
         unread="" if len(logical) == len(index["tensors"]) else "FP8 scales and amax histories",

@@ -83,7 +83,7 @@ def read_progress(checkpoint: Store) -> TrainState:
     return replace(progress, skipped_tokens=progress.tokens * skipped // progress.samples)
 
 
-def read_watch(checkpoint: Store) -> dict[str, Any]:
+def read_overflow_monitor(checkpoint: Store) -> dict[str, Any]:
     """Return the state of the OverflowMonitor. Raises UserError if it is damaged."""
     example = OverflowMonitor(LossScaling()).state_dict()
     return _read_counts(checkpoint, "watch", example, {"bad_losses"})

@@ -107,7 +107,7 @@ class Journal(AbstractContextManager["Journal"]):
         trackers: Sequence[Feed] = (),
     ) -> None:
         metrics_path = folder / METRICS
-        if start_step == 0:  # records that are there belong to another run
+        if start_step == 0:  # records of steps that are there belong to another run
             _put_aside(metrics_path, folder / EVENTS, folder / DIGESTS)
         _print_note(_repeated_steps(metrics_path, start_step))
         self._metrics = _reopen(metrics_path, start_step)
@@ -225,8 +225,8 @@ def _print_note(note: str) -> None:
 
 
 def _put_aside(*paths: Path) -> None:
-    """Rename files with records of steps, and those beside them, to *.old, and say so; or to
-    *.old2, ..., the first name that is free.
+    """If one of the files has a record of a step after 0, rename all that are not empty to *.old
+    (or *.old2, ..., the first name that is free), and say so.
 
     Events of step 0 alone belong to the run that starts now: it was restarted before its first
     checkpoint.
@@ -241,6 +241,7 @@ def _put_aside(*paths: Path) -> None:
 
 
 def _has_records_of_steps(path: Path) -> bool:
+    """Return True if a line is of a step after 0, or is damaged and may be."""
     return any(line.record is None or line.record["step"] for line in read_lines(path))
 
 

@@ -158,7 +158,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     """
     buffers = optimizer.all_buffers()
     # Those of routers' corrections are left out: they would be a formula for a few numbers.
-    kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.holds_counts}
+    kinds = {_BufferKind.of(buffer) for buffer in buffers if not buffer.holds_loads}
     in_order = sorted(kinds, key=_BufferKind.sort_key, reverse=True)
     formulas = ", ".join(_bytes_formula(optimizer, kind) for kind in in_order)
     num_bytes = sum(buffer.num_bytes() for buffer in buffers)

@@ -124,7 +124,7 @@ def leaf_calls(
     )
     for stage in cut:
         if placement[stage.stage] == pp_rank:
-            memory.kept(stage)
+            memory.activation_bytes(stage)
     # Each once, in the order of their first use.
     return list(dict.fromkeys(call.on(device.type) for call in noted))
 

@@ -130,7 +130,7 @@ def weight_eligibility(
     config: RunConfig, model: ModelConfig, recipe: FP8Recipe
 ) -> list[Eligibility]:
     """Return the eligibility of each weight of the layers, as the run's tensor ranks hold it."""
-    return _stage_of_rank(config, model, recipe).context.fp8.reached
+    return _stage_of_rank(config, model, recipe).context.fp8.registered
 
 
 def _stage_of_rank(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:

@@ -224,7 +224,7 @@ def _fields(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for task, metrics in results.items():
         for metric_and_filter, value in metrics.items():
             metric, _, filter_name = metric_and_filter.partition(",")
-            # Names of the task, beside its metrics.
+            # Texts beside the metrics, such as the task's alias.
             if not isinstance(value, int | float):
                 continue
             if metric.endswith("_stderr") or metric == "sample_len":  # no results

@@ -32,9 +32,9 @@ from tools.convert.train_state import (
     TrainState,
     open_newest_checkpoint,
     read_model,
+    read_overflow_monitor,
     read_progress,
     read_tokenizer,
-    read_watch,
 )
 from tools.training.changed_keys import (
     NOT_EXACT_MARK,
@@ -75,11 +75,11 @@ def check_resumable(
     if not config.checkpoint.resume and not was_restarted():
         raise UserError.of("training.resume_false", path=checkpoint.path)
     step = read_progress(checkpoint).step
-    read_watch(checkpoint)  # raises UserError if it is damaged
+    read_overflow_monitor(checkpoint)  # raises UserError if it is damaged
     problems = [
         *_other_model(checkpoint, corpus.model if corpus else config.model),
         *_missing_state(checkpoint, config),
-        *_other_shards(checkpoint, config),
+        *_other_canonical_shards(checkpoint, config),
     ]
     refused = list[Difference]()
     for difference in data_differences(checkpoint, config, corpus):
@@ -229,7 +229,7 @@ def _other_model(checkpoint: Store, model: ModelConfig) -> Iterator[str]:
             )
 
 
-def _other_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
+def _other_canonical_shards(checkpoint: Store, config: RunConfig) -> Iterator[str]:
     """Yield a problem if a canonical run would go on in another number of pieces: its bits would be
     others.
     """

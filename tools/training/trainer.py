@@ -36,7 +36,7 @@ from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
-from tools.convert.train_state import TrainState, read_watch
+from tools.convert.train_state import TrainState, read_overflow_monitor
 from tools.journal.journal import Journal
 from tools.journal.shadow_records import shadow_event, shadow_fields
 from tools.journal.timeline_file import TIMELINE, write_trace
@@ -141,7 +141,7 @@ class Trainer:
             print(f"warning    {warning.message}")
         store = Store(checkpoint, self.engine.optimizer.world)
         self.progress = resumed_progress(store, self.config, self.corpus)
-        self.monitor.load_state_dict(read_watch(store))
+        self.monitor.load_state_dict(read_overflow_monitor(store))
 
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.

@@ -87,12 +87,12 @@ class CanonicalConsensus(StepConsensus):
         powers_start = sum(self.lengths)
         losses_start = powers_start + self._num_exact
         of_base, powers, losses = summed.tensor_split((powers_start, losses_start))
-        agreed = super().read(of_base)
+        reduced = super().read(of_base)
         exact_loss = self._scalar(total_loss(losses))
-        loss = exact_loss.where(agreed.gave_loss, math.nan)
-        agreed = replace(agreed, loss=loss)
+        loss = exact_loss.where(reduced.gave_loss, math.nan)
+        reduced = replace(reduced, loss=loss)
         if not self._num_exact:
-            return agreed
+            return reduced
         # the exponent is the same on all ranks, and here it is the sum of theirs
         exponent = powers[-1].item() / self.world.size
         sum_of_powers = total(powers[:-1])
@@ -101,7 +101,7 @@ class CanonicalConsensus(StepConsensus):
         else:
             root = sum_of_powers ** (1 / self.exact_order)
         norm = self._scalar(root * 2.0**exponent)
-        return replace(agreed, norm=norm)
+        return replace(reduced, norm=norm)
 
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
         """Return e such that all gradients of all ranks are less than 2^e. Collective over the

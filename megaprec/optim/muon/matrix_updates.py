@@ -238,22 +238,27 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     else:
         is_matched = torch.tensor(float(any(match_patterns(NOT_HIDDEN, names))), device=device)
         if not world.max_(is_matched):
+            first_names = gather_entries(dict.fromkeys(names[:1]), world, device)
+            if not first_names:
+                return  # nothing is trained, which the optimizer refuses for every rule
             raise UserError.of(
                 "optimizer.muon_without_names",
                 key=key,
                 not_hidden=" or ".join(NOT_HIDDEN),
-                names=names[0],
+                names=min(first_names),
             )
-    # by sentence: code and fields
+    # by sentence: the code and the fields that a Problem is made of again, for JSON carries none
     local_problems: dict[str, tuple[str, dict[str, Any]]] = {}
-    for problem in _split_parameters(rule, model_parts):
+    for problem in _problems_of_split_parameters(rule, model_parts):
         local_problems[str(problem)] = (problem.code, problem.fields)
     entries = gather_entries(local_problems, world, device)
     if entries:
         raise UserError(*(Problem(text, *entry) for text, entry in entries.items()))
 
 
-def _split_parameters(rule: Muon, model_parts: Sequence[nn.Module]) -> Iterator[Problem]:
+def _problems_of_split_parameters(
+    rule: Muon, model_parts: Sequence[nn.Module]
+) -> Iterator[Problem]:
     """Yield a problem for each parameter whose logical tensors would be updated by two rules."""
     for parameter in parameters_of(model_parts):
         try:

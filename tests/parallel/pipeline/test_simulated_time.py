@@ -60,7 +60,7 @@ class Counted(torch.autograd.Function):
         clock = ctx.clock
         slower = ctx.slower
         clock.advance(INPUT * slower)
-        ctx.deferred.run(lambda: clock.advance(WEIGHT * slower))
+        ctx.deferred.offer(lambda: clock.advance(WEIGHT * slower))
         return grad, None, None, None
 
 

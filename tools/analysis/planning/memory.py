@@ -100,7 +100,7 @@ class MemoryModel:
             halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
         stage_memory = _first_equal(stage_memory)
-        return [_times(lanes, stage_memory.kept(cost.cut)) for cost in costs]
+        return [_times(lanes, stage_memory.activation_bytes(cost.cut)) for cost in costs]
 
     def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""

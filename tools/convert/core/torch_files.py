@@ -105,7 +105,7 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
         if lines:
             raise UserError(lines[-1])
         raise UserError.of(
-            "convert.pickle_process_ended", paths=paths[0], returncode=result.returncode
+            "convert.pickle_process_ended", parent=paths[0].parent, returncode=result.returncode
         )
     try:
         return parse_json(result.stdout)

@@ -34,9 +34,10 @@ OF_IMAGES = (
     "eoi_token_id",
     "image_token_id",
 )
-# said outside or inside, and then alike
-OF_BOTH = ("initializer_range", "tie_word_embeddings", "quantization_config")
-OF_ALL = (*IDS, *OF_BOTH)
+# said outside or inside, and alike if in both
+ALIKE_IF_IN_BOTH = ("initializer_range", "tie_word_embeddings", "quantization_config")
+# outer keys of the text model, which win over its own
+OUTER_TEXT_KEYS = (*IDS, *ALIKE_IF_IN_BOTH)
 _IMAGE_TENSORS = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -74,13 +75,13 @@ def text_config(config: Json) -> Json:
         )
     # Keys outside may contradict those inside, of which transformers lets one win.
     _check_outer_keys(config, inner_config, model_type)
-    outer = {key: config[key] for key in OF_ALL if key in config}
+    outer = {key: config[key] for key in OUTER_TEXT_KEYS if key in config}
     return {**inner_config, **outer, "model_type": TEXT[model_type]}
 
 
 def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None:
     """Raise UserError for keys beside text_config that are not known, or contradict it."""
-    for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OF_ALL, "text_config"}:
+    for outer_key in config.keys() - {*FREE, *OF_IMAGES, *OUTER_TEXT_KEYS, "text_config"}:
         if config[outer_key] is not None:
             raise UserError.of(
                 "convert.hf_key_unknown",
@@ -88,7 +89,7 @@ def _check_outer_keys(config: Json, inner_config: Json, model_type: str) -> None
                 short=short(config[outer_key]),
                 kind=model_type,
             )
-    for outer_key in OF_BOTH:
+    for outer_key in ALIKE_IF_IN_BOTH:
         if (
             outer_key in config
             and outer_key in inner_config

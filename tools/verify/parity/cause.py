@@ -125,7 +125,8 @@ def _locate_backward(first: Difference, borders: Sequence[Difference], reference
     for difference in borders:
         border = difference.name
         if reference.aliases.get(border, border) != tensor:
-            continue  # one process saw another tensor there
+            continue  # the run on one process saw another tensor there
+        # One tensor there, two in this layout: what lies between, such as a message, changed it.
         if border in agreeing:
             return f"between {module_of(first.name)} and {module_of(border)}"
         if ">in" in border and border.replace(">in", ">out") in agreeing:

@@ -92,9 +92,9 @@ class GradientRecorder(StepObserver):
         for flat_buffer in buffers:
             _plant_infinity(flat_buffer, self.plan.into)
 
-    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
         """Note what the update is going to be made of."""
-        if not found:
+        if not skip:
             # the optimizer's gradients are those of the scaled loss
             unscaled = take_fragments(
                 buffers,

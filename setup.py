@@ -45,7 +45,7 @@ setup(
     },  # makes an editable install a plain path file, which type checkers follow
     package_data={"": ["py.typed", "messages.toml"]},
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.15",
         "numpy>=1.26,<3",
         "sentencepiece>=0.2,<0.3,!=0.2.1",  # 0.2.1 crashes where some other libraries are loaded
         "safetensors>=0.8,<0.9",

@@ -1,7 +1,7 @@
 """Private names of torch, which any release may change, under names of this project.
 
-Every name was seen in torch 2.11 and 2.13, the oldest and the newest release that the tests pass
-with. A new release of torch is tried against this module first.
+Every name was seen in torch 2.11, 2.13 and 2.14: the oldest and the two newest releases that the
+tests pass with. A new release of torch is tried against this module first.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -154,9 +154,15 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 # Process groups.
 
 
-def num_process_groups() -> int:
-    """Return how many process groups this rank has made; torch names some groups by this number."""
-    return len(distributed_c10d._world.pg_names)
+def process_group_counts() -> tuple[int, int]:
+    """Return the number of process groups that this rank is in, and the number of its calls that
+    made one.
+
+    torch names a group that only its members make by its ranks and one of these numbers: the first
+    in 2.11 to 2.13, the second in 2.14.
+    """
+    world = distributed_c10d._world
+    return len(world.pg_names), world.group_count
 
 
 def can_split(group: dist.ProcessGroup) -> bool:

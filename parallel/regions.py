@@ -218,7 +218,8 @@ def _as_graph_inputs(arguments: Sequence[Tensor]) -> list[Tensor]:
 
 def _source(node: Node) -> Node:
     """Return the node that has this node's value before it was detached."""
-    while node.target is torch.ops.aten.detach.default:
+    # torch 2.14 traces a detached tensor as an alias
+    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = node.all_input_nodes[0]
     return node
 

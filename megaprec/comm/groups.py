@@ -11,7 +11,7 @@ is. A watchdog that ends a run earlier needs one limit for all groups, so that n
 first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.gloo_threads import waiting_their_turn
-from megaprec.torch_private import can_split, num_process_groups, time_limit_of
+from megaprec.torch_private import can_split, process_group_counts, time_limit_of
 
 
 def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
@@ -36,52 +36,49 @@ def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     rank = dist.get_rank()
     limit = time_limit_of(world)
     members = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
+    ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
+    all_rows = runs.tolist() + [[ungrouped] for ungrouped in ungrouped_ranks]
     if can_split(world):
-        ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
-        lone_groups = [[ungrouped] for ungrouped in ungrouped_ranks]
-        group = dist.split_group(split_ranks=runs.tolist() + lone_groups, timeout=limit)
+        group = dist.split_group(split_ranks=all_rows, timeout=limit)
     else:
         names_agree = _have_made_as_many_groups()  # a collective, outside of the changed policy
         with waiting_their_turn():
             if names_agree:
                 group = _make_among_members(members, limit, backend)
             else:
-                group = _make_one_by_one(runs, members, limit, backend)
+                group = _make_one_by_one(all_rows, limit, backend)
     assert isinstance(group, dist.ProcessGroup), "a rank is in no group of its own split"
     return group
 
 
 def _have_made_as_many_groups() -> bool:
-    """Return True if every rank has made the same number of groups. Collective over the world.
+    """Return True if every rank has made as many groups. Collective over the world.
 
-    torch names a group that only its members make by its ranks and this number. The members must
+    torch names a group that only its members make by its ranks and such a number. The members must
     agree on the name; otherwise they would wait for each other forever.
     """
     devices = dist.Backend.backend_capability.get(dist.get_backend(), ["cpu"])
     device = "cpu" if "cpu" in devices else devices[0]
-    group_count = num_process_groups()
+    counts = torch.tensor(process_group_counts(), device=device)
     # the maximum of the negative is the minimum: one collective finds both
-    bounds = torch.tensor([group_count, -group_count], device=device)
+    bounds = torch.cat((counts, -counts))
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    maximum, negative_minimum = bounds.tolist()
-    return maximum == -negative_minimum
+    maximum, negative_minimum = bounds.chunk(2)
+    return torch.equal(maximum, -negative_minimum)
 
 
 def _make_one_by_one(
-    runs: Tensor,
-    members: list[int],
+    rows: Sequence[list[int]],
     limit: timedelta,
     backend: str | None,
 ) -> object:
     """Make the groups in turn, each by all ranks; return this rank's.
 
-    A rank in no row makes a group that only it needs.
+    Also a group of one rank: torch counts the calls of each rank, and names groups by the count.
     """
-    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in runs.tolist()]
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            return group
-    return _make_among_members(members, limit, backend)
+    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in rows]
+    (group,) = (group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
+    return group
 
 
 def _make_among_members(

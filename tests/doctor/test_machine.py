@@ -76,7 +76,7 @@ def test_a_host_that_differs_is_named_with_a_remedy(differs: dict[str, Any], sai
 
 
 def test_a_version_that_is_not_tested_is_named_with_its_ranks() -> None:
-    said = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
+    said = "torch 2.15.1 is not of the versions that megaprec is tested with: <2.15,>=2.11"
     (one,) = problems(untested=[said])
     assert (one.verdict, one.message, one.needed) == (NOT_TRIED, f"{said} (rank 2 on gamma)", False)
     every = [answer | {"untested": [said]} for answer in answers()]

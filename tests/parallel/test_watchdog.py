@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.groups import make_groups
@@ -196,7 +196,9 @@ def test_no_group_gives_up_before_the_watchdog(timeout: float) -> None:
 def limits(mesh: DeviceMesh) -> set[timedelta]:
     """The time limits of all kinds of groups, in a world that has one of its own."""
     assert dist.group.WORLD is not None
-    _set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
+    # its name before torch 2.14
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=1234), dist.group.WORLD)
     mesh = make_mesh(1, 2, 2)
     made = [
         Axis.stage(mesh, own=True),

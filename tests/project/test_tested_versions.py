@@ -20,13 +20,13 @@ from tools.convert import probe, verify
 from tools.verify.doctor.machine import facts
 
 RULES = [
-    "torch<2.14,>=2.11",
+    "torch<2.15,>=2.11",
     "sentencepiece!=0.2.1,<0.3,>=0.2",
     'transformers<6,>=5.20; extra == "hf"',
     'pytest<10,>=9; extra == "test"',
     'megatron-core<0.17; extra == "oracles"',
 ]
-TORCH = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
+TORCH = "torch 2.15.1 is not of the versions that megaprec is tested with: <2.15,>=2.11"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -44,7 +44,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "versions"),
     [
-        ("torch", ("2.10.0", "2.14.1", "2.11.0a0+nv25.11", "3.0")),
+        ("torch", ("2.10.0", "2.15.1", "2.11.0a0+nv25.11", "3.0")),
         ("sentencepiece", ("0.1.99", "0.2.1", "0.3.0")),
         ("transformers", ("4.57.0", "5.12.0", "6.0.0rc1")),
     ],
@@ -120,13 +120,13 @@ def test_a_run_names_them_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_run(tmp_path)
-    install(monkeypatch, torch="2.14.1")
+    install(monkeypatch, torch="2.15.1")
     assert train(file, "train.steps=1") == 0
     assert capsys.readouterr().err.splitlines().count(f"note: {TORCH}") == 1
 
 
 def test_doctor_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, torch="2.14.1")
+    install(monkeypatch, torch="2.15.1")
     assert facts(place(tmp_path))["untested"] == [TORCH]
 
 

@@ -11,7 +11,7 @@ compute from weights in FP32.
 
 Each matrix is stored once, so its codes must serve products along its rows and along its columns.
 Row-wise and MX scales, which differ between the two, are refused
-(`megaprec.fp8.eligibility.not_computed`).
+(`megaprec.fp8.eligibility.unsupported_settings`).
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class FP8Param:
 
     def scales(self, amax: Tensor, records: bool) -> Tensor:
         """Return the scales for masters with these amaxes of blocks; float32 of the shape of
-        `amax`."""
+        `amax`. records: a delayed amax is recorded for later scales."""
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
@@ -142,7 +142,7 @@ class FP8ParamShard:
         return padded
 
 
-def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
+def reduced_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
     """Return the amaxes of whole weights, or of their blocks, from those of each rank's shard.
 
     Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole
@@ -152,14 +152,19 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
     packed = torch.cat([amax.view(-1) for amax in local])  # all in one collective
     shards.max_(packed)
     unpacked = packed.split([amax.numel() for amax in local])
-    amaxes = [part.view_as(amax) for part, amax in zip(unpacked, local, strict=True)]
+    amaxes: list[Tensor] = []
+    for flat, amax in zip(unpacked, local, strict=True):
+        amaxes.append(flat.view_as(amax))
+    # one recipe has all weights: scales of all of them belong to blocks, or of none
     if any(shard.param.in_blocks for shard in owned):
         return amaxes
     tp.max_(packed)  # `amaxes` are views of it
-    by_name: dict[str, list[Tensor]] = {}  # a process may have slices of several (virtual) ranks
+    # a process may have slices of several (virtual) ranks, between which no collective runs
+    by_name: dict[str, list[Tensor]] = {}
     for shard, amax in zip(owned, amaxes, strict=True):
         by_name.setdefault(shard.param.name, []).append(amax)
-    return [torch.stack(by_name[shard.param.name]).amax(0) for shard in owned]
+    largest = {name: torch.stack(of_ranks).amax(0) for name, of_ranks in by_name.items()}
+    return [largest[shard.param.name] for shard in owned]
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,8 @@ class FP8Group:
     """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut
     over `tp`.
 
-    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the
-        buffer.
+    by_buffer: of each buffer the shards that lie in it, and a function that starts to all-gather
+        it.
     """
 
     by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]]
@@ -216,7 +221,8 @@ class FP8Masters:
         Collective over shards and tp of all groups.
         """
         for group in self._groups:
-            amaxes = iter(agreed_amaxes(group.owned, group.shards, group.tp))
+            # in the order of `owned`, which is that of the buffers
+            amaxes = iter(reduced_amaxes(group.owned, group.shards, group.tp))
             for shards, start_collecting in group.by_buffer:
                 for shard in shards:
                     shard.encode(next(amaxes), records)

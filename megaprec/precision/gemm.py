@@ -229,7 +229,7 @@ def _has_wide_totals(device: str) -> bool:
 def _add_(total: Tensor, product: Tensor) -> None:
     """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a
     temporary tensor first, and a small temporary tensor stays in the cache."""
-    is_fake = type(total) is not Tensor  # a fake tensor has a shape but no values
+    is_fake = type(total) is not Tensor  # a shape without values, which no cache holds
     if total.dtype == product.dtype or total.device.type != "cpu" or is_fake:
         total.add_(product)
         return

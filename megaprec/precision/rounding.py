@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-_LOW = 0xFFFF  # mask of the 16 bits that a bfloat16 lacks
+_LOWER_BITS = 0xFFFF  # mask of the 16 bits that a bfloat16 lacks
 
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -36,18 +36,20 @@ def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 numbers [n] that were passed to `split`."""
-    low = remainder.to(torch.int32)
+    lower = remainder.to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) << 16
     # A negative remainder had its highest bit set, so the weight was rounded up; the sum undoes
     # that.
-    return (upper + low).view(torch.float32)
+    return (upper + lower).view(torch.float32)
 
 
 def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
     """Return FP32 `wide` [n] rounded to bfloat16 with the lowest 16 bits of the random int64 `bits`
     [n]."""
-    raised = wide.view(torch.int32) + (bits & _LOW).to(torch.int32)
+    # carries into the upper half as often as the lost bits say
+    raised = wide.view(torch.int32) + (bits & _LOWER_BITS).to(torch.int32)
     rounded = _upper(raised).view(torch.bfloat16)
+    # the bits of inf and NaN are no magnitudes, to which something can be added
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
 
 

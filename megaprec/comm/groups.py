@@ -23,11 +23,11 @@ from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.torch_private import can_split, num_process_groups, time_limit_of
 
 
-def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group of each row of `runs` and return this rank's.
+def make_groups(rank_groups: Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group of each row of `rank_groups` and return this rank's.
 
-    runs: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in none of
-        them gets a group of its own.
+    rank_groups: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in
+        none of them gets a group of its own.
     Collective over the world: all ranks pass the same rows. torch is called once on each rank,
     however many rows there are.
     """
@@ -35,18 +35,22 @@ def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     assert world is not None, "torch.distributed is not initialized"
     rank = dist.get_rank()
     limit = time_limit_of(world)
-    members = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
+    own_rows = (rank_groups == rank).any(1)
+    members = rank_groups[own_rows].flatten().tolist() or [rank]
     if can_split(world):
-        ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
-        lone_groups = [[ungrouped] for ungrouped in ungrouped_ranks]
-        group = dist.split_group(split_ranks=runs.tolist() + lone_groups, timeout=limit)
+        grouped_ranks = set(rank_groups.flatten().tolist())
+        split_ranks = rank_groups.tolist()
+        for other_rank in range(dist.get_world_size()):
+            if other_rank not in grouped_ranks:
+                split_ranks.append([other_rank])  # a split needs every rank in a group
+        group = dist.split_group(split_ranks=split_ranks, timeout=limit)
     else:
         names_agree = _have_made_as_many_groups()  # a collective, outside of the changed policy
         with waiting_their_turn():
             if names_agree:
                 group = _make_among_members(members, limit, backend)
             else:
-                group = _make_one_by_one(runs, members, limit, backend)
+                group = _make_one_by_one(rank_groups, members, limit, backend)
     assert isinstance(group, dist.ProcessGroup), "a rank is in no group of its own split"
     return group
 
@@ -68,7 +72,7 @@ def _have_made_as_many_groups() -> bool:
 
 
 def _make_one_by_one(
-    runs: Tensor,
+    rank_groups: Tensor,
     members: list[int],
     limit: timedelta,
     backend: str | None,
@@ -77,7 +81,7 @@ def _make_one_by_one(
 
     A rank in no row makes a group that only it needs.
     """
-    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in runs.tolist()]
+    groups = [dist.new_group(row, timeout=limit, backend=backend) for row in rank_groups.tolist()]
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             return group
@@ -116,10 +120,10 @@ def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     sets: list[_PairSet] = []
     # neighbours first: of a ring of even length they fill two sets completely
     for number, ranks in sorted(numbered, key=neighbours_first):
-        free_set = next((each for each in sets if not each.busy_ranks & ranks), None)
+        free_set = next((pairs for pairs in sets if not pairs.busy_ranks & ranks), None)
         if free_set is None:
             free_set = _PairSet()
             sets.append(free_set)
         free_set.numbers.append(number)
         free_set.busy_ranks |= ranks
-    return [each.numbers for each in sets]
+    return [pairs_of_set.numbers for pairs_of_set in sets]

@@ -34,7 +34,8 @@ _SEGMENTS = 8
 
 def key(seed: int, *names: object) -> int:
     """Return a signed 64-bit hash of the seed and the names."""
-    digest = blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
+    text = repr((seed, *names))
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -59,7 +60,8 @@ def keep(
     The comparison is in integers, so the result is equal on every device.
     """
     uniform = _shift(bits(key, index), 11)  # 53 bits, as many as a probability in float64 has
-    return uniform < int(probability * 2**53)
+    limit = int(probability * 2**53)
+    return uniform < limit
 
 
 def normal(key: int, index: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ def _normal_pairs(words: Tensor) -> Tensor:
     values = all_values.index_select(0, segment).view(halves.shape)
     slopes = all_slopes.index_select(0, segment).view(halves.shape)
     quantile = slopes.mul_(probability).add_(values)
-    return torch.copysign(quantile, halves.view(torch.float32))
+    sign = halves.view(torch.float32)  # the highest of the 32 bits
+    return torch.copysign(quantile, sign)
 
 
 class _Lines(NamedTuple):
@@ -185,10 +188,9 @@ def _quantile_lines() -> _Lines:
     values = quantiles[:-1] - slopes * edges[:-1]
     unused = torch.zeros(first)  # no probability is below 1/2 of a unit
     end = torch.zeros(1)  # probabilities that round up to 1/2 are the last segment
-    return _Lines(
-        values=torch.cat((unused, values.float(), end)),
-        slopes=torch.cat((unused, slopes.float(), end)),
-    )
+    all_values = torch.cat((unused, values.float(), end))
+    all_slopes = torch.cat((unused, slopes.float(), end))
+    return _Lines(all_values, all_slopes)
 
 
 def logical_indices(

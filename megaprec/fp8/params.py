@@ -196,12 +196,12 @@ class FP8Masters:
     The states of these weights call `renew` at the start of a pass.
 
     groups: the weights whose masters are sharded and cut over the same ranks; those of experts may
-    have ranks of their own. settle: called when all-gathers of all buffers have started.
+    have ranks of their own. finish_gathers: called when all-gathers of all buffers have started.
     """
 
-    def __init__(self, groups: Sequence[FP8Group], settle: Callable[[], object]) -> None:
+    def __init__(self, groups: Sequence[FP8Group], finish_gathers: Callable[[], object]) -> None:
         self._groups = groups
-        self._settle = settle
+        self._finish_gathers = finish_gathers
         states: dict[FP8State, None] = {}
         for group in groups:
             states |= dict.fromkeys(shard.param.state for shard in group.owned)
@@ -227,4 +227,4 @@ class FP8Masters:
                 for shard in shards:
                     shard.encode(next(amaxes), records)
                 start_collecting()  # the codes of this buffer travel while the next are computed
-        self._settle()
+        self._finish_gathers()

@@ -185,9 +185,10 @@ def update_padded(
     if not missing:
         rule.update_(weights, grads, state, step)
         return
-    padded_grads, padded_weights, *padded_state = (
-        torch.nn.functional.pad(values, (0, missing)) for values in (grads, weights, *state)
-    )
+    padding = (0, missing)
+    padded_grads = torch.nn.functional.pad(grads, padding)
+    padded_weights = torch.nn.functional.pad(weights, padding)
+    padded_state = [torch.nn.functional.pad(moments, padding) for moments in state]
     rule.update_(padded_weights, padded_grads, padded_state, step)
     updated = (padded_weights, *padded_state)
     for values, padded in zip((weights, *state), updated, strict=True):
@@ -200,7 +201,8 @@ def claim_rule(rule: UpdateRule) -> None:
 
     A frozen dataclass holds nothing that a step changes, so that optimizers may share it.
     """
-    if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
+    dataclass_settings = getattr(type(rule), "__dataclass_params__", None)
+    if getattr(dataclass_settings, "frozen", False):
         return
     if getattr(rule, _CLAIMED, False):
         raise UserError.of("optimizer.rule_shared", kind=type(rule).__name__)

@@ -114,7 +114,8 @@ class Axis:
         dims = [_axes_of(mesh).index(axis.name) for axis in axes]
         size = prod(axis.size for axis in axes)
         # a row for each position on the other axes
-        rank_groups = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, size)
+        last_dims = [*range(-len(dims), 0)]
+        rank_groups = mesh.mesh.movedim(dims, last_dims).reshape(-1, size)
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank

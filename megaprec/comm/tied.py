@@ -27,7 +27,8 @@ def tied_axes(
     sets: `Layout.tied` of this rank's parameters. Collective over the world.
     """
     # two copies on one rank need no group
-    local_sets = list(dict.fromkeys(ranks for ranks in sets if len(set(ranks)) > 1))
+    across_ranks = [ranks for ranks in sets if len(set(ranks)) > 1]
+    local_sets = list(dict.fromkeys(across_ranks))
     pp = Axis.of(mesh, "pp")
     # one pipeline rank shares nothing
     if pp.rank_groups is None or pp.size == 1:

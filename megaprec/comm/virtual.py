@@ -56,7 +56,8 @@ class VirtualAxis:
     @property
     def ranks(self) -> range:
         """Return the virtual ranks of this process."""
-        return range(self.num_local * self.real.rank, self.num_local * (self.real.rank + 1))
+        first = self.num_local * self.real.rank
+        return range(first, first + self.num_local)
 
     def sum(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""

@@ -77,7 +77,8 @@ class StateDigest:
         replica_axis = fp8.dp
         optimizer = self._optimizer
         # Ranks with equal scales count them once: those of tp, and those of dp unless these differ.
-        counts = optimizer.tp.rank == 0 and (replica_axis.size > 1 or optimizer.dp.rank == 0)
+        is_first_of_dp = replica_axis.size > 1 or optimizer.dp.rank == 0
+        counts = optimizer.tp.rank == 0 and is_first_of_dp
         for number, tensor_name in enumerate(fp8.names):
             scale = fp8.bank.scale[number : number + 1]
             history = fp8.bank.history[:, number]

@@ -291,7 +291,8 @@ def _read_size(reading: Reading, name: str, value: Any) -> int | None:
     if size is UNKNOWN:
         reading.unknown_keys.add(f"{PREFIX}.parallel.{name}.size")
         return None
-    if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
+    is_integer = isinstance(size, int) and not isinstance(size, bool)
+    if is_integer and (size > 0 or name == "zero1"):
         return size
     reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
     return None

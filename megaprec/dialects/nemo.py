@@ -75,7 +75,8 @@ SCALE_KEYS = (
 
 def _precision(value: object) -> object:
     # YAML and TOML have 16 and 32 as numbers
-    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    name = str(value) if is_integer else value
     if isinstance(name, str) and name not in PRECISION_DTYPES:
         hint = did_you_mean(name, PRECISION_DTYPES)
         raise ValueError(f"no such precision: use one of {', '.join(PRECISION_DTYPES)}{hint}")

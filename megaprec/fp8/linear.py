@@ -59,7 +59,9 @@ class FP8Gemm:
             return replace(self, scope=self.state.scope)
         # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
-        scales = {role: self.state.scale(self.eligibility.name, role).clone() for role in roles}
+        scales: dict[Role, Tensor] = {}
+        for role in roles:
+            scales[role] = self.state.scale(self.eligibility.name, role).clone()
         return replace(
             self,
             scope=self.state.scope,

@@ -16,6 +16,7 @@ Row-wise and MX scales, which differ between the two, are refused
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,12 @@ class FP8Param:
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
         rows, columns = self.shape
+        block_rows, block_columns = self.block
+        # numbers of blocks, rounded up
+        scale_rows = -(-rows // block_rows)
+        scale_columns = -(-columns // block_columns)
         # on the CPU until a buffer moves it to its device
-        self.inverse = torch.ones(-(-rows // self.block[0]), -(-columns // self.block[1]))
+        self.inverse = torch.ones(scale_rows, scale_columns)
 
     @property
     def in_blocks(self) -> bool:
@@ -138,7 +143,8 @@ class FP8ParamShard:
         if self.masters.numel() == self.param.shape.numel():
             return self.masters.view(self.param.shape)
         padded = self.masters.new_zeros(self.param.shape)
-        padded.view(-1)[self.start : self.start + len(self.masters)] = self.masters
+        stop = self.start + len(self.masters)
+        padded.view(-1)[self.start : stop] = self.masters
         return padded
 
 
@@ -163,20 +169,26 @@ def reduced_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> li
     by_name: dict[str, list[Tensor]] = {}
     for shard, amax in zip(owned, amaxes, strict=True):
         by_name.setdefault(shard.param.name, []).append(amax)
-    largest = {name: torch.stack(of_ranks).amax(0) for name, of_ranks in by_name.items()}
+    largest: dict[str, Tensor] = {}
+    for name, amaxes_of_ranks in by_name.items():
+        largest[name] = torch.stack(amaxes_of_ranks).amax(0)
     return [largest[shard.param.name] for shard in owned]
+
+
+class FP8BufferShards(NamedTuple):
+    """The shards that lie in one buffer, and a function that starts to all-gather the buffer."""
+
+    shards: Sequence[FP8ParamShard]
+    start_gather: Callable[[], object]
 
 
 @dataclass(frozen=True)
 class FP8Group:
     """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut
     over `tp`.
-
-    by_buffer: of each buffer the shards that lie in it, and a function that starts to all-gather
-        it.
     """
 
-    by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]]
+    by_buffer: Sequence[FP8BufferShards]
     shards: Axis
     tp: Axis
 
@@ -223,8 +235,8 @@ class FP8Masters:
         for group in self._groups:
             # in the order of `owned`, which is that of the buffers
             amaxes = iter(reduced_amaxes(group.owned, group.shards, group.tp))
-            for shards, start_collecting in group.by_buffer:
+            for shards, start_gather in group.by_buffer:
                 for shard in shards:
                     shard.encode(next(amaxes), records)
-                start_collecting()  # the codes of this buffer travel while the next are computed
+                start_gather()  # the codes of this buffer travel while the next are computed
         self._finish_gathers()

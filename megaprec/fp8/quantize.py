@@ -46,7 +46,8 @@ class Codes:
         values = self.values.t()
         if values.is_cuda:
             values = values.contiguous()
-        return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
+        block_rows, block_columns = self.block
+        return Codes(values, self.inverse.t(), (block_columns, block_rows))
 
     def wide(self) -> Tensor:
         """Return the dequantized numbers, float32 [m, k]."""
@@ -118,7 +119,9 @@ def _by_transformer_engine(
     scale."""
     m, k = x.shape
     values, transposed, inverse = encode(x, format_of(recipe, role), scale)
-    return Codes(values, inverse, (m, k)), Codes(transposed, inverse, (k, m))
+    codes = Codes(values, inverse, (m, k))
+    transposed_codes = Codes(transposed, inverse, (k, m))
+    return codes, transposed_codes
 
 
 def _current_scale(
@@ -170,7 +173,9 @@ def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     # numbers of blocks, rounded up; the zeros that fill the last ones change no amax
     rows = -(-m // height)
     columns = -(-k // width)
-    padded = F.pad(x, (0, columns * width - k, 0, rows * height - m))
+    missing_columns = columns * width - k
+    missing_rows = rows * height - m
+    padded = F.pad(x, (0, missing_columns, 0, missing_rows))
     blocks = padded.abs().reshape(rows, height, columns, width)
     return blocks.amax((1, 3)).float()
 

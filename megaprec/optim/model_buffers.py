@@ -22,7 +22,7 @@ from megaprec.comm.main_grad import reset_accumulation
 from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
-from megaprec.fp8.params import FP8Group, FP8Masters
+from megaprec.fp8.params import FP8BufferShards, FP8Group, FP8Masters
 from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel
@@ -327,8 +327,11 @@ def _fp8_group(
     shards: Axis,
     tp: Axis,
 ) -> FP8Group:
-    with_gather = [(buffer.fp8_shards, partial(begin, buffer)) for buffer in buffers]
-    return FP8Group(with_gather, shards, tp)
+    """Return the FP8 weights in these buffers. begin: starts to all-gather a buffer."""
+    by_buffer: list[FP8BufferShards] = []
+    for buffer in buffers:
+        by_buffer.append(FP8BufferShards(buffer.fp8_shards, partial(begin, buffer)))
+    return FP8Group(by_buffer, shards, tp)
 
 
 def _slice_names(buffer: Buffer) -> SliceNames:

@@ -250,7 +250,8 @@ def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtyp
     # by identity: a parameter that is shared with a marked module is listed under other names
     of_marked: set[int] = set()
     for _, module in outermost_marked(model):
-        of_marked |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        marked_tensors = (*module.parameters(), *module.buffers())
+        of_marked |= {id(tensor) for tensor in marked_tensors}
     dtypes: list[tuple[Tensor, torch.dtype]] = []
     dtypes += [(parameter, parameters) for parameter in model.parameters()]
     dtypes += [(buffer, buffers) for buffer in model.buffers()]

@@ -29,7 +29,8 @@ def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write FP32 `wide` [n] into bfloat16 `weight` [n] and int16 `remainder` [n]."""
     # All NaNs become one NaN: the upper half of others would round to inf, or past the sign to
     # zero.
-    bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
+    one_nan = wide.nan_to_num(torch.nan, torch.inf, -torch.inf)
+    bits = one_nan.view(torch.int32)
     weight.view(torch.int16).copy_(_upper(bits + 0x8000))  # half a unit up: to nearest
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
 
@@ -47,7 +48,8 @@ def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
     """Return FP32 `wide` [n] rounded to bfloat16 with the lowest 16 bits of the random int64 `bits`
     [n]."""
     # carries into the upper half as often as the lost bits say
-    raised = wide.view(torch.int32) + (bits & _LOWER_BITS).to(torch.int32)
+    random_fraction = (bits & _LOWER_BITS).to(torch.int32)
+    raised = wide.view(torch.int32) + random_fraction
     rounded = _upper(raised).view(torch.bfloat16)
     # the bits of inf and NaN are no magnitudes, to which something can be added
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
@@ -60,7 +62,8 @@ def nearest(number: float, dtype: torch.dtype) -> float:
     # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals
     # share the smallest.
     _, exponent = math.frexp(number)
-    unit = max(math.ldexp(limits.eps / 2, exponent), limits.smallest_normal * limits.eps)
+    smallest_unit = limits.smallest_normal * limits.eps
+    unit = max(math.ldexp(limits.eps / 2, exponent), smallest_unit)
     rounded = round(number / unit) * unit  # Python rounds ties to even
     if abs(rounded) > limits.max:
         return math.copysign(math.inf, number)

@@ -243,8 +243,9 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     for problem in _problems_of_split_parameters(rule, model_parts):
         local_problems[str(problem)] = (problem.code, problem.fields)
     entries = gather_entries(local_problems, ranks.world, ranks.device)
-    if entries:
-        raise UserError(*(Problem(text, *entry) for text, entry in entries.items()))
+    problems = [Problem(text, code, fields) for text, (code, fields) in entries.items()]
+    if problems:
+        raise UserError(*problems)
 
 
 def _require_default_match(key: str, names: Sequence[str], ranks: Ranks) -> None:

@@ -37,7 +37,10 @@ def leave_out_working_folder() -> None:
         sys.exit(2)
     here = os.path.realpath(".")
     moved = (os.path.realpath(HOME), here)
-    others = [entry for entry in sys.path if os.path.realpath(entry or ".") not in moved]
+    others: list[str] = []
+    for entry in sys.path:
+        if os.path.realpath(entry or ".") not in moved:  # "" is the working directory
+            others.append(entry)
     sys.path[:] = [HOME, *others]
     if not sys.flags.ignore_environment:
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)

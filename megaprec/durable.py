@@ -3,8 +3,8 @@
 A file is on the disk after fsync, but its name is only there after fsync of its folder. So whoever
 creates a folder, or renames a file, flushes the folder above it as well.
 
-The system does not say which file a failed write or fsync belongs to; `named` adds it, so that
-every error of the filesystem can be told in one line.
+The system does not say which file a failed write or fsync belongs to; `naming_file` adds it, so
+that every error of the filesystem can be told in one line.
 """
 
 import errno

@@ -46,7 +46,8 @@ class Problem(str):
         """Return the sentence of a code, with the values of its fields filled in."""
         area, _, name = code.partition(".")
         sentence = sentences()[area][name].format(**fields)
-        return cls(sentence, code, {key: _plain(value) for key, value in fields.items()})
+        plain_fields = {key: _plain(value) for key, value in fields.items()}
+        return cls(sentence, code, plain_fields)
 
     def within(self, before: str = "", after: str = "") -> "Problem":
         """Return the problem with text put before and after its sentence. The code stays."""
@@ -55,7 +56,7 @@ class Problem(str):
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON can say."""
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 @cache

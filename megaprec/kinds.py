@@ -75,7 +75,7 @@ def is_number(value: object, whole: bool = False) -> bool:
 def quoted(value: object) -> str:
     """Return an argument as an error line quotes it: a plain value as it is written, anything else
     by its kind."""
-    if value is None or isinstance(value, str | int | float | list | tuple | dict):
+    if isinstance(value, str | int | float | list | tuple | dict | None):
         return f"{value!r:.60}"
     if not isinstance(value, type):
         return f"a {type(value).__name__}"

@@ -70,7 +70,8 @@ def require_threads(environ: Mapping[str, str]) -> None:
 
 def _is_count(text: str, most: int) -> bool:
     """Return True for the digits of a number from 1 to `most`."""
-    return re.fullmatch(r"[0-9]{1,9}", text.strip()) is not None and 0 < int(text) <= most
+    has_digits = re.fullmatch(r"[0-9]{1,9}", text.strip()) is not None
+    return has_digits and 0 < int(text) <= most
 
 
 def peak_memory() -> int:

@@ -90,7 +90,7 @@ def tensor_on_device(kind: type[Tensor], tensor: Tensor, device: torch.device) -
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return a number that tensors of one storage share; it is free again when the storage is."""
+    """Return a number that tensors of one storage share, and no others while one of them lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -114,11 +114,6 @@ def has_any_hook(target: nn.Module | Tensor) -> bool:
         "_post_accumulate_grad_hooks",
     )
     return any(getattr(target, kind, None) for kind in kinds)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that only tensors have that share memory, while one of them lives."""
-    return tensor.untyped_storage()._cdata
 
 
 def reshaped_result(tensor: Tensor, shape: Sequence[int]) -> Tensor:

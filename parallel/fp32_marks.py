@@ -15,7 +15,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.params import unmark_fp8
 from megaprec.precision.gemm import Gemm
-from megaprec.precision.marks import compute_in_fp32, marked_parts
+from megaprec.precision.marks import compute_in_fp32, outermost_marked
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
 from megaprec.precision.plan import PrecisionPlan
 from parallel.context import Context
@@ -34,7 +34,7 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
                 path=path or "the model",
                 kind=type(module).__name__,
             )
-    for _, part in marked_parts(model):
+    for _, part in outermost_marked(model):
         for module in part.modules():
             _widen(module, plan)
         # norms of this project round to the dtype of products, whatever their input has

@@ -74,7 +74,7 @@ class Linear(torch.autograd.Function):
         ctx.deferred = deferred or WeightGradQueue()
         ctx.dtype = x.dtype
         # Of this pass: FP8's settings and scales may have changed before its backward pass runs.
-        ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
+        ctx.products = products.for_pass() if products else Gemm(x.dtype, x.dtype)
         # The backward pass reads the weight again, and must find the same values.
         note_weights_read(ctx, weight)
         is_sharded = input_layout is InputLayout.SEQUENCE

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megaprec.torch_private import storage_id
+from megaprec.torch_private import storage_address
 
 
 def recomputed(
@@ -80,12 +80,12 @@ class _Call:
     def apply_next(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
         """Return into(result), where the backward pass recomputes the result if `into` would save
         it."""
-        storage = storage_id(result)
+        storage = storage_address(result)
         size = result.numel()
         in_order = result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
-            is_view = storage_id(tensor) == storage and tensor.numel() == size
+            is_view = storage_address(tensor) == storage and tensor.numel() == size
             # if either were not contiguous, the shape would not identify the elements
             is_result = is_view and in_order and tensor.is_contiguous()
             self.wants_result |= is_result

@@ -57,8 +57,8 @@ class Axis:
         dim = _axes_of(mesh).index(name)
         size = mesh.mesh.shape[dim]
         group = mesh.get_group(name) if size > 1 else None
-        runs = mesh.mesh.movedim(dim, -1).reshape(-1, size)
-        return Axis(name, mesh.get_local_rank(name), size, group, runs)
+        rank_groups = mesh.mesh.movedim(dim, -1).reshape(-1, size)
+        return Axis(name, mesh.get_local_rank(name), size, group, rank_groups)
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
@@ -113,12 +113,13 @@ class Axis:
             return replace(axes[0], name=name)
         dims = [_axes_of(mesh).index(axis.name) for axis in axes]
         size = prod(axis.size for axis in axes)
-        # a row for each place on the other axes
-        runs = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, size)
+        # a row for each position on the other axes
+        last_dims = [*range(-len(dims), 0)]
+        rank_groups = mesh.mesh.movedim(dims, last_dims).reshape(-1, size)
         rank = 0
         for axis in axes:  # as digits of a number, each in the base of its axis
             rank = rank * axis.size + axis.rank
-        return Axis(name, rank, size, make_groups(runs), runs)
+        return Axis(name, rank, size, make_groups(rank_groups), rank_groups)
 
     def subaxis(self, size: int, new_name: str) -> "Axis":
         """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
@@ -133,8 +134,8 @@ class Axis:
             return Axis(new_name)
         if size == self.size:  # needs no new process group
             return Axis(new_name, self.rank, size, self.group, self.rank_groups)
-        runs = self.rank_groups.reshape(-1, size)
-        return Axis(new_name, self.rank % size, size, make_groups(runs), runs)
+        rank_groups = self.rank_groups.reshape(-1, size)
+        return Axis(new_name, self.rank % size, size, make_groups(rank_groups), rank_groups)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
@@ -215,7 +216,8 @@ class Axis:
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
             return gloo.start_gather(tensor, self.rank, self.group)
-        full = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        full_shape = (self.size * tensor.shape[0], *tensor.shape[1:])
+        full = tensor.new_empty(full_shape)
         work = _all_gather(full, tensor, group=self.group, async_op=True)
         return Pending([work], full)
 
@@ -227,7 +229,8 @@ class Axis:
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
             return gloo.start_scatter_sum(tensor, self.rank, self.group)
-        summed = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        chunk_shape = (tensor.shape[0] // self.size, *tensor.shape[1:])
+        summed = tensor.new_empty(chunk_shape)
         work = _reduce_scatter(summed, tensor, group=self.group, async_op=True)
         return Pending([work], summed)
 
@@ -274,16 +277,18 @@ class Axis:
         received = first.new_empty(sum(sizes))
         sent_sizes = [len(tensor) for tensor in outgoing]
         packed = torch.cat(list(outgoing))
+        received_sizes = list(sizes)
         work = dist.all_to_all_single(
             received,
             packed,
-            list(sizes),
+            received_sizes,
             sent_sizes,
             group=self.group,
             async_op=True,
         )
         assert work is not None
-        return Pending([work], list(received.split(list(sizes))))
+        by_rank = list(received.split(received_sizes))
+        return Pending([work], by_rank)
 
     def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
         """Exchange counts and return those sent and those received, in the order of ranks.
@@ -291,8 +296,9 @@ class Axis:
         counts: int64 [size * n]; chunk r counts what goes to rank r. The host waits for the device
         here.
         """
+        received = self.exchange(counts)
         # one copy to the host for both
-        outgoing, incoming = torch.stack((counts, self.exchange(counts))).tolist()
+        outgoing, incoming = torch.stack((counts, received)).tolist()
         return outgoing, incoming
 
     def barrier(self) -> None:

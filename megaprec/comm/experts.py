@@ -58,12 +58,14 @@ class ExpertAxes:
         if mesh is None or (expert == 1 and tensor == tp.size):
             return None
         # world ranks, [stage, replica, expert, slice]
-        planes = mesh.mesh.reshape(pp.size, -1, expert, tensor)
-        coordinates = (planes == dist.get_rank()).nonzero()[0].tolist()
-        slices = tp if tensor == tp.size else _axis("tp", planes, 3, coordinates[3])
-        spread = _axis("expert", planes, 2, coordinates[2])
-        replicas = _axis("replicas", planes, 1, coordinates[1])
-        return ExpertAxes(spread, slices, replicas)
+        ranks = mesh.mesh.reshape(pp.size, -1, expert, tensor)
+        own_position = (ranks == dist.get_rank()).nonzero()[0]
+        _, replica, expert_rank, slice_rank = own_position.tolist()
+        # in one order on all ranks, for each makes process groups
+        expert_tp = tp if tensor == tp.size else _axis("tp", ranks, 3, slice_rank)
+        spread = _axis("expert", ranks, 2, expert_rank)
+        replicas = _axis("replicas", ranks, 1, replica)
+        return ExpertAxes(spread, expert_tp, replicas)
 
     def local_experts(self, experts: int) -> range:
         """Return the numbers of the experts that this rank holds, of `experts`."""
@@ -102,12 +104,14 @@ def describe_misfit(
 
 def _axis(
     name: str,
-    planes: torch.Tensor,
+    ranks: torch.Tensor,
     dim: int,
     rank: int,
 ) -> Axis:
-    """Return the axis along `dim` of `planes`, on which this rank is number `rank`."""
-    size = planes.shape[dim]
+    """Return the axis along `dim` of the world ranks `ranks`, on which this rank is number
+    `rank`."""
+    size = ranks.shape[dim]
     # a row for each group of ranks that differ in this coordinate only
-    runs = planes.movedim(dim, -1).reshape(-1, size)
-    return Axis(name, rank, size, make_groups(runs) if size > 1 else None, runs)
+    rank_groups = ranks.movedim(dim, -1).reshape(-1, size)
+    group = make_groups(rank_groups) if size > 1 else None
+    return Axis(name, rank, size, group, rank_groups)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megaprec.comm.waiting import Pending
 
 # from this many bytes sent by each rank on, gloo's own ring all-reduce is faster
-RING = 1 << 18
+RING_BYTES = 1 << 18
 
 Finish = Callable[[], Tensor]  # waits for a collective and returns its result
 
@@ -33,7 +33,9 @@ def start_gather(
     into: the tensor that receives the result; `tensor` is then its chunk number `rank`.
     """
     size = group.size()
-    full = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if into is None else into
+    full = into
+    if full is None:
+        full = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
     chunks = full.chunk(size)
     # The transfers are under way while this rank's own chunk is copied.
     works = _exchange([tensor] * size, list(chunks), rank, group)
@@ -76,7 +78,7 @@ def start_sum_(
 ) -> Finish:
     """Start an all-reduce SUM in place; `tensor` must be contiguous."""
     sent_bytes = tensor.numel() * tensor.element_size() * (group.size() - 1)
-    if sent_bytes >= RING:
+    if sent_bytes >= RING_BYTES:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return Pending([work], tensor)

@@ -23,11 +23,11 @@ from megaprec.comm.gloo_threads import waiting_their_turn
 from megaprec.torch_private import can_split, process_group_counts, time_limit_of
 
 
-def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a process group of each row of `runs` and return this rank's.
+def make_groups(rank_groups: Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group of each row of `rank_groups` and return this rank's.
 
-    runs: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in none of
-        them gets a group of its own.
+    rank_groups: world ranks, int64 [groups, ranks of a group]; the rows are disjoint. A rank in
+        none of them gets a group of its own.
     Collective over the world: all ranks pass the same rows. torch is called once on each rank,
     however many rows there are.
     """
@@ -35,10 +35,15 @@ def make_groups(runs: Tensor, backend: str | None = None) -> dist.ProcessGroup:
     assert world is not None, "torch.distributed is not initialized"
     rank = dist.get_rank()
     limit = time_limit_of(world)
-    members = runs[(runs == rank).any(1)].flatten().tolist() or [rank]
-    ungrouped_ranks = sorted({*range(dist.get_world_size())} - {*runs.flatten().tolist()})
-    all_rows = runs.tolist() + [[ungrouped] for ungrouped in ungrouped_ranks]
+    own_rows = (rank_groups == rank).any(1)
+    members = rank_groups[own_rows].flatten().tolist() or [rank]
+    grouped_ranks = set(rank_groups.flatten().tolist())
+    all_rows = rank_groups.tolist()
+    for other_rank in range(dist.get_world_size()):
+        if other_rank not in grouped_ranks:
+            all_rows.append([other_rank])
     if can_split(world):
+        # a split needs every rank in a group
         group = dist.split_group(split_ranks=all_rows, timeout=limit)
     else:
         names_agree = _have_made_as_many_groups()  # a collective, outside of the changed policy
@@ -113,10 +118,10 @@ def pairings(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     sets: list[_PairSet] = []
     # neighbours first: of a ring of even length they fill two sets completely
     for number, ranks in sorted(numbered, key=neighbours_first):
-        free_set = next((each for each in sets if not each.busy_ranks & ranks), None)
+        free_set = next((pairs for pairs in sets if not pairs.busy_ranks & ranks), None)
         if free_set is None:
             free_set = _PairSet()
             sets.append(free_set)
         free_set.numbers.append(number)
         free_set.busy_ranks |= ranks
-    return [each.numbers for each in sets]
+    return [pairs_of_set.numbers for pairs_of_set in sets]

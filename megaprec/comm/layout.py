@@ -90,7 +90,8 @@ class Part:
         """Return the index along `dim` at which the slice begins."""
         if self.dim is None:
             return 0
-        return min(self.shard * self.padded[self.dim], self.shape[self.dim])
+        start = self.shard * self.padded[self.dim]
+        return min(start, self.shape[self.dim])  # the last shards may have nothing but padding
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -110,7 +111,9 @@ class Part:
     def _with_length(self, length: int) -> tuple[int, ...]:
         """Return the shape with `length` along the sharded dim."""
         assert self.dim is not None
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+        before = self.shape[: self.dim]
+        after = self.shape[self.dim + 1 :]
+        return (*before, length, *after)
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ def attach_whole(
     for name, parameter in module.named_parameters():
         # a parallel layer has attached its own
         if not has_layout(parameter):
-            part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))
+            shape = tuple(parameter.shape)
+            part = Part.cut(prefix + name, shape, None, tp or Axis("tp"))
             attach(parameter, Layout((part,)))
 
 

@@ -34,7 +34,8 @@ _SEGMENTS = 8
 
 def key(seed: int, *names: object) -> int:
     """Return a signed 64-bit hash of the seed and the names."""
-    digest = blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
+    text = repr((seed, *names))
+    digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -59,13 +60,16 @@ def keep(
     The comparison is in integers, so the result is equal on every device.
     """
     uniform = _shift(bits(key, index), 11)  # 53 bits, as many as a probability in float64 has
-    return uniform < int(probability * 2**53)
+    limit = int(probability * 2**53)
+    return uniform < limit
 
 
 def normal(key: int, index: Tensor) -> Tensor:
     """Return a float32 number, standard normal, for each element of `index`."""
+    # one word of random bits makes the numbers of two indices
     pairs = _normal_pairs(bits(key, index >> 1))
-    return pairs.gather(-1, (index & 1).unsqueeze(-1)).squeeze(-1)
+    number_in_pair = (index & 1).unsqueeze(-1)
+    return pairs.gather(-1, number_in_pair).squeeze(-1)
 
 
 def normal_part(
@@ -83,20 +87,24 @@ def normal_part(
     dim = part.dim or 0
     row_length = prod(part.local[dim:])
     row_stride = prod(part.shape[dim:])  # from row to row in the logical tensor
-    offset = part.start * prod(part.shape[dim + 1 :])
-    values = torch.empty(prod(part.local) // max(1, row_length), row_length, dtype=dtype)
+    offset = part.start * prod(part.shape[dim + 1 :])  # of the first row
+    divisor = max(1, row_length)  # a slice may have no elements
+    num_rows = prod(part.local) // divisor
+    values = torch.empty(num_rows, row_length, dtype=dtype)
     tensor_key = key(seed, part.name)
-    rows_in_block = max(1, _BLOCK // max(1, row_length))
+    rows_in_block = max(1, _BLOCK // divisor)
 
     def fill_block(first_row: int, first_column: int) -> None:
-        block = values[first_row : first_row + rows_in_block, first_column : first_column + _BLOCK]
+        rows_of_values = values[first_row : first_row + rows_in_block]
+        block = rows_of_values[:, first_column : first_column + _BLOCK]
         rows = torch.arange(first_row, first_row + len(block))
         starts = rows * row_stride + (offset + first_column)
         drawn = _normal_runs(tensor_key, starts, block.shape[1])
         block.copy_(drawn.to(dtype).mul_(std))  # rounded before it is scaled
 
     first_rows = range(0, len(values), rows_in_block)
-    blocks = list(product(first_rows, range(0, row_length, _BLOCK)))
+    first_columns = range(0, row_length, _BLOCK)
+    blocks = list(product(first_rows, first_columns))
     if len(blocks) < 2:
         for first_row, first_column in blocks:
             fill_block(first_row, first_column)
@@ -116,13 +124,16 @@ def _normal_runs(
     """Return the numbers of `length` consecutive indices from each of `starts`: float32 [starts,
     length]."""
     # One word gives the numbers of two indices, so a run from an odd index begins within a word.
-    odd = starts & 1
-    word_columns = torch.arange(length // 2 + 1, device=starts.device)
-    words = (starts >> 1).unsqueeze(-1) + word_columns
+    is_odd = starts & 1
+    first_words = (starts >> 1).unsqueeze(-1)
+    num_words = length // 2 + 1
+    words = first_words + torch.arange(num_words, device=starts.device)
     drawn = _normal_pairs(bits(key, words)).flatten(1)
-    if bool((odd == odd[:1]).all()):
-        return drawn[:, int(odd[0]) :][:, :length]
-    columns = odd.unsqueeze(-1) + torch.arange(length, device=starts.device)
+    if bool((is_odd == is_odd[:1]).all()):
+        # a view, which is faster than to gather
+        first_column = int(is_odd[0])
+        return drawn[:, first_column : first_column + length]
+    columns = is_odd.unsqueeze(-1) + torch.arange(length, device=starts.device)
     return drawn.gather(1, columns)
 
 
@@ -136,14 +147,16 @@ def _normal_pairs(words: Tensor) -> Tensor:
     halves = words.unsqueeze(-1).view(torch.int32)
     probability = (halves & 0x7FFFFFFF).float().add_(0.5)  # in units of 2**-32
     # exponent and first bits of the mantissa, of 23 bits
-    segment = (probability.view(torch.int32) >> (23 - _SEGMENTS)).flatten()
+    segments = probability.view(torch.int32) >> (23 - _SEGMENTS)
+    segment = segments.flatten()
     lines = _quantile_lines()
-    values = lines.values.to(words.device).index_select(0, segment)
-    slopes = lines.slopes.to(words.device).index_select(0, segment)
-    values = values.view(halves.shape)
-    slopes = slopes.view(halves.shape)
+    all_values = lines.values.to(words.device)
+    all_slopes = lines.slopes.to(words.device)
+    values = all_values.index_select(0, segment).view(halves.shape)
+    slopes = all_slopes.index_select(0, segment).view(halves.shape)
     quantile = slopes.mul_(probability).add_(values)
-    return torch.copysign(quantile, halves.view(torch.float32))
+    sign = halves.view(torch.float32)  # the highest of the 32 bits
+    return torch.copysign(quantile, sign)
 
 
 class _Lines(NamedTuple):
@@ -164,21 +177,20 @@ def _quantile_lines() -> _Lines:
     # 127 is the bias of the exponent: the segments of the probabilities 1/2 to 2**31
     first = (127 - 1) << _SEGMENTS
     last = (127 + 31) << _SEGMENTS
-    edge_bits = torch.arange(first, last + 1, dtype=torch.int32) << (23 - _SEGMENTS)
+    segments = torch.arange(first, last + 1, dtype=torch.int32)
+    edge_bits = segments << (23 - _SEGMENTS)
     edges = edge_bits.view(torch.float32).double()
-    normal_distribution = NormalDist()
-    quantiles = torch.tensor(
-        [-normal_distribution.inv_cdf(edge * 2.0**-32) for edge in edges.tolist()],
-        dtype=torch.float64,
-    )
+    quantile_of = NormalDist().inv_cdf
+    # negated: the quantile of a probability below 1/2, without its sign
+    magnitudes = [-quantile_of(edge * 2.0**-32) for edge in edges.tolist()]
+    quantiles = torch.tensor(magnitudes, dtype=torch.float64)
     slopes = quantiles.diff() / edges.diff()
     values = quantiles[:-1] - slopes * edges[:-1]
     unused = torch.zeros(first)  # no probability is below 1/2 of a unit
     end = torch.zeros(1)  # probabilities that round up to 1/2 are the last segment
-    return _Lines(
-        values=torch.cat((unused, values.float(), end)),
-        slopes=torch.cat((unused, slopes.float(), end)),
-    )
+    all_values = torch.cat((unused, values.float(), end))
+    all_slopes = torch.cat((unused, slopes.float(), end))
+    return _Lines(all_values, all_slopes)
 
 
 def logical_indices(
@@ -197,10 +209,13 @@ def logical_indices(
     row_length = prod(part.local[part.dim :])
     row_stride = prod(part.shape[part.dim :])
     offset = part.start * prod(part.shape[part.dim + 1 :])
-    return index + (index // row_length) * (row_stride - row_length) + offset
+    row = index // row_length
+    skipped = row * (row_stride - row_length)  # elements of other slices between the runs
+    return index + skipped + offset
 
 
 def _shift(word: Tensor, count: int) -> Tensor:
     """Return the bits of int64 `word` shifted right with zero fill; torch's own shift extends the
     sign."""
-    return (word >> count) & ((1 << (64 - count)) - 1)
+    mask = (1 << (64 - count)) - 1
+    return (word >> count) & mask

@@ -27,23 +27,19 @@ def tied_axes(
     sets: `Layout.tied` of this rank's parameters. Collective over the world.
     """
     # two copies on one rank need no group
-    local_sets = list(dict.fromkeys(ranks for ranks in sets if len(set(ranks)) > 1))
+    across_ranks = [ranks for ranks in sets if len(set(ranks)) > 1]
+    local_sets = list(dict.fromkeys(across_ranks))
     pp = Axis.of(mesh, "pp")
     # one pipeline rank shares nothing
     if pp.rank_groups is None or pp.size == 1:
         return {}
     axes: dict[tuple[int, ...], Axis] = {}
     for members in _all_gather_sets(pp, local_sets, device_of(mesh)):
-        runs = pp.rank_groups[:, list(members)]
-        group = make_groups(runs)  # by every rank, also by those that are no members
+        rank_groups = pp.rank_groups[:, list(members)]
+        group = make_groups(rank_groups)  # by every rank, also by those that are no members
         if pp.rank in members:
-            axes[members] = Axis(
-                "tied",
-                members.index(pp.rank),
-                len(members),
-                group,
-                runs,
-            )
+            index = members.index(pp.rank)
+            axes[members] = Axis("tied", index, len(members), group, rank_groups)
     return axes
 
 
@@ -54,20 +50,18 @@ def _all_gather_sets(
 ) -> list[tuple[int, ...]]:
     """All-gather the sets of all pipeline ranks and return them in the same order on every rank.
 
-    A set is sent as an integer: bit r is set if rank r is in it.
+    A set is sent as a row of `pp.size` bytes: number r is 1 if rank r is in it.
     """
     if len(local_sets) > _MAX_SETS:
         raise ValueError(
             f"a pipeline rank may share parameters with at most {_MAX_SETS} different sets of "
             "others"
         )
-    codes = torch.zeros(_MAX_SETS, dtype=torch.int64, device=device)
-    for i, ranks in enumerate(local_sets):
-        codes[i] = sum(1 << rank for rank in ranks)
-    # sorted, so that all ranks create the groups in the same order
-    gathered = sorted({int(code) for code in pp.gather(codes).tolist()} - {0})
-    return [_ranks_in(code, pp.size) for code in gathered]
-
-
-def _ranks_in(code: int, size: int) -> tuple[int, ...]:
-    return tuple(rank for rank in range(size) if code >> rank & 1)
+    rows = torch.zeros(_MAX_SETS, pp.size, dtype=torch.uint8, device=device)
+    for number, ranks in enumerate(local_sets):
+        rows[number, list(ranks)] = 1
+    sets: set[tuple[int, ...]] = set()
+    for row in pp.gather(rows).cpu():
+        sets.add(tuple(row.nonzero().flatten().tolist()))
+    # sorted, so that all ranks create the groups in the same order; () is an unused row
+    return sorted(sets - {()})

@@ -16,7 +16,10 @@ def add_by_tree(terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of the terms by the tree; an odd last term goes up a level unchanged."""
     level = list(terms)
     while len(level) > 1:
-        pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
+        lefts = level[::2]
+        rights = level[1::2]
+        # strict=False: an odd last term has no right one
+        pairs = [left + right for left, right in zip(lefts, rights, strict=False)]
         level = pairs + level[len(pairs) * 2 :]
     return level[0]
 

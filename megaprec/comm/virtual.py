@@ -56,7 +56,8 @@ class VirtualAxis:
     @property
     def ranks(self) -> range:
         """Return the virtual ranks of this process."""
-        return range(self.num_local * self.real.rank, self.num_local * (self.real.rank + 1))
+        first = self.num_local * self.real.rank
+        return range(first, first + self.num_local)
 
     def sum(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""
@@ -74,25 +75,28 @@ class VirtualAxis:
                 f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual "
                 "ranks"
             )
+        # by term, the chunks of this process's virtual ranks
         if self.real.size == 1:
             chunked = [leaf.chunk(self.size) for leaf in leaves]
         else:
-            # The processes' nodes of this process's chunk, in the order of the virtual ranks. A
-            # process sends one node or `held`, and each other process as many.
-            received = [
-                self.real.exchange(node).chunk(self.real.size) for node in self._nodes(leaves)
-            ]
+            # of each node of a process: the nodes of all processes, of this process's chunk
+            received: list[Sequence[Tensor]] = []
+            for node in self._nodes(leaves):
+                received.append(self.real.exchange(node).chunk(self.real.size))
+            # process by process, which is the order of the virtual ranks
             nodes = chain.from_iterable(zip(*received, strict=True))
             chunked = [node.chunk(self.num_local) for node in nodes]
         return [tree_sum(terms).to(dtype) for terms in zip(*chunked, strict=True)]
 
     def max(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the elementwise maximum over all virtual ranks; a NaN on any of them gives NaN."""
-        return self.real.max_(torch.stack([*leaves]).amax(0))
+        local_max = torch.stack([*leaves]).amax(0)
+        return self.real.max_(local_max)
 
     def gather(self, leaves: Sequence[Tensor]) -> Tensor:
         """Return the concatenation over all virtual ranks along dim 0, in their order."""
-        return self.real.gather(torch.cat([*leaves]) if len(leaves) > 1 else leaves[0])
+        local = torch.cat([*leaves]) if len(leaves) > 1 else leaves[0]
+        return self.real.gather(local)
 
     def _nodes(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return what this process contributes to a sum: the root of its subtree, or its leaves."""

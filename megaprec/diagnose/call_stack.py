@@ -60,10 +60,11 @@ def main_calls() -> list[Call]:
     """Return the calls of the main thread, innermost first, a hundred at most; none if the system
     has no memory."""
     try:
-        with _in_memory() as file_path:
-            faulthandler.dump_traceback(file_path, all_threads=True)
-            file_path.seek(0)
-            return calls_of(file_path.read().decode(errors="replace"), main_thread().ident or 0)
+        with _in_memory() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dump = file.read().decode(errors="replace")
+            return calls_of(dump, main_thread().ident or 0)
     except OSError:
         return []
 
@@ -83,18 +84,22 @@ def calls_of(dump: str, thread: int) -> list[Call]:
     for text_line in dump.splitlines():
         if heading := THREAD.match(text_line):
             of_thread = int(heading[1], 16) == thread
-        stack_call = CALL.fullmatch(text_line)
-        if stack_call and of_thread:
-            file_path, number, function = stack_call.groups()
-            stack_calls.append(
-                Call(short_path(_unescape(file_path)), int(number), _unescape(function))
-            )
+        match = CALL.fullmatch(text_line)
+        if match and of_thread:
+            file_path, number, function = match.groups()
+            file = short_path(_unescape(file_path))
+            stack_calls.append(Call(file, int(number), _unescape(function)))
     return stack_calls
 
 
 def _unescape(text: str) -> str:
     """Return a text in which faulthandler escaped what is not ASCII."""
-    return ESCAPED.sub(lambda escape: chr(int(escape[1] or escape[2] or escape[3], 16)), text)
+
+    def character(escape: re.Match[str]) -> str:
+        digits = escape[1] or escape[2] or escape[3]
+        return chr(int(digits, 16))
+
+    return ESCAPED.sub(character, text)
 
 
 def main_stack() -> tuple[bool, list[str]]:

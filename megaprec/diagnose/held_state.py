@@ -43,92 +43,89 @@ class HeldDigest:
     expert: bool = False
 
 
-def digest_held_state(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[HeldDigest]:
+def digest_held_state(
+    buffers: Sequence[Buffer], model_parts: Iterable[nn.Module]
+) -> list[HeldDigest]:
     """Return the digests of all weights, states and reduced gradients of a rank, in an order that
     dp ranks share."""
     digests: list[HeldDigest] = []
-    for flat_buffer in buffers:
-        digests += _weights(flat_buffer)
-        digests += _shard_of_state(flat_buffer)
-    return digests + list(_frozen(parts))
+    for buffer in buffers:
+        digests += _weights(buffer)
+        digests += _shard_of_state(buffer)
+    return digests + list(_frozen(model_parts))
 
 
-def _weights(flat_buffer: Buffer) -> Iterator[HeldDigest]:
+def _weights(buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of the weights in a buffer; each replica holds all of them."""
-    layout = layout_of(flat_buffer.parameters[0])
-    for buffer_piece in flat_buffer.pieces:
-        held_values = flat_buffer.weights[buffer_piece.start : buffer_piece.stop]
-        yield _digest_of(WEIGHT, buffer_piece.part, held_values, layout, sharded=False)
+    layout = layout_of(buffer.parameters[0])
+    for piece in buffer.pieces:
+        values = buffer.weights[piece.start : piece.stop]
+        yield _digest_of(WEIGHT, piece.part, values, layout, sharded=False)
 
 
-def _shard_of_state(flat_buffer: Buffer) -> Iterator[HeldDigest]:
+def _shard_of_state(buffer: Buffer) -> Iterator[HeldDigest]:
     """Yield the digests of this rank's slices of the state and of the reduced gradients."""
-    layout = layout_of(flat_buffer.parameters[0])
-    for state_kind, held_values in _tensors_of_state(flat_buffer).items():
-        for buffer_piece in flat_buffer.pieces:
-            span_start = max(buffer_piece.start, flat_buffer.start)
-            span_stop = min(buffer_piece.stop, flat_buffer.stop)
-            if span_start < span_stop:
-                span = f" {span_start - buffer_piece.start}:{span_stop - buffer_piece.start}"
-                elements = held_values[
-                    span_start - flat_buffer.start : span_stop - flat_buffer.start
-                ]
-                yield _digest_of(
-                    state_kind,
-                    buffer_piece.part,
-                    elements,
-                    layout,
-                    sharded=True,
-                    span=span,
-                )
+    layout = layout_of(buffer.parameters[0])
+    for kind, values in _tensors_of_state(buffer).items():
+        for owned in buffer.owned_pieces():
+            # in the key: replicas that shard otherwise hold other elements
+            span = f" {owned.in_part.start}:{owned.in_part.stop}"
+            yield _digest_of(
+                kind,
+                owned.piece.part,
+                values[owned.in_shard],
+                layout,
+                sharded=True,
+                span=span,
+            )
 
 
-def _tensors_of_state(flat_buffer: Buffer) -> dict[str, Tensor]:
+def _tensors_of_state(buffer: Buffer) -> dict[str, Tensor]:
     """Return this rank's shard of masters, moments and reduced gradients, by kind."""
     tensors: dict[str, Tensor] = {}
-    if flat_buffer.masters is not None:
+    if buffer.masters is not None:
         # masters that are the weights themselves are digested as weights
-        shared = (
-            flat_buffer.masters.data_ptr() == flat_buffer.local_part(flat_buffer.weights).data_ptr()
-        )
-        if not shared:
-            tensors["masters"] = flat_buffer.masters
+        local_weights = buffer.local_part(buffer.weights)
+        if buffer.masters.data_ptr() != local_weights.data_ptr():
+            tensors["masters"] = buffer.masters
     # the low bits of masters whose high bits are the weights
-    if flat_buffer.remainder is not None:
-        tensors["remainder"] = flat_buffer.remainder
-    tensors |= flat_buffer.state
-    tensors[GRADIENT] = flat_buffer.local_part(flat_buffer.grads)
+    if buffer.remainder is not None:
+        tensors["remainder"] = buffer.remainder
+    tensors |= buffer.state
+    tensors[GRADIENT] = buffer.local_part(buffer.grads)
     return tensors
 
 
-def _frozen(parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
+def _frozen(model_parts: Iterable[nn.Module]) -> Iterator[HeldDigest]:
     """Yield the digests of the parameters that are not trained; they are in no buffer."""
-    for logical_part in parts:
-        for parameter in logical_part.parameters():
+    for model_part in model_parts:
+        for parameter in model_part.parameters():
             if not parameter.requires_grad and has_layout(parameter):
                 layout = layout_of(parameter)
+                flat = parameter.detach().reshape(-1)
                 # stacked parts are logical tensors of their own
-                for span, span_start, span_stop in layout.spans():
-                    held_values = parameter.detach().reshape(-1)[span_start:span_stop]
-                    yield _digest_of(WEIGHT, span, held_values, layout, sharded=False)
+                for part, start, stop in layout.spans():
+                    yield _digest_of(WEIGHT, part, flat[start:stop], layout, sharded=False)
 
 
 def _digest_of(
-    state_kind: str,
-    logical_part: Part,
-    held_values: Tensor,
+    kind: str,
+    part: Part,
+    values: Tensor,
     layout: Layout,
     sharded: bool,
     span: str = "",
 ) -> HeldDigest:
-    shard = f" [{logical_part.shard} of {logical_part.shards}]" if logical_part.shards > 1 else ""
+    """Return the digest of values of a part. layout: of its parameter. span: the elements, in
+    words, if they are not all of the part."""
+    shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
     return HeldDigest(
-        key=f"{state_kind} {logical_part.name}{shard}{span}",
-        kind=state_kind,
-        copies=logical_part.copies,
+        key=f"{kind} {part.name}{shard}{span}",
+        kind=kind,
+        copies=part.copies,
         tied=bool(layout.tied),
         sharded=sharded,
-        digest=digest(held_values),
+        digest=digest(values),
         expert=layout.expert,
     )
 
@@ -141,21 +138,21 @@ def find_strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
     weights, or that are stored as the weights and a remainder, cannot stray.
     """
     strayed_weights: dict[str, Tensor] = {}
-    for flat_buffer in buffers:
-        if flat_buffer.has_fp8_weights or flat_buffer.masters is None:
+    for buffer in buffers:
+        if buffer.has_fp8_weights or buffer.masters is None:
             continue
-        if flat_buffer.masters.dtype == flat_buffer.weights.dtype:
+        if buffer.masters.dtype == buffer.weights.dtype:
             continue
-        for buffer_tile in flat_buffer.tiles(0, flat_buffer.stop - flat_buffer.start):
-            weights = buffer_tile.weights
-            rounded = replace(buffer_tile, weights=torch.empty_like(weights))
-            rounded.keep_weights(buffer_tile.wide_weights(), steps)
+        for tile in buffer.tiles(0, buffer.local_size):
+            weights = tile.weights
+            rounded = replace(tile, weights=torch.empty_like(weights))
+            rounded.keep_weights(tile.wide_weights(), steps)
             # bytes are compared, since NaN is not equal to itself
             differ = rounded.weights.view(torch.uint8) != weights.view(torch.uint8)
             size = weights.itemsize
-            for logical_part, _, span_start, span_stop in buffer_tile.draw.spans:
-                name = logical_part.name
-                any_differs = differ[span_start * size : span_stop * size].any()
+            for span in tile.draw.spans:
+                name = span.part.name
+                any_differs = differ[span.start * size : span.stop * size].any()
                 # a part that lies in several tiles
                 if name in strayed_weights:
                     any_differs = any_differs | strayed_weights[name]
@@ -206,15 +203,15 @@ def compare(
         of_group = [held for held in all_held if held.expert == of_experts]
         # the same on all ranks, so that all enter the same gathers
         copy_counts = sorted({held.copies for held in of_group} - {1})
-        for result_index, gradients in enumerate((False, True)):
+        for index, gradients in enumerate((False, True)):
             held_digests = _select(of_group, gradients)
-            differs[result_index] |= _differ(held_digests, holders, copy_counts, device)
-    for result_index, gradients in enumerate((False, True)):
+            differs[index] |= _differ(held_digests, holders, copy_counts, device)
+    for index, gradients in enumerate((False, True)):
         tied = [held for held in _select(all_held, gradients) if held.tied]
-        digest_rows = pp.gather(_fold(tied, device))
+        rows = pp.gather(_fold(tied, device))  # a digest of each pipeline rank
         # pipeline ranks without tied parameters have zeros
-        digest_rows = digest_rows[digest_rows.any(1)]
-        differs[result_index] |= (digest_rows != digest_rows[:1]).any()
+        rows = rows[rows.any(1)]
+        differs[index] |= (rows != rows[:1]).any()
     return Agreement(*differs.unbind())
 
 
@@ -237,14 +234,16 @@ def _differ(
     differs = torch.zeros((), dtype=torch.bool, device=device)
     # Of `sharing` neighbouring replicas each holds another shard: compare every `sharing`-th one.
     for sharded, group_size in ((False, 1), (True, holders.sharing)):
-        of_layout = [held for held in held_digests if held.sharded == sharded]
-        digest_rows = holders.replicas.gather(_fold(of_layout, device)).view(-1, group_size, 2)
-        differs |= (digest_rows != digest_rows[:1]).any()
+        compared = [held for held in held_digests if held.sharded == sharded]
+        digests = holders.replicas.gather(_fold(compared, device))
+        groups = digests.view(-1, group_size, 2)
+        differs |= (groups != groups[:1]).any()
     for copies in copy_counts:
         copied = [held for held in held_digests if held.copies == copies]
+        digests = holders.tp.gather(_fold(copied, device))
         # neighbouring ranks are copies of each other
-        runs = holders.tp.gather(_fold(copied, device)).view(-1, copies, 2)
-        differs |= (runs != runs[:, :1]).any()
+        groups = digests.view(-1, copies, 2)
+        differs |= (groups != groups[:, :1]).any()
     return differs
 
 

@@ -188,7 +188,8 @@ class DigestTrace:
         return newest.digest
 
     def _enter_module(self, stage: int, path: str, args: tuple[Any, ...], _: object) -> None:
-        if path:
+        """Begin to trace, if the stage's turn has come."""
+        if path:  # a module of the stage, not the stage itself
             return
         self._turns_left[stage] -= 1
         if self._turns_left[stage] == -1:  # turns are counted from 0
@@ -198,6 +199,7 @@ class DigestTrace:
                     self.note(FORWARD, stage, "the token ids", tensor)
 
     def _leave_module(self, stage: int, path: str, output: Any) -> None:
+        """Note what a module returns, and its gradient when that is computed."""
         if self._traced_stage is None or (not path and self._traced_stage != stage):
             return
         description = f"the output of {path or f'stage {stage}'}"

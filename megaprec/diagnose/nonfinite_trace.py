@@ -186,11 +186,8 @@ class Trace(AbstractContextManager["Trace"]):
     def _watch(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         """Return a view of the tensor with a gradient hook. A view, because the tensor may be used
         elsewhere too."""
-        if (
-            not tensor.requires_grad
-            or not torch.is_grad_enabled()
-            or isinstance(tensor, nn.Parameter)
-        ):
+        has_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        if not has_gradient or isinstance(tensor, nn.Parameter):
             return tensor
         # the hook of a view sees the gradient of this use alone
         view = tensor.view_as(tensor)
@@ -200,6 +197,8 @@ class Trace(AbstractContextManager["Trace"]):
     def _check_output_gradient(
         self, module_path: str, caller: str | None, gradient: Tensor
     ) -> None:
+        """Check the gradient of a module's output, after the gradients of its caller's own
+        parameters."""
         # By now the backward pass has computed what the caller did after this module.
         if caller is not None:
             self._look_at_parameters(caller)
@@ -211,6 +210,7 @@ class Trace(AbstractContextManager["Trace"]):
         self.look(f"gradient of the input of {_describe(module_path)}", gradient, module_path)
 
     def _look_at_parameters(self, module_path: str) -> None:
+        """Check the gradients of a module's own parameters."""
         for parameter_name, parameter in self._parameters(module_path):
             main_grad = getattr(parameter, "main_grad", None)
             # beside main_grad, reading grad may raise
@@ -222,6 +222,7 @@ class Trace(AbstractContextManager["Trace"]):
                 self.look(f"gradient of {parameter_name}", gradient, module_path, parameter.dtype)
 
     def _parameters(self, module_path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter of a module's own parameters."""
         module = self._modules[module_path]
         for parameter_name, parameter in module.named_parameters(module_path, recurse=False):
             layout = getattr(parameter, "megaprec_layout", None)

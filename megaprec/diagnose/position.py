@@ -78,7 +78,8 @@ class Position:
         self.phase = Phase.LOADING
         self.step = 0
         self.action = object()
-        self.count = self.entries = 0
+        self.count = 0
+        self.entries = 0
         self.slowest = 0.0
         self.shared = -1
         self.waits = Waits()
@@ -136,6 +137,7 @@ class Position:
         return self._computed_at(time.monotonic())
 
     def _computed_at(self, current_time: float) -> float:
+        """Return what `computed` does, at a time."""
         account = self._account
         if account.computing_since is None:
             return account.before
@@ -143,11 +145,12 @@ class Position:
         return account.before + max(0.0, current_time - account.computing_since - waited)
 
     def _keep_account(self, current_time: float, computes: bool) -> None:
+        """Close the account so far. computes: True if the rank computes from now on."""
         computing_since = current_time if computes else None
+        before = self._computed_at(current_time)
+        waited = self.waits.seconds(current_time)
         # replaced as a whole: a reader in another thread never sees a half of it
-        self._account = _Account(
-            self._computed_at(current_time), computing_since, self.waits.seconds(current_time)
-        )
+        self._account = _Account(before, computing_since, waited)
 
     def share(self) -> None:
         """Write to shared memory too, from now on."""
@@ -161,10 +164,11 @@ class Position:
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
         """Within the context the rank is in `phase`; afterwards the phase before begins anew."""
-        before = self.phase
+        outer_phase = self.phase
         self.enter(phase)
         yield
-        self.enter(before)
+        # not after an error: the rank then stays in the phase that failed
+        self.enter(outer_phase)
 
 
 def in_words(action: object) -> str:

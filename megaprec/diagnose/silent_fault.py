@@ -154,7 +154,7 @@ class _WrongReplica(NamedTuple):
 
     replica: int
     trace: ReplicaTrace
-    right: ReplicaTrace
+    right_trace: ReplicaTrace
 
 
 def judge(
@@ -229,6 +229,7 @@ def _fault(
     module: str = "",
     direction: str = "",
 ) -> Fault:
+    """Return the fault of the ranks `blamed`; other arguments as of `Fault`."""
     return Fault(
         kind=kind,
         what=tensor_description,
@@ -247,15 +248,15 @@ def _first_disagreement(
 ) -> _Disagreement | None:
     """Return the first thing that ranks hold unequally. digests: of each rank, by key."""
     keys: dict[str, None] = {}  # without repetition, in their order
-    for held in digests:
-        keys |= dict.fromkeys(held)
+    for digests_of_rank in digests:
+        keys |= dict.fromkeys(digests_of_rank)
     for key in keys:
         holders: list[RankEvidence] = []
         digests_of_holders: list[str] = []
-        for of_rank, held in zip(evidence, digests, strict=True):
-            if key in held:
+        for of_rank, digests_of_rank in zip(evidence, digests, strict=True):
+            if key in digests_of_rank:
                 holders.append(of_rank)
-                digests_of_holders.append(held[key])
+                digests_of_holders.append(digests_of_rank[key])
         (common, count), *others = Counter(digests_of_holders).most_common()
         if not others:  # all holders agree, or there is one only
             continue
@@ -309,8 +310,8 @@ def _computation_fault(
     order of evidence in the module's docstring."""
     replicas = 1 + max(of_rank.replica for of_rank in evidence)
     judged = range(replicas) if comparable else [suspect]
-    first = {replica: _replica_traces(evidence, replica, "first") for replica in judged}
-    second = {replica: _replica_traces(evidence, replica, "second") for replica in judged}
+    first = {replica: _replica_trace(evidence, replica, "first") for replica in judged}
+    second = {replica: _replica_trace(evidence, replica, "second") for replica in judged}
 
     unsteady = _find_differing(first, second)
     if unsteady:
@@ -333,6 +334,7 @@ def _computation_fault(
     if wrong:
         return _blame(evidence, wrong)
 
+    # in the step the next replica computed it again, or the suspect itself if no other can
     borrower = (suspect + 1) % replicas if comparable else suspect
     return _transient_fault(evidence, suspect, borrower, right_trace)
 
@@ -349,7 +351,7 @@ def _transient_fault(
     """
     erred = []
     for replica, trace_name in ((suspect, "real"), (borrower, "again")):
-        trace = _replica_traces(evidence, replica, trace_name)
+        trace = _replica_trace(evidence, replica, trace_name)
         if trace != right_trace:
             erred.append(_WrongReplica(replica, trace, right_trace))
     if not erred:
@@ -357,9 +359,8 @@ def _transient_fault(
     return _blame(evidence, erred, transient=True)
 
 
-def _replica_traces(
-    evidence: Sequence[RankEvidence], replica: int, trace_name: str
-) -> ReplicaTrace:
+def _replica_trace(evidence: Sequence[RankEvidence], replica: int, trace_name: str) -> ReplicaTrace:
+    """Return the traces of this name of all ranks of a replica."""
     return {
         of_rank.coordinates_in_replica: of_rank.traces[trace_name]
         for of_rank in evidence
@@ -369,20 +370,21 @@ def _replica_traces(
 
 def _find_differing(
     traces: Mapping[int, ReplicaTrace],
-    right_trace: Mapping[int, ReplicaTrace],
+    right_traces: Mapping[int, ReplicaTrace],
 ) -> list[_WrongReplica]:
-    """Return the replicas whose trace is not the one that is right for it."""
+    """Return the replicas whose trace is not the one that is right for it. Both by replica."""
     return [
-        _WrongReplica(replica, trace, right_trace[replica])
+        _WrongReplica(replica, trace, right_traces[replica])
         for replica, trace in traces.items()
-        if trace != right_trace[replica]
+        if trace != right_traces[replica]
     ]
 
 
 def _majority(traces: Collection[ReplicaTrace]) -> ReplicaTrace | None:
     """Return the trace that more than half of the replicas have, None if there is none."""
     for trace in traces:
-        if 2 * sum(trace == other for other in traces) > len(traces):
+        count = sum(trace == other for other in traces)
+        if 2 * count > len(traces):
             return trace
     return None
 

@@ -39,10 +39,10 @@ class StateDigest:
         world = self._optimizer.world
         device = self._optimizer.device
         local: dict[str, Tensor] = {}
-        for tensor_name, digest_sums in self._terms():
+        for tensor_name, terms in self._terms():
             if tensor_name in local:
-                digest_sums = digest_sums + local[tensor_name]
-            local[tensor_name] = digest_sums
+                terms = terms + local[tensor_name]
+            local[tensor_name] = terms
         if self._names is None:
             self._names = sorted(gather_entries(dict.fromkeys(local), world, device))
         # zeros where this rank has nothing of a tensor: all ranks sum one table
@@ -51,78 +51,78 @@ class StateDigest:
         sums = world.sum_(table).cpu()
         digests: Digests = {}
         for tensor_name, sums_of_name in zip(self._names, sums, strict=True):
-            state_kind, _, tensor = tensor_name.partition("/")
-            digests.setdefault(state_kind, {})[tensor] = hexadecimal(sums_of_name)
+            kind, _, logical_name = tensor_name.partition("/")
+            digests_of_kind = digests.setdefault(kind, {})
+            digests_of_kind[logical_name] = hexadecimal(sums_of_name)
         return digests
 
     def _terms(self) -> Iterator[tuple[str, Tensor]]:
         """Yield ("kind/logical name", int64 [2]) of what this rank counts; a name may occur
         repeatedly."""
-        for flat_buffer in self._optimizer.all_buffers():
-            for buffer_piece in flat_buffer.pieces:
-                span_start = max(buffer_piece.start, flat_buffer.share[0])
-                span_stop = min(buffer_piece.stop, flat_buffer.share[1])
-                if buffer_piece.counts and span_start < span_stop:
-                    for state_kind, values in _state_of(flat_buffer, span_start, span_stop):
-                        digest_sums = digest_terms(
-                            values, buffer_piece.part, span_start - buffer_piece.start
-                        )
-                        yield f"{state_kind}/{buffer_piece.part.name}", digest_sums
+        for buffer in self._optimizer.all_buffers():
+            for piece in buffer.pieces:
+                span = piece.overlap(*buffer.share)
+                if piece.counts and span:
+                    yield from _terms_of(buffer, piece, span)
                 else:
-                    yield from _no_terms(flat_buffer, buffer_piece, self._optimizer.device)
+                    yield from _no_terms(buffer, piece, self._optimizer.device)
         if self._fp8 is not None and self._fp8.names:
             yield from self._fp8_terms(self._fp8)
 
     def _fp8_terms(self, fp8: FP8State) -> Iterator[tuple[str, Tensor]]:
         """Yield the terms of scales and histories: a row for each data-parallel rank that has its
         own."""
-        # the scales of the next pass are part of the state
+        # the scales of the next pass are part of the state: all ranks of a stage compute them
         fp8.roll()
         replica_axis = fp8.dp
         optimizer = self._optimizer
         # Ranks with equal scales count them once: those of tp, and those of dp unless these differ.
-        counts = optimizer.tp.rank == 0 and (replica_axis.size > 1 or optimizer.dp.rank == 0)
+        is_first_of_dp = replica_axis.size > 1 or optimizer.dp.rank == 0
+        counts = optimizer.tp.rank == 0 and is_first_of_dp
         for number, tensor_name in enumerate(fp8.names):
             scale = fp8.bank.scale[number : number + 1]
             history = fp8.bank.history[:, number]
             scale_row = torch.cat((scale, history))
-            part = Part(
-                tensor_name,
-                (replica_axis.size, len(scale_row)),
-                0,
-                replica_axis.size,
-                replica_axis.rank,
-            )
+            # as if the rows of all ranks were one tensor, of which each rank has its row
+            shape = (replica_axis.size, len(scale_row))
+            part = Part(tensor_name, shape, 0, replica_axis.size, replica_axis.rank)
             if not counts:
                 scale_row = scale_row[:0]  # the name is there, with terms of zero
             yield f"fp8/{tensor_name}", digest_terms(scale_row, part, 0)
 
 
-def _state_of(
-    flat_buffer: Buffer,
-    span_start: int,
-    span_stop: int,
+def _terms_of(
+    buffer: Buffer,
+    piece: Piece,
+    span: range,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the masters, as "weight", and the moments of elements [first, last) of the buffer."""
-    shard_start = span_start - flat_buffer.start
-    shard_stop = span_stop - flat_buffer.start
-    if flat_buffer.masters is not None:
-        yield "weight", flat_buffer.masters[shard_start:shard_stop]
+    """Yield the terms of the elements `span` of the buffer, which are of a piece."""
+    start = span.start - piece.start
+    for kind, values in _state_of(buffer, span):
+        yield f"{kind}/{piece.part.name}", digest_terms(values, piece.part, start)
+
+
+def _state_of(buffer: Buffer, span: range) -> Iterator[tuple[str, Tensor]]:
+    """Yield the masters, as "weight", and the moments of these elements of the buffer."""
+    shard_start = span.start - buffer.start
+    shard_stop = span.stop - buffer.start
+    if buffer.masters is not None:
+        yield "weight", buffer.masters[shard_start:shard_stop]
     else:
-        (tile,) = flat_buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
+        (tile,) = buffer.tiles(shard_start, shard_stop, shard_stop - shard_start)
         yield "weight", tile.wide_weights()
-    for state_kind, values in flat_buffer.state.items():
-        yield state_kind, values[shard_start:shard_stop]
+    for kind, values in buffer.state.items():
+        yield kind, values[shard_start:shard_stop]
 
 
 def _no_terms(
-    flat_buffer: Buffer,
-    buffer_piece: Piece,
+    buffer: Buffer,
+    piece: Piece,
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield zeros for a piece that another rank counts: all ranks learn its names from them."""
-    for state_kind in flat_buffer.saved_names:
-        yield f"{state_kind}/{buffer_piece.part.name}", _zero_terms(device)
+    for kind in buffer.saved_names:
+        yield f"{kind}/{piece.part.name}", _zero_terms(device)
 
 
 def _zero_terms(device: torch.device) -> Tensor:

@@ -31,7 +31,8 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.colossalai_plugins import (
-    FP8_TRAVEL,
+    FP8_COMMUNICATION_NOTE,
+    PRECISION_DTYPES,
     Plugin,
     express_plugin,
     plugin_class,
@@ -41,8 +42,10 @@ from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, 
 from megaprec.dialects.scaling import (
     CEILING,
     FLOOR,
-    SCALER_KEYS,
+    HYSTERESIS_SCALER_KEYS,
+    TORCH_SCALER_KEYS,
     GradScaler,
+    LossScale,
     cap,
     express_torch_scaling,
     hysteresis_scaling,
@@ -55,7 +58,6 @@ from megaprec.precision.plan import LossScaling, PrecisionPlan
 
 SYSTEM = "Colossal-AI"
 PREFIX = "precision.colossalai"
-_SCALE = Field(ge=FLOOR, le=CEILING)
 
 
 class AMP_TYPE(Enum):
@@ -70,10 +72,11 @@ class AMP_TYPE(Enum):
 class Torch(GradScaler):
     """Keys of AMP_TYPE.TORCH, which are those of torch's scaler."""
 
+    # here and below Any: `_mode` has read it before the class is chosen
     mode: Any = AMP_TYPE.TORCH
 
 
-def _dynamic(value: object) -> object:
+def _number_or_dynamic(value: object) -> object:
     """Return a loss scale as a number, or as "dynamic"; apex also takes a number as text
     (apex/amp/frontend.py)."""
     if not isinstance(value, str) or value == "dynamic":
@@ -84,7 +87,9 @@ def _dynamic(value: object) -> object:
         raise ValueError('must be a number or "dynamic"') from error
 
 
-def _yes_no(value: object) -> object:
+def _boolean_of_text(value: object) -> object:
+    """Return the texts "True" and "False", which apex too reads (apex/amp/frontend.py), as
+    booleans."""
     if isinstance(value, str):
         return {"True": True, "False": False}.get(value, value)
     return value
@@ -98,14 +103,14 @@ class Apex(Keys):
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
     cast_model_type: Dtype | None = None
     patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_yes_no)] = None
+    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_boolean_of_text)] = None
     master_weights: bool | None = None
-    loss_scale: Annotated[Annotated[float, _SCALE] | str | None, BeforeValidator(_dynamic)] = None
+    loss_scale: Annotated[LossScale | str | None, BeforeValidator(_number_or_dynamic)] = None
     cast_model_outputs: Dtype | None = None
     num_losses: int = Field(default=1, ge=1)
     verbosity: int = Field(default=1, ge=0)
-    min_loss_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
-    max_loss_scale: float = Field(default=2.0**24, ge=FLOOR, le=CEILING)
+    min_loss_scale: LossScale | None = None
+    max_loss_scale: LossScale = 2.0**24
 
 
 class Parallel(Keys):
@@ -115,13 +120,13 @@ class Parallel(Keys):
     mode: Any = AMP_TYPE.PARALLEL
     clip_grad: float = Field(default=0, ge=0)
     log_num_zeros_in_grad: bool = False
-    initial_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
-    min_scale: float = Field(default=1, ge=FLOOR, le=CEILING)
+    initial_scale: LossScale = 2.0**32
+    min_scale: LossScale = 1
     growth_factor: float = Field(default=2, gt=1)
     backoff_factor: float = Field(default=0.5, gt=0, lt=1)
     growth_interval: int = Field(default=1000, gt=0)
     hysteresis: int = Field(default=2, gt=0)
-    max_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
+    max_scale: LossScale = 2.0**32
 
 
 class Naive(Keys):
@@ -129,13 +134,13 @@ class Naive(Keys):
 
     mode: Any = AMP_TYPE.NAIVE
     dynamic_grad_scale: bool = True
-    initial_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
-    min_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    initial_scale: LossScale = 2.0**16
+    min_scale: LossScale | None = None
     growth_factor: float = Field(default=2, gt=1)
     backoff_factor: float = Field(default=0.5, gt=0, lt=1)
     growth_interval: int = Field(default=1000, gt=0)
     hysteresis: int = Field(default=2, gt=0)
-    max_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    max_scale: LossScale | None = None
     verbose: bool = False
 
 
@@ -178,23 +183,26 @@ LEVELS: Mapping[str, Mapping[str, Any]] = {
         "loss_scale": 1.0,
     },
 }
+"""Level of apex -> its values of the keys (apex/amp/frontend.py)."""
 UNMIXED = ("compute", "pipeline", "parameters")
 """Fields of a plan whose dtype is that of the model, if nothing mixes precision."""
+# keys without a value in O1, which apex refuses beside it
 O1_LEAVES_OPEN = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
 
 
-def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None = None) -> Resolved:
     """Return the plan and settings of `config`, a mapping with Colossal-AI's field `fp16`. Raises
     UserError.
 
-    places: full dotted key -> the file or command line in which the key was set.
+    sources: full dotted key -> where it was set: a file or the command line.
     """
-    reading = Reading(SYSTEM, PREFIX, places)
+    reading = Reading(SYSTEM, PREFIX, sources)
     tables = reading.read(Config, config or {})
     if tables.plugin is not None:
         return _resolve_with_plugin(reading, tables)
     _refuse_stub(reading, tables)
-    by_booster = tables.fp16 is None and tables.mixed_precision
+    by_booster = tables.fp16 is None and tables.mixed_precision is not None
+    # the Booster's "fp16" is mode TORCH
     fp16: Any = {"mode": "TORCH"} if by_booster else tables.fp16
     if not isinstance(fp16, Mapping):
         reading.refuse("fp16", fp16, "must be a table of keys with a mode")
@@ -220,6 +228,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _refuse_stub(reading: Reading, tables: Config) -> None:
+    """Record a problem if the Booster's `mixed_precision` is one that it cannot train in."""
     if tables.mixed_precision not in (None, "fp16"):
         why = 'Colossal-AI itself has only a stub of it: use "fp16", or a plugin with a precision'
         reading.refuse("mixed_precision", tables.mixed_precision, why)
@@ -233,7 +242,7 @@ def _resolve_with_plugin(reading: Reading, tables: Config) -> Resolved:
         return _resolve_deciding_plugin(reading, tables, plugin)
     notes: tuple[str, ...] = ()
     if getattr(plugin, "fp8_communication", False):
-        notes += (FP8_TRAVEL,)
+        notes += (FP8_COMMUNICATION_NOTE,)
     notes += reading.idle_note(
         tables, ("clip_grad_norm",), "beside a plugin; which here clips nothing"
     )
@@ -301,7 +310,9 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
 def _resolve_torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     config = reading.read(Torch, fp16, "fp16")
     reading.raise_problems()
-    scaling = reading.decided_by(torch_scaling(config), *(f"fp16.{key}" for key in SCALER_KEYS))
+    scaling = reading.decided_by(
+        torch_scaling(config), *(f"fp16.{key}" for key in TORCH_SCALER_KEYS)
+    )
     return reading.resolved(_autocast(reading) | {"scaling": scaling}, {})
 
 
@@ -322,7 +333,8 @@ def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     reading.raise_problems()
     scaling = hysteresis_scaling(config, floor, ceiling)
     decisions = _fp16_with_masters(reading)
-    decisions["scaling"] = reading.decided_by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))
+    scale_keys = [f"fp16.{key}" for key in HYSTERESIS_SCALER_KEYS]
+    decisions["scaling"] = reading.decided_by(scaling, *scale_keys)
     settings: dict[str, Decision] = {}
     if f"{PREFIX}.clip_grad_norm" not in reading.set_keys:  # which decides it otherwise
         settings["optimizer.clip"] = reading.decided_by(config.clip_grad, "fp16.clip_grad")
@@ -330,17 +342,6 @@ def _resolve_parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if config.log_num_zeros_in_grad:
         notes = ("log_num_zeros_in_grad: here every step counts them",)
     return reading.resolved(decisions, settings, notes)
-
-
-_PARALLEL_SCALE = (
-    "initial_scale",
-    "min_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "max_scale",
-)
 
 
 def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
@@ -354,7 +355,7 @@ def _resolve_naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
         scaling = hysteresis_scaling(config, floor, ceiling)
     else:
         scaling = LossScaling("constant", config.initial_scale)
-    keys = [f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE)]
+    keys = [f"fp16.{key}" for key in ("dynamic_grad_scale", *HYSTERESIS_SCALER_KEYS)]
     decisions = _fp16_with_masters(reading)
     decisions["scaling"] = reading.decided_by(scaling, *keys)
     return reading.resolved(decisions, {})
@@ -372,7 +373,7 @@ def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     config = reading.read(Apex, fp16, "fp16")
     _refuse_apex_contradictions(reading, config)
     reading.raise_problems()
-    if not config.enabled:
+    if not config.enabled:  # apex.amp.initialize then changes nothing
         fp32 = reading.decided_by(torch.float32, "fp16.enabled")
         return reading.resolved(all_of(UNMIXED, fp32), {})
     level = dict(LEVELS[config.opt_level])
@@ -392,13 +393,17 @@ def _resolve_apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
         decisions["output"] = reading.decided_by(
             config.cast_model_outputs, "fp16.cast_model_outputs"
         )
-    notes = ("num_losses: a run has one loss, so one scaler",) if config.num_losses > 1 else ()
+    notes: tuple[str, ...] = ()
+    if config.num_losses > 1:
+        notes += ("num_losses: a run has one loss, so one scaler",)
     if level["loss_scale"] != "dynamic":
         bounds = ("min_loss_scale", "max_loss_scale")
         notes += reading.idle_note(
             config, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16"
         )
-    return reading.resolved(decisions | {"scaling": scaling}, {}, notes if config.verbosity else ())
+    if config.verbosity == 0:  # for which apex says nothing
+        notes = ()
+    return reading.resolved(decisions | {"scaling": scaling}, {}, notes)
 
 
 _APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
@@ -411,6 +416,7 @@ def _cast_model(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decisio
     parameters = reading.decided_by(dtype, "fp16.opt_level", "fp16.cast_model_type")
     # without masters apex updates the model's own weights
     masters = torch.float32 if level["master_weights"] else dtype
+    # FP16 has too little range for moments: without masters they are FP32 all the same
     moments = masters if masters != torch.float16 else torch.float32
     keep_fp32 = NORMS if level["keep_batchnorm_fp32"] else ()
     keys_of_masters = ("fp16.opt_level", "fp16.master_weights")
@@ -439,6 +445,7 @@ def _apex_scaling(config: Apex, scale: float | str) -> LossScaling:
 
 
 def _apex_initial_scale(config: Apex) -> float:
+    """Return the first dynamic scale: apex has no key for it (apex/amp/scaler.py: LossScaler)."""
     return min(2.0**16, config.max_loss_scale)
 
 
@@ -466,7 +473,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     """Return configurations that approximate a plan, one for each mode and level."""
     scaling = plan.scaling
     clip = settings.get("optimizer.clip", 0.0)
-    scale = {
+    scaler_keys = {
         "initial_scale": scaling.initial,
         "min_scale": scaling.minimum,
         "growth_factor": scaling.growth_factor,
@@ -475,7 +482,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         "hysteresis": scaling.hysteresis,
         "max_scale": scaling.maximum or CEILING,
     }
-    parallel = {"mode": "PARALLEL", "clip_grad": clip} | scale
+    parallel = {"mode": "PARALLEL", "clip_grad": clip} | scaler_keys
     apex_scale = _express_apex_scaling(scaling)
     level_1 = {"mode": "APEX", "opt_level": "O1"} | apex_scale
     level_2 = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)}
@@ -495,10 +502,10 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     # of the engine; PARALLEL has a key of its own
     clipping = {"clip_grad_norm": clip} if "optimizer.clip" in settings else {}
     sharded = bool(settings.get("parallel.zero", False))
-    plugin_keys = scale | {"max_norm": clip}
+    plugin_keys = scaler_keys | {"max_norm": clip}
     configs: list[dict[str, Any]] = [{"fp16": parallel}]
     configs += [{"fp16": mode} | clipping for mode in modes]
-    configs += [express_plugin(plugin_keys, half, sharded) for half in ("fp16", "bf16", "fp32")]
+    configs += [express_plugin(plugin_keys, name, sharded) for name in PRECISION_DTYPES]
     return configs
 
 

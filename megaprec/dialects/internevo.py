@@ -38,7 +38,7 @@ from megaprec.dialects.internevo_model import (
     model_settings,
 )
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
-from megaprec.dialects.scaling import CEILING, FLOOR, cap, refuse_outside
+from megaprec.dialects.scaling import CEILING, LossScale, cap, refuse_outside
 from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
@@ -53,15 +53,15 @@ class GradScaler(Keys):
     fp16: Any = None
     growth_factor: float = Field(default=2, gt=1)
     backoff_factor: float = Field(default=0.5, gt=0, lt=1)
-    max_scale: float = Field(default=2.0**24, ge=FLOOR, le=CEILING)
+    max_scale: LossScale = 2.0**24
     hysteresis: int = Field(default=2, gt=0)
 
 
 class Fp16(Keys):
     """Keys of `grad_scaler.fp16`, which apply to BF16 too."""
 
-    initial_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
-    min_scale: float = Field(default=1, ge=FLOOR, le=CEILING)
+    initial_scale: LossScale = 2.0**16
+    min_scale: LossScale = 1
     growth_interval: int = Field(default=1000, gt=0)
 
 
@@ -99,21 +99,22 @@ SCALE_KEYS = (
 )
 
 
-def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None = None) -> Resolved:
     """Return the plan and settings of `config`, a model dict with the other tables inside. Raises
     UserError.
 
-    places: full dotted key -> the file or command line in which the key was set.
+    sources: full dotted key -> where it was set: a file or the command line.
     """
-    reading = Reading(SYSTEM, PREFIX, places)
+    reading = Reading(SYSTEM, PREFIX, sources)
     model = reading.read(Model, config or {})
     scaling = _scaling(reading, model)
     settings = _settings(reading, model)
-    for theirs, ours in DEFAULTED.items():
+    for key, run_file_key in DEFAULTED.items():
         # InternEvo's default decided it only because the actual value is unknown
-        if f"{PREFIX}.{theirs}" in reading.unknown_keys:
-            settings.pop(ours, None)
+        if f"{PREFIX}.{key}" in reading.unknown_keys:
+            settings.pop(run_file_key, None)
     reading.raise_problems()
+    # "tf32", which is no dtype of torch's, is FP32 whose products may use TF32
     dtype = reading.decided_by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
     residual = dtype
     if model.residual_in_fp32:
@@ -146,25 +147,31 @@ DEFAULTED = {
 }
 
 
+def _read_scaler(reading: Reading, model: Model) -> tuple[GradScaler, Fp16]:
+    """Return the tables `grad_scaler` and `grad_scaler.fp16`."""
+    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+    fp16 = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    return scaler, fp16
+
+
 def _scaling(reading: Reading, model: Model) -> Decision:
     """Return the loss scale, of FP16 and of BF16."""
-    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
-    start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    scaler, fp16 = _read_scaler(reading, model)
     for key in sorted(reading.unknown_keys):
         if key.startswith(f"{PREFIX}.grad_scaler"):
             name = key.removeprefix(f"{PREFIX}.")
             reading.refuse(name, UNKNOWN, f"numbers depend on it: set {key} = ...")
     initial_key = "grad_scaler.fp16.initial_scale"
-    refuse_outside(reading, initial_key, start.initial_scale, start.min_scale, scaler.max_scale)
+    refuse_outside(reading, initial_key, fp16.initial_scale, fp16.min_scale, scaler.max_scale)
     if model.dtype in ("float32", "tf32"):
         return reading.decided_by(LossScaling(), "dtype")
     scaling = LossScaling(
         "dynamic",
-        initial=start.initial_scale,
-        minimum=start.min_scale,
+        initial=fp16.initial_scale,
+        minimum=fp16.min_scale,
         growth_factor=scaler.growth_factor,
         backoff_factor=scaler.backoff_factor,
-        growth_interval=start.growth_interval,
+        growth_interval=fp16.growth_interval,
         hysteresis=scaler.hysteresis,
         maximum=cap(scaler.max_scale),
     )
@@ -174,7 +181,7 @@ def _scaling(reading: Reading, model: Model) -> Decision:
 def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return the other decisions of the configuration, by run-file key."""
     settings = model_settings(reading, model)
-    if model.checkpoint:
+    if model.checkpoint:  # the fraction of layers that are recomputed
         settings["parallel.recompute"] = reading.decided_by("full", "checkpoint")
         settings["parallel.recompute_fraction"] = reading.decided_by(model.checkpoint, "checkpoint")
     if model.num_chunks > 1:
@@ -209,8 +216,7 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
 
 
 def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
-    """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that
-    many of them."""
+    """Return sizes of the layout, ZeRO and sequence parallelism, by run-file key."""
     settings: dict[str, Decision] = {}
     _refuse_unknown_keys(reading, sizes)
     for name in ("tensor", "pipeline"):
@@ -226,7 +232,7 @@ def _parallel(reading: Reading, sizes: Parallel) -> dict[str, Decision]:
             why = "weight parallelism is not supported: use 1"
             reading.refuse("parallel.weight", sizes.weight, why)
     zero = _read_size(reading, "zero1", sizes.zero1)
-    # 1 is off; 0 and less are all data-parallel ranks
+    # 1 is off; 0 and less are all data-parallel ranks; more are that many of them
     if zero is not None:
         keys = ("parallel.zero1", "parallel.zero1.size")
         settings["parallel.zero"] = reading.decided_by(zero != 1, *keys)
@@ -281,17 +287,19 @@ def _read_size(reading: Reading, name: str, value: Any) -> int | None:
     """Return a number of ranks, which may be in a table; None if it is unknown or no number."""
     size = value
     if isinstance(value, Mapping):
-        size = value.get("size", -1 if name == "zero1" else 1)
+        size = value.get("size", -1 if name == "zero1" else 1)  # InternEvo's defaults
     if size is UNKNOWN:
         reading.unknown_keys.add(f"{PREFIX}.parallel.{name}.size")
         return None
-    if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
+    is_integer = isinstance(size, int) and not isinstance(size, bool)
+    if is_integer and (size > 0 or name == "zero1"):
         return size
     reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
     return None
 
 
 def _notes(reading: Reading, model: Model) -> list[str]:
+    """Return notes on the whole configuration."""
     notes: list[str] = []
     # a default that decides all numbers should be seen
     if f"{PREFIX}.dtype" not in reading.set_keys:
@@ -332,11 +340,10 @@ def _notes_of_layout(reading: Reading, model: Model) -> Iterator[str]:
 def _notes_of_idle_scaler(reading: Reading, model: Model) -> tuple[str, ...]:
     """Return notes on keys of a loss scaler in a dtype that has none."""
     why = "in float32 and tf32, which have no loss scale"
-    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+    scaler, fp16 = _read_scaler(reading, model)
     own_keys = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
     notes = reading.idle_note(scaler, own_keys, why, "grad_scaler")
-    start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
-    return notes + reading.idle_note(start, Fp16.model_fields, why, "grad_scaler.fp16")
+    return notes + reading.idle_note(fp16, Fp16.model_fields, why, "grad_scaler.fp16")
 
 
 def _communication_keys(parallel: object) -> Iterator[str]:
@@ -352,23 +359,24 @@ def _communication_keys(parallel: object) -> Iterator[str]:
                     yield f"parallel.{name}.{key}"
 
 
+# table in `parallel` -> its keys about communication
 COMMUNICATION = {
     "zero1": ("fsdp",),
     "pipeline": ("interleaved_overlap",),
     "weight": ("overlap", "memory_pool"),
 }
-# of the tables in `parallel`, besides their size
+# table in `parallel` -> the keys that it has besides its size
 PARALLEL_KEYS = {
     "tensor": ("mode",),
     **COMMUNICATION,
 }
 
-# InternEvo's key -> ours, of the same value
-_SAME = {
+# InternEvo's key -> run-file key of the same value
+_MODEL_KEYS = {
     "num_chunks": "parallel.chunks",
     "checkpoint": "parallel.recompute_fraction",
 }
-_OF_OPTIMIZER = {
+_OPTIMIZER_KEYS = {
     "clip_grad_norm": "optimizer.clip",
     "overlap_sync_grad": "parallel.overlap",
     "overlap_sync_param": "parallel.overlap",
@@ -406,10 +414,10 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 def _express_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return InternEvo's keys of optimizer and parallelism."""
     config: dict[str, Any] = {}
-    for key, name in _SAME.items():
-        if settings.get(name):
+    for key, name in _MODEL_KEYS.items():
+        if settings.get(name):  # the defaults say the same as 0 and none
             config[key] = settings[name]
-    optimizer = {key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings}
+    optimizer = {key: settings[name] for key, name in _OPTIMIZER_KEYS.items() if name in settings}
     if optimizer:
         config["hybrid_zero_optimizer"] = optimizer
     parallel: dict[str, Any] = {}
@@ -417,6 +425,7 @@ def _express_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if f"parallel.{name}" in settings:
             parallel[name] = {"size": settings[f"parallel.{name}"]}
     if settings.get("parallel.sequence"):
+        # of the modes in SEQUENCE that turn it on, either will do
         parallel["tensor"] = {"size": settings.get("parallel.tensor", 1), "mode": "msp"}
     if "parallel.zero" in settings:
         all_or_none = -1 if settings["parallel.zero"] else 1

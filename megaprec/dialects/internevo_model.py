@@ -30,6 +30,7 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def _dtype(value: object) -> object:
+    """Return the name of a dtype, without "torch."; a text, for tf32 is no dtype of torch's."""
     name = name_of(value) if isinstance(value, torch.dtype) else value
     if isinstance(name, str):
         name = name.removeprefix("torch.")
@@ -40,12 +41,14 @@ def _dtype(value: object) -> object:
 
 
 def _model_type(value: object) -> object:
+    """Return a model type. Raises ValueError if it is not among the supported ones."""
     if isinstance(value, str) and value not in LACKS:
         raise ValueError(f"not supported: of InternEvo's model types there are {', '.join(LACKS)}")
     return value
 
 
-def _fraction(value: object) -> object:
+def _recomputed_fraction(value: object) -> object:
+    """Return `checkpoint`, a fraction of the layers, or True for all and False for none."""
     return float(value) if isinstance(value, bool) else value
 
 
@@ -71,7 +74,7 @@ class Model(Keys):
     use_dynamic_ntk_rope: bool = False
     max_position_embeddings: int = Field(default=2048, gt=0)
     adapt_hf: bool | None = None
-    checkpoint: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)] = 0.0
+    checkpoint: Annotated[float, BeforeValidator(_recomputed_fraction), Field(ge=0, le=1)] = 0.0
     dropout_selective_checkpoint: bool = True
     num_chunks: int = Field(default=1, gt=0)
     residual_in_fp32: bool = False
@@ -263,13 +266,15 @@ def _training_settings(reading: Reading, model: Model) -> dict[str, Decision]:
 def _architecture_settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """Return a whole model, by run-file key, without keys that depend on unknown values; the run
     file sets those."""
-    settings = {
-        f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()
-    }
+    settings: dict[str, Decision] = {}
+    for key, value in ALWAYS.items():
+        # such a dict describes the whole model, what InternEvo fixes too: [model] contradicts none
+        settings[f"model.{key}"] = replace(reading.always(value), by_user=True)
     for name, (value, keys) in _architecture(model).items():
         if not is_unknown(reading, *keys):
             settings[f"model.{name}"] = _decided_by_dict(reading, value, keys)
-    settings["model.dropout_at"] = reading.always("stream")  # where InternEvo drops
+    # where InternEvo drops, also if no key sets a probability
+    settings["model.dropout_at"] = reading.always("stream")
     if not is_unknown(reading, "use_scaled_init", "use_swiglu", *STDS):
         settings["model.init"] = reading.decided_by(initial(model), "use_scaled_init", *STDS)
     return settings
@@ -283,9 +288,9 @@ def _decided_by_dict(reading: Reading, value: Any, keys: tuple[str, ...]) -> Dec
     first = reading.decided_by(value, keys[0])
     decision = reading.decided_by(value, *keys)
     origin = decision.origin
-    if decision.given and not first.given:
+    if decision.by_user and not first.by_user:
         origin = f"{first.origin}, {origin}"
-    return Decision(value, origin, given=True)
+    return Decision(value, origin, by_user=True)
 
 
 def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
@@ -340,7 +345,8 @@ def initial(model: Model) -> dict[str, Any]:
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
     if gated(model) and not model.use_swiglu:
-        stds["up"] = stds["down"]  # InternEvo does not distinguish its matrices by name
+        # the feed-forward without flash attention, whose matrices have one initial std in InternEvo
+        stds["up"] = stds["down"]
     return stds | {"shrink": "layer" if model.use_scaled_init else "none"}
 
 
@@ -375,8 +381,10 @@ def model_notes(reading: Reading, model: Model) -> Iterator[str]:
 
 def _notes_of_later_types(model: Model, described: bool) -> Iterator[str]:
     """Yield notes about model types other than INTERNLM. described: the dict has sizes."""
-    kind = model.model_type
-    adapts = kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf
+    model_type = model.model_type
+    adapts = model.adapt_hf
+    if adapts is None:  # each type has a default of its own
+        adapts = model_type == "INTERNLM2_PUBLIC"
     if described and not adapts:
         yield (
             "adapt_hf is not set: InternEvo rotates neighbouring features of a head, "
@@ -385,8 +393,8 @@ def _notes_of_later_types(model: Model, described: bool) -> Iterator[str]:
         )
     if 0 < model.checkpoint < 1:
         yield (
-            f"checkpoint: model type {kind} rounds the number of layers up, here down; the same "
-            "numbers either way"
+            f"checkpoint: model type {model_type} rounds the number of layers up, here down; the "
+            "same numbers either way"
         )
     if model.residual_in_fp32 and not model.use_fp32_norm:
         yield (
@@ -406,12 +414,12 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
         for name, value in settings.items()
         if name.startswith("model.")
     }
-    if not any(model.get(name) for name in ("layers", "hidden", "heads", "vocab")):
+    if not any(model.get(_ARCHITECTURE[key]) for key in SIZES):
         return config
-    config |= {key: model[name] for key, name in _SIZES.items() if model.get(name)}
+    config |= {key: model[name] for key, name in _ARCHITECTURE.items() if model.get(name)}
     if model.get("norm"):
-        theirs = {ours: theirs for theirs, ours in NORMS.items()}
-        config["norm_type"] = theirs[model["norm"]]
+        norm_types = {norm: norm_type for norm_type, norm in NORMS.items()}
+        config["norm_type"] = norm_types[model["norm"]]
     if model.get("mlp", "swiglu") != "swiglu":
         config["use_swiglu"] = False
     if model.get("ffn") and model.get("hidden"):
@@ -423,12 +431,16 @@ def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str,
 def _mlp_ratio(ffn: int, hidden: int) -> float:
     """Return a ratio of which InternEvo computes this width: it rounds the product down."""
     ratio = ffn / hidden
-    # rounding may make the product a little less than the width
-    return ratio if int(hidden * ratio) == ffn else (ffn + 0.5) / hidden
+    if int(hidden * ratio) == ffn:
+        return ratio
+    # the product was a little less than the width, by rounding
+    return (ffn + 0.5) / hidden
 
 
+# InternEvo's key -> run-file key, about training
 _TRAINED = {"drop_rate": "model.dropout", "attn_drop_rate": "model.attention_dropout"}
-_SIZES = {
+# InternEvo's key -> key of [model] of the same value
+_ARCHITECTURE = {
     "num_layers": "layers",
     "hidden_size": "hidden",
     "num_attention_heads": "heads",
@@ -446,7 +458,7 @@ def _express_type(model: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
     if rope_scaling.get("kind") == "dynamic":
         config["use_dynamic_ntk_rope"] = True
         config["max_position_embeddings"] = rope_scaling["original_max_position_embeddings"]
-    is_scaled = init.get("shrink", "model") != "none"
+    is_scaled = init.get("shrink", "model") != "none"  # "model" is megaprec's default
     if not is_scaled:
         config["use_scaled_init"] = False
     has_groups = model.get("kv_heads", model.get("heads")) != model.get("heads")

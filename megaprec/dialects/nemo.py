@@ -1,6 +1,6 @@
 """Dialect of NeMo: the fields of MegatronMixedPrecision, and the recipes that set them.
 
-Parameters are half-precision copies of FP32 masters, refreshed after each step; moments are FP32.
+Parameters are dtype-precision copies of FP32 masters, refreshed after each step; moments are FP32.
 The dtype of gradient accumulation and reduction follows from `grad_reduce_in_fp32`, which recipes
 set: FP32 for BF16, FP16 for FP16. FP8 changes the products of linear layers, not the loss scale.
 
@@ -33,14 +33,14 @@ from megaprec.dialects.reading import (
     all_of,
     name_of,
 )
-from megaprec.dialects.scaling import CEILING, FLOOR
+from megaprec.dialects.scaling import LossScale
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 
 SYSTEM = "NeMo"
 PREFIX = "precision.nemo"
-HALVES = {
+PRECISION_DTYPES = {
     **dict.fromkeys(("fp16", "fp16-mixed", "16", "16-mixed"), torch.float16),
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
     **dict.fromkeys(("fp32", "32"), torch.float32),
@@ -75,11 +75,11 @@ SCALE_KEYS = (
 
 def _precision(value: object) -> object:
     # YAML and TOML have 16 and 32 as numbers
-    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(name, str) and name not in HALVES:
-        raise ValueError(
-            f"no such precision: use one of {', '.join(HALVES)}{did_you_mean(name, HALVES)}"
-        )
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    name = str(value) if is_integer else value
+    if isinstance(name, str) and name not in PRECISION_DTYPES:
+        hint = did_you_mean(name, PRECISION_DTYPES)
+        raise ValueError(f"no such precision: use one of {', '.join(PRECISION_DTYPES)}{hint}")
     return name
 
 
@@ -124,9 +124,9 @@ class MegatronMixedPrecision(Keys):
     fp8_param_gather: bool | None = None
     fp4: str | None = None
     fp4_recipe: str = "nvfp4"
-    fp16_loss_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
-    fp16_initial_loss_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
-    fp16_min_loss_scale: float = Field(default=1.0, ge=FLOOR, le=CEILING)
+    fp16_loss_scale: LossScale | None = None
+    fp16_initial_loss_scale: LossScale = 2.0**32
+    fp16_min_loss_scale: LossScale = 1.0
     fp16_loss_scale_window: int = Field(default=1000, gt=0)
     fp16_hysteresis: int = Field(default=2, gt=0)
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
@@ -140,18 +140,25 @@ class MegatronMixedPrecision(Keys):
     v1: Any = None
 
 
-_BF16 = {
-    "precision": "bf16-mixed",
-    "params_dtype": torch.bfloat16,
-    "pipeline_dtype": torch.bfloat16,
+# what recipes without FP8 set, by the first word of the recipe's name
+_MIXED_FIELDS: Mapping[str, dict[str, Any]] = {
+    "bf16": {
+        "precision": "bf16-mixed",
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "autocast_enabled": False,
+        "grad_reduce_in_fp32": True,
+    },
+    "fp16": {
+        "precision": "16-mixed",
+        "params_dtype": torch.float16,
+        "pipeline_dtype": torch.float16,
+        "autocast_enabled": False,
+        "grad_reduce_in_fp32": False,
+    },
 }
-_FP16 = {"precision": "16-mixed", "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
-_HALVES: Mapping[str, dict[str, Any]] = {
-    "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
-    "fp16": _FP16 | {"autocast_enabled": False, "grad_reduce_in_fp32": False},
-}
-# what recipes with FP8 set besides, by the name in the recipe's
-_FP8: dict[str, dict[str, Any]] = {
+# what recipes with FP8 set besides, by the words that name the scaling
+_FP8_FIELDS: dict[str, dict[str, Any]] = {
     "fp8": {
         "fp8_recipe": "delayed",
         "fp8_margin": 0,
@@ -169,22 +176,24 @@ _FP8: dict[str, dict[str, Any]] = {
     },
     "fp8_subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
 }
-_FP8["fp8_delayed_scaling"] = _FP8["fp8"]  # its name in Megatron-Bridge
-# two layers at each end stay in BF16
-_TWO_WIDE = _HALVES["bf16"] | {"fp8": "hybrid"} | _FP8["fp8_current_scaling"]
-_TWO_WIDE |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+_FP8_FIELDS["fp8_delayed_scaling"] = _FP8_FIELDS["fp8"]  # its name in Megatron-Bridge
+# recipes of single models, in which two layers at each end stay in BF16
+_NEMOTRON_H = _MIXED_FIELDS["bf16"] | {"fp8": "hybrid"} | _FP8_FIELDS["fp8_current_scaling"]
+_NEMOTRON_H |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+# NeMo calls it a recipe of current scaling all the same
+_NANO_V2 = _NEMOTRON_H | {"fp8_recipe": "blockwise"}
 
 
 def _all_recipes() -> dict[str, dict[str, Any]]:
     """Return the fields that each of NeMo's recipes sets."""
     recipes: dict[str, dict[str, Any]] = {}
-    for half, fields in _HALVES.items():
-        recipes[f"{half}_mixed"] = fields
-    for half, fields in _HALVES.items():
-        for name, fp8_fields in _FP8.items():
-            recipes[f"{half}_with_{name}_mixed"] = fields | {"fp8": "hybrid"} | fp8_fields
-    recipes["nemotron_h_bf16_with_fp8_current_scaling_mixed"] = _TWO_WIDE
-    recipes["nanov2_bf16_with_fp8_current_scaling_mixed"] = _TWO_WIDE | {"fp8_recipe": "blockwise"}
+    for precision, fields in _MIXED_FIELDS.items():
+        recipes[f"{precision}_mixed"] = fields
+    for precision, fields in _MIXED_FIELDS.items():
+        for scaling, fp8_fields in _FP8_FIELDS.items():
+            recipes[f"{precision}_with_{scaling}_mixed"] = fields | {"fp8": "hybrid"} | fp8_fields
+    recipes["nemotron_h_bf16_with_fp8_current_scaling_mixed"] = _NEMOTRON_H
+    recipes["nanov2_bf16_with_fp8_current_scaling_mixed"] = _NANO_V2
     return recipes
 
 
@@ -210,14 +219,14 @@ fp16_with_fp8_mixed = _recipe("fp16_with_fp8_mixed")
 
 def resolve(
     config: Mapping[str, Any] | MegatronMixedPrecision | None,
-    places: Mapping[str, str] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Return the plan and settings of `config`: the plugin's fields, or a recipe with changes.
     Raises UserError.
 
-    places: full dotted key -> the file or command line in which the key was set.
+    sources: full dotted key -> where it was set: a file or the command line.
     """
-    reading = Reading(SYSTEM, PREFIX, places)
+    reading = Reading(SYSTEM, PREFIX, sources)
     set_fields = reading.read(MegatronMixedPrecision, config or {})
     if set_fields.v1 is not None:
         for key in sorted(set_fields.model_fields_set - {"v1"}):
@@ -228,41 +237,39 @@ def resolve(
             )
         return resolve_v1(reading, set_fields.v1)
     plugin = _fill_recipe(reading, set_fields)
-    half = HALVES[plugin.precision or "32"]
-    _refuse_contradictions(reading, plugin, half)
+    # without a precision, which is a problem by now, any dtype lets the other checks go on
+    dtype = PRECISION_DTYPES[plugin.precision or "32"]
+    _refuse_contradictions(reading, plugin, dtype)
     reading.raise_problems()
     # the plugin's default, which a recipe replaces
-    automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
-    pipeline = plugin.pipeline_dtype or automatic
-    parameters = reading.decided_by(half, "precision", "recipe")
+    default_pipeline = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    pipeline = plugin.pipeline_dtype or default_pipeline
+    parameters = reading.decided_by(dtype, "precision", "recipe")
     compute = parameters
     if plugin.autocast_enabled:
         compute = reading.decided_by(
-            plugin.autocast_dtype or half, "autocast_enabled", "autocast_dtype"
+            plugin.autocast_dtype or dtype, "autocast_enabled", "autocast_dtype"
         )
         parameters = reading.decided_by(
             plugin.params_dtype or torch.float32, "params_dtype", "autocast_enabled"
         )
-    # autocast leaves sums as wide as parameters
-    promoted = torch.promote_types(parameters.value, compute.value)
+    # autocast leaves sums as wide as their widest operand, a branch or the embedding
+    sum_dtype = torch.promote_types(parameters.value, compute.value)
     gradients = torch.float32 if plugin.grad_reduce_in_fp32 else parameters.value
     decisions = {
         "compute": compute,
         "parameters": parameters,
-        "residual": parameters if promoted == parameters.value else compute,
+        "residual": parameters if sum_dtype == parameters.value else compute,
         "pipeline": reading.decided_by(pipeline, "pipeline_dtype", "recipe"),
         **all_of(
             ("gradients", "reduce"), reading.decided_by(gradients, "grad_reduce_in_fp32", "recipe")
         ),
         **_state_dtypes(reading, plugin),
-        "scaling": _scaling(reading, plugin, half),
+        "scaling": _scaling(reading, plugin, dtype),
         "fp8": reading.decided_by(_fp8(plugin), "fp8", "recipe", *FP8_KEYS),
     }
-    return reading.resolved(
-        decisions,
-        _settings(reading, plugin),
-        (*_notes(reading, plugin), *_idle(reading, plugin, half)),
-    )
+    notes = (*_notes(reading, plugin), *_idle_notes(reading, plugin, dtype))
+    return reading.resolved(decisions, _settings(reading, plugin), notes)
 
 
 def _settings(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str, Decision]:
@@ -286,33 +293,40 @@ _RUN_FILE_KEYS = {
 def _fill_recipe(reading: Reading, plugin: MegatronMixedPrecision) -> MegatronMixedPrecision:
     """Return `plugin` with the recipe's values for the fields that are not set."""
     if plugin.recipe is None:
-        if plugin.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
+        # a precision with a wrong value, which is left out, is a problem already
+        is_refused = f"{PREFIX}.precision" in "".join(reading.problems)
+        if plugin.precision is None and not is_refused:
             reading.refuse(
-                "precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead"
+                "precision",
+                None,
+                f"must be given, one of {', '.join(PRECISION_DTYPES)}, or a recipe instead",
             )
         return plugin
     if plugin.recipe not in RECIPES:
-        names = f"{', '.join(RECIPES)}{did_you_mean(plugin.recipe, RECIPES)}"
-        reading.refuse("recipe", plugin.recipe, f"no such recipe; there are {names}")
+        hint = did_you_mean(plugin.recipe, RECIPES)
+        why = f"no such recipe; there are {', '.join(RECIPES)}{hint}"
+        reading.refuse("recipe", plugin.recipe, why)
         return plugin
     set_fields = {name: getattr(plugin, name) for name in plugin.model_fields_set}
-    of_recipe = dict(RECIPES[plugin.recipe])
+    recipe_fields = dict(RECIPES[plugin.recipe])
     if set_fields.get("fp8_params") is not None:  # the older name of the same field
-        of_recipe.pop("fp8_param_gather", None)
-    return MegatronMixedPrecision(**{**of_recipe, **set_fields})
+        recipe_fields.pop("fp8_param_gather", None)
+    return MegatronMixedPrecision(**{**recipe_fields, **set_fields})
 
 
 def _refuse_contradictions(
-    reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype
+    reading: Reading, plugin: MegatronMixedPrecision, dtype: torch.dtype
 ) -> None:
-    """Record a problem for each field whose value does not go with another one."""
+    """Record a problem for each field whose value does not go with another one.
+
+    dtype: of the plugin's precision.
+    """
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
-        dtype = getattr(plugin, name)
-        if dtype not in (None, torch.float32, half) and plugin.precision:
-            usable = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
-            reading.refuse(
-                name, dtype, f'contradicts precision = "{plugin.precision}": use {usable}'
-            )
+        set_dtype = getattr(plugin, name)
+        if set_dtype not in (None, torch.float32, dtype) and plugin.precision:
+            usable = "float32" if dtype == torch.float32 else f"float32 or {name_of(dtype)}"
+            why = f'contradicts precision = "{plugin.precision}": use {usable}'
+            reading.refuse(name, set_dtype, why)
     _refuse_fp8_contradictions(reading, plugin)
     _refuse_state_contradictions(reading, plugin)
     if plugin.fp16_min_loss_scale > plugin.fp16_initial_loss_scale:
@@ -324,6 +338,7 @@ def _refuse_contradictions(
 
 
 def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
+    """Record a problem for each field of FP8 or FP4 that contradicts another one, and for FP4."""
     names_differ = plugin.fp8_params != plugin.fp8_param_gather
     if names_differ and None not in (plugin.fp8_params, plugin.fp8_param_gather):
         reading.refuse(
@@ -343,7 +358,8 @@ def _refuse_fp8_contradictions(reading: Reading, plugin: MegatronMixedPrecision)
 
 
 def _refuse_state_contradictions(reading: Reading, plugin: MegatronMixedPrecision) -> None:
-    """Record a problem for each dtype of the optimizer's state that is not computed."""
+    """Record a problem for each dtype of the optimizer's state that megaprec does not have, or that
+    needs the precision-aware optimizer."""
     keys = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     # Megatron's other optimizers have FP32 state only
     not_fp32 = [key for key in keys if getattr(plugin, key) not in (None, torch.float32)]
@@ -374,13 +390,14 @@ def _state_dtypes(reading: Reading, plugin: MegatronMixedPrecision) -> dict[str,
     return decisions
 
 
-def _scaling(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype) -> Decision:
-    # a constant scale is for BF16 too
-    if plugin.fp16_loss_scale is not None and half != torch.float32:
+def _scaling(reading: Reading, plugin: MegatronMixedPrecision, dtype: torch.dtype) -> Decision:
+    """Return the loss scale: constant, dynamic with FP16, or none."""
+    # Megatron has a constant scale for BF16 too
+    if plugin.fp16_loss_scale is not None and dtype != torch.float32:
         return reading.decided_by(
             LossScaling("constant", plugin.fp16_loss_scale), "fp16_loss_scale"
         )
-    if half != torch.float16:
+    if dtype != torch.float16:
         return reading.decided_by(LossScaling(), "precision", "recipe")
     dynamic = LossScaling(
         "dynamic",
@@ -395,7 +412,7 @@ def _scaling(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype
 def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
     if plugin.fp8 is None:
         return None
-    leaves_layers = plugin.first_last_layers_bf16
+    has_bf16_layers = plugin.first_last_layers_bf16  # else the counts have no effect
     return FP8Recipe(
         kind=KINDS[plugin.fp8_recipe],
         format=plugin.fp8,
@@ -405,17 +422,19 @@ def _fp8(plugin: MegatronMixedPrecision) -> FP8Recipe | None:
         amax_algo=plugin.fp8_amax_compute_algo,
         # amaxes are reduced over the ranks of a pipeline stage
         reduce_over="stage",
+        # Transformer Engine's default for blocks, which NeMo has no key for
         power_2_scales=plugin.fp8_recipe == "blockwise",
         parameters=bool(plugin.fp8_params or plugin.fp8_param_gather),
         weight_gradients=plugin.fp8_wgrad,
         dot_product_attention=plugin.fp8_dot_product_attention,
         multi_head_attention=plugin.fp8_multi_head_attention,
-        first_layers=plugin.num_layers_at_start_in_bf16 if leaves_layers else 0,
-        last_layers=plugin.num_layers_at_end_in_bf16 if leaves_layers else 0,
+        first_layers=plugin.num_layers_at_start_in_bf16 if has_bf16_layers else 0,
+        last_layers=plugin.num_layers_at_end_in_bf16 if has_bf16_layers else 0,
     )
 
 
 def _notes(reading: Reading, plugin: MegatronMixedPrecision) -> tuple[str, ...]:
+    """Return notes on FP8, and on keys that have another effect here than in NeMo."""
     notes: list[str] = []
     if plugin.fp8 is None:
         idle = [key for key in FP8_KEYS if _is_changed(reading, plugin, key)]
@@ -442,25 +461,24 @@ def _is_changed(reading: Reading, plugin: MegatronMixedPrecision, key: str) -> b
     return is_set and getattr(plugin, key) not in (default, None, False)
 
 
-def _idle(reading: Reading, plugin: MegatronMixedPrecision, half: torch.dtype) -> tuple[str, ...]:
+def _idle_notes(
+    reading: Reading, plugin: MegatronMixedPrecision, dtype: torch.dtype
+) -> tuple[str, ...]:
     """Return notes on keys that are set and change nothing beside the others."""
     notes: tuple[str, ...] = ()
-    if half != torch.float16:
-        notes += reading.idle_note(
-            plugin, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale"
-        )
+    if dtype != torch.float16:
+        why = "without FP16, which alone has a dynamic loss scale"
+        notes += reading.idle_note(plugin, SCALE_KEYS, why)
     elif plugin.fp16_loss_scale is not None:
         notes += reading.idle_note(plugin, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
-    if half == torch.float32:
+    if dtype == torch.float32:
         notes += reading.idle_note(plugin, ("fp16_loss_scale",), "in FP32")
     if not plugin.autocast_enabled:
         dtypes = ("params_dtype", "autocast_dtype")
-        other_dtypes = [key for key in dtypes if getattr(plugin, key) not in (None, half)]
-        notes += reading.idle_note(
-            plugin,
-            other_dtypes,
-            "without autocast_enabled: parameters and products are in the precision's dtype",
-        )
+        # the precision's own dtype is what takes effect, so that is no loss
+        other_dtypes = [key for key in dtypes if getattr(plugin, key) not in (None, dtype)]
+        why = "without autocast_enabled: parameters and products are in the precision's dtype"
+        notes += reading.idle_note(plugin, other_dtypes, why)
     if plugin.fp8 and not plugin.first_last_layers_bf16:
         counts = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         notes += reading.idle_note(plugin, counts, "without first_last_layers_bf16")
@@ -487,6 +505,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 
 
 def _express_scaling(scaling: LossScaling) -> dict[str, Any]:
+    """Return the plugin's fields of the loss scale."""
     if scaling.kind == "constant":
         return {"fp16_loss_scale": scaling.initial}
     if scaling.kind == "none":
@@ -496,6 +515,7 @@ def _express_scaling(scaling: LossScaling) -> dict[str, Any]:
 
 
 def _express_fp8(recipe: FP8Recipe | None) -> dict[str, Any]:
+    """Return the nearest fields of FP8."""
     if recipe is None:
         return {}
     names = {kind: name for name, kind in KINDS.items()}
@@ -513,6 +533,7 @@ def _express_fp8(recipe: FP8Recipe | None) -> dict[str, Any]:
     }
     if recipe.first_layers or recipe.last_layers:
         fields |= {
+            # the plugin refuses it with delayed scales
             "first_last_layers_bf16": recipe.kind != "delayed",
             "num_layers_at_start_in_bf16": recipe.first_layers,
             "num_layers_at_end_in_bf16": recipe.last_layers,

@@ -24,17 +24,19 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
-from megaprec.dialects.scaling import CEILING, FLOOR
+from megaprec.dialects.scaling import FLOOR, LossScale
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 
 TABLE = "v1"
-DTYPES = {
+# the trainer's name of a precision -> dtype
+PRECISION_DTYPES = {
     **dict.fromkeys(("16", "16-mixed"), torch.float16),
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
     **dict.fromkeys(("32", "32-true"), torch.float32),
 }
-NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# names in `model.optim` -> dtype
+OPTIM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # optimizers that shard their state over data-parallel ranks
 DISTRIBUTED = ("distributed_fused_adam", "mcore_distributed_optim")
 FP8_KEYS = (
@@ -53,9 +55,10 @@ SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis
 
 def _precision(value: object) -> object:
     # YAML reads 16 and 32 as numbers
-    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(name, str) and name not in DTYPES:
-        raise ValueError(f"no such precision: use one of {', '.join(DTYPES)}")
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    name = str(value) if is_integer else value
+    if isinstance(name, str) and name not in PRECISION_DTYPES:
+        raise ValueError(f"no such precision: use one of {', '.join(PRECISION_DTYPES)}")
     return name
 
 
@@ -69,7 +72,7 @@ class Nemo1(Keys):
     optim_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     grad_sync_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gradient_clip_val: float | None = None
-    native_amp_init_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
+    native_amp_init_scale: LossScale = 2.0**32
     native_amp_growth_interval: int = Field(default=1000, gt=0)
     hysteresis: int = Field(default=2, gt=0)
     fp32_residual_connection: bool = False
@@ -86,25 +89,25 @@ class Nemo1(Keys):
 
 
 def resolve_v1(reading: Reading, values: Any) -> Resolved:
-    """Return the plan of the table."""
-    model = reading.read(Nemo1, values, TABLE)
-    half = DTYPES[model.precision]
-    _refuse_contradictions(reading, model, half)
+    """Return the plan and settings of `values`, the table [precision.nemo.v1]. Raises UserError."""
+    config = reading.read(Nemo1, values, TABLE)
+    dtype = PRECISION_DTYPES[config.precision]
+    _refuse_contradictions(reading, config, dtype)
     reading.raise_problems()
-    compute = _decided_by(reading, half, "precision")
-    parameters = _decided_by(reading, half, "megatron_amp_O2", "precision")
+    compute = _decided_by(reading, dtype, "precision")
+    parameters = _decided_by(reading, dtype, "megatron_amp_O2", "precision")
     # torch's autocast casts FP32 parameters for each product
-    if not model.megatron_amp_O2:
+    if not config.megatron_amp_O2:
         parameters = _decided_by(reading, torch.float32, "megatron_amp_O2")
-    state = NAMED[model.optim_dtype or "fp32"]
-    is_bf16_o2 = model.megatron_amp_O2 and half == torch.bfloat16
+    state = OPTIM_DTYPES[config.optim_dtype or "fp32"]
+    is_bf16_o2 = config.megatron_amp_O2 and dtype == torch.bfloat16
     # distributed_fused_adam keeps FP32 masters as BF16 weights and the bits that these lack
-    is_fused = is_bf16_o2 and model.optim_name == "distributed_fused_adam"
+    is_fused = is_bf16_o2 and config.optim_name == "distributed_fused_adam"
     remainders = is_fused and state == torch.float32
-    reduce = NAMED[model.grad_sync_dtype] if model.grad_sync_dtype else state
+    reduce = OPTIM_DTYPES[config.grad_sync_dtype] if config.grad_sync_dtype else state
     # autocast adds branches to an FP32 stream, for the embedding is in FP32
     residual = compute
-    if model.fp32_residual_connection or parameters.value == torch.float32:
+    if config.fp32_residual_connection or parameters.value == torch.float32:
         residual = _decided_by(
             reading, torch.float32, "fp32_residual_connection", "megatron_amp_O2"
         )
@@ -116,28 +119,28 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "reduce": _decided_by(reading, reduce, "grad_sync_dtype", "optim_dtype"),
         "gradients": reading.always(torch.float32),
         **all_of(("masters", "moments"), _decided_by(reading, state, "optim_dtype")),
-        **_accumulation(reading, model, reduce),
+        **_accumulation(reading, config, reduce),  # which may replace gradients
         "remainders": _decided_by(reading, remainders, "optim_name", "optim_dtype"),
-        "scaling": _scaling(reading, model, half),
-        "fp8": _decided_by(reading, _fp8(model), *FP8_KEYS),
+        "scaling": _scaling(reading, config, dtype),
+        "fp8": _decided_by(reading, _fp8(config), *FP8_KEYS),
     }
     # none, 0 or a negative number: no clipping
-    clip = model.gradient_clip_val or 0.0
+    clip = config.gradient_clip_val or 0.0
     settings = {
         "optimizer.clip": _decided_by(reading, max(clip, 0.0), "gradient_clip_val"),
-        "parallel.zero": _decided_by(reading, model.optim_name in DISTRIBUTED, "optim_name"),
+        "parallel.zero": _decided_by(reading, config.optim_name in DISTRIBUTED, "optim_name"),
     }
     notes: tuple[str, ...] = ()
-    if half != torch.float16:
-        keys = [key.removeprefix(f"{TABLE}.") for key in SCALE_KEYS]
-        notes = reading.idle_note(model, keys, "without FP16, which alone has a loss scale", TABLE)
+    if dtype != torch.float16:
+        why = "without FP16, which alone has a loss scale"
+        notes = reading.idle_note(config, SCALE_KEYS, why, TABLE)
     return reading.resolved(decisions, settings, notes)
 
 
-def _accumulation(reading: Reading, model: Nemo1, reduce: torch.dtype) -> dict[str, Decision]:
+def _accumulation(reading: Reading, config: Nemo1, reduce: torch.dtype) -> dict[str, Decision]:
     """Return the dtype of gradient accumulation under Megatron-core's distributed optimizer: that
     of reduction."""
-    if model.optim_name != "mcore_distributed_optim":
+    if config.optim_name != "mcore_distributed_optim":
         return {}
     return {"gradients": _decided_by(reading, reduce, "grad_sync_dtype", "optim_name")}
 
@@ -147,43 +150,46 @@ def _decided_by(reading: Reading, value: Any, *keys: str) -> Decision:
     return reading.decided_by(value, *(f"{TABLE}.{key}" for key in keys))
 
 
-def _refuse_contradictions(reading: Reading, model: Nemo1, half: torch.dtype) -> None:
+def _refuse_contradictions(reading: Reading, config: Nemo1, dtype: torch.dtype) -> None:
     """Record a problem for each key whose value does not go with another one."""
-    if half == torch.float16 and model.megatron_amp_O2 and model.optim_name not in DISTRIBUTED:
+    if dtype == torch.float16 and config.megatron_amp_O2 and config.optim_name not in DISTRIBUTED:
         why = "NeMo 1 does not train FP16 with O2: use bf16, or megatron_amp_O2 = false"
         reading.refuse(f"{TABLE}.megatron_amp_O2", True, why)
-    if model.optim_dtype is not None and model.optim_name != "distributed_fused_adam":
+    if config.optim_dtype is not None and config.optim_name != "distributed_fused_adam":
         reading.refuse(
-            f"{TABLE}.optim_dtype", model.optim_dtype, "only distributed_fused_adam has a dtype"
+            f"{TABLE}.optim_dtype", config.optim_dtype, "only distributed_fused_adam has a dtype"
         )
-    if model.fp8 and not (model.fp8_e4m3 or model.fp8_hybrid):
+    if config.fp8 and not (config.fp8_e4m3 or config.fp8_hybrid):
         reading.refuse(f"{TABLE}.fp8", True, "needs fp8_hybrid or fp8_e4m3 beside it")
 
 
-def _scaling(reading: Reading, model: Nemo1, half: torch.dtype) -> Decision:
-    if half != torch.float16:
+def _scaling(reading: Reading, config: Nemo1, dtype: torch.dtype) -> Decision:
+    """Return the loss scale: a dynamic one with FP16, else none."""
+    if dtype != torch.float16:
         return _decided_by(reading, LossScaling(), "precision")
     scaling = LossScaling(
         "dynamic",
-        initial=model.native_amp_init_scale,
+        initial=config.native_amp_init_scale,
         minimum=FLOOR,
-        growth_interval=model.native_amp_growth_interval,
-        hysteresis=model.hysteresis,
+        growth_interval=config.native_amp_growth_interval,
+        hysteresis=config.hysteresis,
         hysteresis_refill="good_step",  # Megatron refills it only when the scale grows
     )
     return _decided_by(reading, scaling, "precision", *SCALE_KEYS)
 
 
-def _fp8(model: Nemo1) -> FP8Recipe | None:
-    if not model.fp8:
+def _fp8(config: Nemo1) -> FP8Recipe | None:
+    """Return the recipe of FP8 products, None without FP8."""
+    if not config.fp8:
         return None
     return FP8Recipe(
-        format="e4m3" if model.fp8_e4m3 else "hybrid",
-        margin=model.fp8_margin,
-        history_length=model.fp8_amax_history_len,
-        amax_algo=model.fp8_amax_compute_algo,
-        reduce_amax=model.reduce_amax,
+        format="e4m3" if config.fp8_e4m3 else "hybrid",
+        margin=config.fp8_margin,
+        history_length=config.fp8_amax_history_len,
+        amax_algo=config.fp8_amax_compute_algo,
+        reduce_amax=config.reduce_amax,
+        # amaxes are reduced over the ranks of a pipeline stage
         reduce_over="stage",
-        parameters=model.fp8_params,
-        weight_gradients=model.fp8_wgrad,
+        parameters=config.fp8_params,
+        weight_gradients=config.fp8_wgrad,
     )

@@ -39,6 +39,13 @@ MASTERS = "use_master_weights"
 ACCUMULATE = "use_fp32_grad_acc"
 IN_CHECKPOINT = "use_master_weights_in_ckpt"
 ZERO = "optimizer_config.zero_one_enabled"
+STOCHASTIC = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN"
+ALL_BF16 = "environment.XLA_USE_BF16"
+TYPE = "precision_type"
+# precision types of neuronx-distributed-training (its model/base.py and training_orchestrator.py)
+FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
+"""Precision types that have masters and FP32 accumulation with ZeRO-1."""
+ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
 
 
 class MixedPrecisionConfig(Keys):
@@ -72,43 +79,32 @@ Switch = Literal["0", "1"]
 
 
 class Environment(Keys):
-    """Environment variables that change numbers on Neuron devices."""
+    """Environment variables that change numbers on Neuron devices.
+
+    XLA_DOWNCAST_BF16 decides nothing here: NxD needs it for FP32 masters, which it makes FP64 then;
+    a plan has them without it.
+    """
 
     NEURON_RT_STOCHASTIC_ROUNDING_EN: Switch | None = None
     XLA_USE_BF16: Switch = "0"
     XLA_DOWNCAST_BF16: Switch = "0"
 
 
-STOCHASTIC = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN"
-ALL_BF16 = "environment.XLA_USE_BF16"
-TYPE = "precision_type"
-# types that have masters and FP32 accumulation with ZeRO-1
-FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
-ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
-"""Precision types of neuronx-distributed-training (its model/base.py and
-training_orchestrator.py)."""
-
-
-def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None = None) -> Resolved:
     """Return the plan and settings of `config`, a mixed_precision_config that contains an
     optimizer_config.
 
-    places: full dotted key -> the file or command line in which the key was set. Raises UserError.
+    sources: full dotted key -> where it was set: a file or the command line. Raises UserError.
     """
-    reading = Reading(SYSTEM, PREFIX, places)
+    reading = Reading(SYSTEM, PREFIX, sources)
     precision = reading.read(MixedPrecisionConfig, config or {})
     optimizer = reading.read(OptimizerConfig, precision.optimizer_config or {}, "optimizer_config")
     environment = reading.read(Environment, precision.environment or {}, "environment")
     zero = optimizer.zero_one_enabled  # on which the defaults of mixed precision depend
     has_masters = _is_on(precision, MASTERS, zero)
     accumulates = _is_on(precision, ACCUMULATE, zero)
-    _refuse_contradictions(
-        reading,
-        precision,
-        environment,
-        {MASTERS: has_masters, ACCUMULATE: accumulates},
-        zero,
-    )
+    is_on = {MASTERS: has_masters, ACCUMULATE: accumulates}
+    _refuse_contradictions(reading, precision, environment, is_on, zero)
     reading.raise_problems()
     if precision.precision_type == "manual":
         dtype = reading.always(torch.bfloat16)
@@ -138,9 +134,11 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _is_on(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
-    """Return True if a part of mixed precision is on: by its key, else by the precision type or
-    ZeRO-1."""
-    # other types set the keys of mixed precision, whatever they are given
+    """Return True if NxD has FP32 masters, or accumulates in FP32, whichever `key` is about.
+
+    zero: True with ZeRO-1, which is the default of both keys.
+    """
+    # every type but "manual" overrides both keys
     if precision.precision_type != "manual":
         return zero and precision.precision_type in FOLLOWS_ZERO
     value = getattr(precision, key)
@@ -151,27 +149,29 @@ def _refuse_contradictions(
     reading: Reading,
     precision: MixedPrecisionConfig,
     environment: Environment,
-    parts: Mapping[str, bool],
+    is_on: Mapping[str, bool],
     zero: bool,
 ) -> None:
     """Record a problem for each key whose value does not go with another one.
 
-    parts: of mixed precision, by key, True for those that are on.
+    is_on: for the keys MASTERS and ACCUMULATE, the value that takes effect.
     """
     in_checkpoint = precision.use_master_weights_in_ckpt
     if not zero:
-        for key, is_on in {**parts, IN_CHECKPOINT: in_checkpoint}.items():
-            if is_on:
+        for key, value in {**is_on, IN_CHECKPOINT: in_checkpoint}.items():
+            if value:
                 reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
-    if zero and in_checkpoint and not parts[MASTERS]:
+    if zero and in_checkpoint and not is_on[MASTERS]:
         reading.refuse(
             IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true"
         )
-    # any part of mixed precision needs FP32 tensors
-    on = [key for key, is_on in parts.items() if is_on]
-    if environment.XLA_USE_BF16 == "1" and on:
+    # masters and accumulation need FP32 tensors
+    fp32_keys = [key for key, value in is_on.items() if value]
+    if environment.XLA_USE_BF16 == "1" and fp32_keys:
         reading.refuse(
-            ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {on[0]}: set it to "0"'
+            ALL_BF16,
+            "1",
+            f'makes every FP32 tensor BF16, which contradicts {fp32_keys[0]}: set it to "0"',
         )
 
 
@@ -195,6 +195,7 @@ def _rounding(
 
 
 def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]:
+    """Return a note on the keys that a precision type overrides, if they are set."""
     if precision.precision_type == "manual":
         return ()
     keys = (MASTERS, ACCUMULATE, "environment")
@@ -209,7 +210,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     """Return configurations that approximate a plan and the run-file keys in `settings`."""
     has_masters = plan.masters == torch.float32
     accumulates = plan.gradients == torch.float32
-    # the legacy mode is the only one without ZeRO-1
+    # the legacy mode is the only one without ZeRO-1, so of other plans ZeRO-1 is nearer
     is_legacy = plan.rounding == "stochastic" and not has_masters
     zero = settings.get("parallel.zero", not is_legacy)
     optimizer: dict[str, Any] = {"zero_one_enabled": zero}
@@ -225,7 +226,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         "optimizer_config": optimizer,
         IN_CHECKPOINT: plan.masters_in_checkpoint and has_masters and zero,
     }
-    switch = STOCHASTIC.removeprefix("environment.")
-    rounding = {switch: "1" if plan.rounding == "stochastic" else "0"}
+    variable = STOCHASTIC.removeprefix("environment.")
+    rounding = {variable: "1" if plan.rounding == "stochastic" else "0"}
     fp32 = {"precision_type": "fp32", "optimizer_config": optimizer}
     return [manual, manual | {"environment": rounding}, fp32]

@@ -40,7 +40,7 @@ class Keys(BaseModel):
     )
 
 
-K = TypeVar("K", bound=Keys)
+KeysT = TypeVar("KeysT", bound=Keys)
 
 
 def _torch_dtype(value: object) -> object:
@@ -63,20 +63,20 @@ Dtype = Annotated[torch.dtype, BeforeValidator(_torch_dtype)]
 """A torch dtype, or its name with or without "torch."."""
 
 
-def member(kind: type[Enum]) -> BeforeValidator:
-    """Return a validator that reads a member of `kind` from its name, in any case, with or without
+def member(enum: type[Enum]) -> BeforeValidator:
+    """Return a validator that reads a member of `enum` from its name, in any case, with or without
     the class name."""
 
-    def find(value: object) -> object:
+    def member_of_name(value: object) -> object:
         if not isinstance(value, str):
-            return value
+            return value  # a member, or what pydantic then refuses
         name = value.rpartition(".")[2].upper()
-        names = kind.__members__
+        names = enum.__members__
         if name not in names:
             raise ValueError(f"use one of {', '.join(names)}{did_you_mean(name, names)}")
-        return kind[name]
+        return enum[name]
 
-    return BeforeValidator(find)
+    return BeforeValidator(member_of_name)
 
 
 class Unknown:
@@ -94,12 +94,13 @@ UNKNOWN = Unknown()
 class Decision:
     """A value and the origin of its decision.
 
-    given: True if a key that the user set decided it; False if a default or the system itself did.
+    by_user: True if a key that the user set decided it, which the run file must not contradict;
+        False if a default or the system itself did, which the run file may override.
     """
 
     value: Any
     origin: str
-    given: bool = False
+    by_user: bool = False
 
 
 def all_of(names: Iterable[str], decision: Decision) -> dict[str, Decision]:
@@ -134,10 +135,10 @@ def literals_of(details: ErrorDetails) -> list[str]:
     return expected.replace("'", "").replace(" or ", ", ").split(", ")
 
 
-def _explanation(kind: type[Keys], key: str, details: ErrorDetails) -> str:
-    """Return why a key of `kind` cannot have its value, of pydantic's error about it."""
+def _explanation(table_class: type[Keys], key: str, details: ErrorDetails) -> str:
+    """Return why a key of a table cannot have its value, of pydantic's error about it."""
     if details["type"] == "extra_forbidden":
-        names = list(kind.model_fields)
+        names = list(table_class.model_fields)
         hint = did_you_mean(key, names) or f"; there are {', '.join(names)}"
         return f"no such key{hint}"
     if details["type"] == "is_instance_of":
@@ -153,26 +154,27 @@ def _explanation(kind: type[Keys], key: str, details: ErrorDetails) -> str:
 class Reading:
     """One reading of a configuration of `system`, whose tables are under the dotted key `prefix`.
 
-    places: full dotted key -> the place in which the key was set, such as "file run.toml" or
-        "command line".
+    sources: full dotted key -> where the key was set, such as "file run.toml" or "command line".
     """
 
-    def __init__(self, system: str, prefix: str, places: Mapping[str, str] | None = None) -> None:
+    def __init__(self, system: str, prefix: str, sources: Mapping[str, str] | None = None) -> None:
         self.system = system
         self.prefix = prefix
-        self.places = places or {}
+        self.sources = sources or {}
         # full dotted keys that the user set: to a known value, and to UNKNOWN
         self.set_keys: set[str] = set()
         self.unknown_keys: set[str] = set()
         self.problems: list[Problem] = []
 
-    def read(self, kind: type[K], values: object, table: str = "") -> K:
-        """Return `values`, a mapping or an instance, as `kind`; a problem with a key is recorded,
-        and the key left out.
+    def read(self, table_class: type[KeysT], values: object, table: str = "") -> KeysT:
+        """Return `values`, a mapping or an instance, as `table_class`; a problem with a key is
+        recorded, and the key left out.
 
-        A key of `kind` whose value is UNKNOWN is recorded in `unknown_keys`, and left out too.
+        A key of the class whose value is UNKNOWN is recorded in `unknown_keys`, and left out too.
+        table: dotted key of the table below the prefix; empty for the whole configuration.
         """
-        if isinstance(values, kind):
+        if isinstance(values, table_class):
+            # made in Python, where its constructor has checked it
             self.set_keys |= {self._full_key(table, name) for name in values.model_fields_set}
             return values
         if not isinstance(values, Mapping):
@@ -180,34 +182,35 @@ class Reading:
             values = {}
         known: dict[str, Any] = {}  # what pydantic is to check
         for name, value in values.items():
-            if value is UNKNOWN and name in kind.model_fields:
+            if value is UNKNOWN and name in table_class.model_fields:
                 self.unknown_keys.add(self._full_key(table, name))
             else:
                 known[name] = value
         try:
-            keys = kind.model_validate(dict(known))
+            keys = table_class.model_validate(dict(known))
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 path = ".".join(str(part) for part in details["loc"])
-                why = _explanation(kind, path, details)
+                why = _explanation(table_class, path, details)
                 self.refuse(self._under(table, path), details["input"], why)
                 wrong_name = str(details["loc"][0])
+                # an error may be one of several about the same key: one for each type of a union
                 known.pop(wrong_name, None)
             # what is left is valid: reading goes on, so that all problems are found at once
-            keys = kind.model_validate(known)
+            keys = table_class.model_validate(known)
         self.set_keys |= {self._full_key(table, name) for name in known}
         return keys
 
     def refuse(self, key: str, value: object, why: str) -> None:
         """Record the problem that `key` cannot have `value`, and why."""
         full_key = f"{self.prefix}.{key}" if key else self.prefix
-        place = f" ({self.places[full_key]})" if full_key in self.places else ""
+        source = f" ({self.sources[full_key]})" if full_key in self.sources else ""
         self.problems.append(
             Problem.of(
                 "dialect.wrong_value",
                 key=full_key,
                 value=_format_value(value),
-                place=place,
+                place=source,
                 why=why,
                 system=self.system,
             )
@@ -224,8 +227,8 @@ class Reading:
         full_keys = [self._full_key("", key) for key in keys]
         set_keys = [key for key in full_keys if key in self.set_keys]
         if set_keys:
-            origin = ", ".join(map(self._with_place, set_keys))
-            return Decision(value, origin, given=True)
+            origin = ", ".join(map(self._with_source, set_keys))
+            return Decision(value, origin, by_user=True)
         return Decision(value, f"{full_keys[0]} ({self.system}'s default)")
 
     def idle_note(
@@ -237,11 +240,11 @@ class Reading:
     ) -> tuple[str, ...]:
         """Return a note on those of `keys` that are set, to other values than their defaults, and
         change nothing."""
-        fields_of_table = type(values).model_fields
+        key_infos = type(values).model_fields
         idle: list[str] = []
         for key in keys:
             is_set = self._full_key(table, key) in self.set_keys
-            if is_set and getattr(values, key) != fields_of_table[key].default:
+            if is_set and getattr(values, key) != key_infos[key].default:
                 idle.append(self._under(table, key))
         if not idle:
             return ()
@@ -272,9 +275,9 @@ class Reading:
         try:
             plan = PrecisionPlan(**values)
         except UserError as error:
-            raise UserError(
-                *(problem.within(f"[{self.prefix}]: ") for problem in error.problems)
-            ) from error
+            # each key is valid, but a plan does not allow their values together
+            problems = [problem.within(f"[{self.prefix}]: ") for problem in error.problems]
+            raise UserError(*problems) from error
         return Resolved(replace(plan, origin=origin), settings, notes)
 
     def _under(self, table: str, name: str) -> str:
@@ -283,10 +286,10 @@ class Reading:
     def _full_key(self, table: str, name: str) -> str:
         return f"{self.prefix}.{self._under(table, name)}"
 
-    def _with_place(self, full_key: str) -> str:
+    def _with_source(self, full_key: str) -> str:
         """Return a full key, and where it was set if that is known."""
-        if full_key in self.places:
-            return f"{full_key} ({self.places[full_key]})"
+        if full_key in self.sources:
+            return f"{full_key} ({self.sources[full_key]})"
         return full_key
 
 

@@ -3,43 +3,58 @@
 torch's, of Colossal-AI's TORCH mode and of FSDP, has no minimal scale and no hysteresis.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from megaprec.dialects.reading import Keys, Reading
 from megaprec.precision.plan import LossScaling
 
-FLOOR = 2.0**-126  # the lowest scale that float32 can invert; the minimum if there is no other
-CEILING = 2.0**127  # the highest scale; the maximum if there is no other
+# the limits of a scale that has no others: the powers of two that megaprec's scalers take, which
+# float32 can hold and invert
+FLOOR = 2.0**-126
+CEILING = 2.0**127
+LossScale = Annotated[float, Field(ge=FLOOR, le=CEILING)]
+"""The type of keys that are a loss scale or a limit of one."""
 
 
 class GradScaler(Keys):
     """Keys of torch.amp.GradScaler and of FSDP's ShardedGradScaler."""
 
-    init_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
+    init_scale: LossScale = 2.0**16
     growth_factor: float = Field(default=2.0, gt=1)
     backoff_factor: float = Field(default=0.5, gt=0, lt=1)
     growth_interval: int = Field(default=2000, gt=0)
     enabled: bool = True
 
 
-SCALER_KEYS = tuple(GradScaler.model_fields)
+TORCH_SCALER_KEYS = tuple(GradScaler.model_fields)
+# Colossal-AI's names of the settings of Megatron's scaler
+HYSTERESIS_SCALER_KEYS = (
+    "initial_scale",
+    "min_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "max_scale",
+)
 
 
-def hysteresis_scaling(keys: Any, floor: float, ceiling: float) -> LossScaling:
+def hysteresis_scaling(scaler: Any, floor: float, ceiling: float) -> LossScaling:
     """Return the LossScaling of Megatron's scaler.
 
-    keys: a table with initial_scale, growth_factor, backoff_factor, growth_interval and hysteresis.
+    scaler: a table with HYSTERESIS_SCALER_KEYS. floor, ceiling: its limits, which the table may
+        leave out.
     """
     return LossScaling(
         "dynamic",
-        initial=keys.initial_scale,
+        initial=scaler.initial_scale,
         minimum=floor,
-        growth_factor=keys.growth_factor,
-        backoff_factor=keys.backoff_factor,
-        growth_interval=keys.growth_interval,
-        hysteresis=keys.hysteresis,
+        growth_factor=scaler.growth_factor,
+        backoff_factor=scaler.backoff_factor,
+        growth_interval=scaler.growth_interval,
+        hysteresis=scaler.hysteresis,
         maximum=cap(ceiling),
     )
 
@@ -69,7 +84,7 @@ def torch_scaling(scaler: GradScaler) -> LossScaling:
         growth_factor=scaler.growth_factor,
         backoff_factor=scaler.backoff_factor,
         growth_interval=scaler.growth_interval,
-        hysteresis=1,
+        hysteresis=1,  # the first overflow lowers the scale
     )
 
 

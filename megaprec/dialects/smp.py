@@ -45,7 +45,12 @@ from megaprec.dialects.reading import (
     member,
     name_of,
 )
-from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, express_torch_scaling, torch_scaling
+from megaprec.dialects.scaling import (
+    TORCH_SCALER_KEYS,
+    GradScaler,
+    express_torch_scaling,
+    torch_scaling,
+)
 from megaprec.errors import did_you_mean
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import PrecisionPlan
@@ -89,6 +94,8 @@ class Format(Enum):
 
 
 def _amax_algo(value: object) -> object:
+    """Return the way to take an amax from a history: a name of Transformer Engine's, or a
+    function."""
     if value in ("max", "most_recent") or callable(value):
         return value
     raise ValueError(
@@ -97,7 +104,8 @@ def _amax_algo(value: object) -> object:
     )
 
 
-def _function(value: object) -> object:
+def _scale_algo(value: object) -> object:
+    """Return a function that computes a scale, or None for Transformer Engine's."""
     if value is None or callable(value):
         return value
     raise ValueError("must be a function of amax, scale, fp8_max and recipe that returns a scale")
@@ -128,7 +136,7 @@ class DelayedScaling(Keys):
     fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
     amax_history_len: int = Field(default=1024, ge=1)
     amax_compute_algo: Annotated[Any, BeforeValidator(_amax_algo)] = "max"
-    scaling_factor_compute_algo: Annotated[Any, BeforeValidator(_function)] = None
+    scaling_factor_compute_algo: Annotated[Any, BeforeValidator(_scale_algo)] = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -168,8 +176,10 @@ class MXFP8BlockScaling(Keys):
 
 
 RECIPES: Mapping[str, type[Keys]] = {
-    kind.__name__: kind
-    for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+    "DelayedScaling": DelayedScaling,
+    "Float8CurrentScaling": Float8CurrentScaling,
+    "Float8BlockScaling": Float8BlockScaling,
+    "MXFP8BlockScaling": MXFP8BlockScaling,
 }
 KINDS: Mapping[str, Kind] = {
     "DelayedScaling": "delayed",
@@ -226,12 +236,12 @@ def autocast(
     return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
 
 
-def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+def resolve(config: Mapping[str, Any] | None, sources: Mapping[str, str] | None = None) -> Resolved:
     """Return the plan and settings of `config`, a mapping of the tables above. Raises UserError.
 
-    places: full dotted key -> the file or command line in which the key was set.
+    sources: full dotted key -> where it was set: a file or the command line.
     """
-    reading = Reading(SYSTEM, PREFIX, places)
+    reading = Reading(SYSTEM, PREFIX, sources)
     tables = reading.read(Smp, config or {})
     if tables.mixed_precision is not None and tables.mp_policy is not None:
         reading.refuse(
@@ -242,11 +252,11 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         decisions, notes = _policy(reading, tables)
     else:
         decisions = _mixed_precision(reading, tables)
-    # BF16 is trained without one
+    # FSDP adds no scaler by itself
     if tables.grad_scaler is not None:
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
         decisions["scaling"] = reading.decided_by(
-            torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS)
+            torch_scaling(scaler), *(f"grad_scaler.{key}" for key in TORCH_SCALER_KEYS)
         )
     if tables.fp8_autocast is not None:
         decisions["fp8"], fp8_notes = _fp8(reading, tables.fp8_autocast)
@@ -331,9 +341,9 @@ def _common(
 def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
     """Return the FP8 recipe of `fp8_autocast`, None if it neither computes in FP8 nor calibrates;
     and notes."""
-    autocast = reading.read(Fp8Autocast, values, "fp8_autocast")
+    arguments = reading.read(Fp8Autocast, values, "fp8_autocast")
     table = "fp8_autocast.fp8_recipe"
-    recipe_values = autocast.fp8_recipe or {}
+    recipe_values = arguments.fp8_recipe or {}
     if isinstance(recipe_values, str):
         recipe_values = {"recipe": recipe_values}
     # a table names its class, an instance is of it
@@ -348,20 +358,21 @@ def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
         return reading.always(None), ()
     recipe_keys = reading.read(RECIPES[name], recipe_values, table)
     recipe = None
-    if autocast.enabled or autocast.calibrating:
+    if arguments.enabled or arguments.calibrating:
         # calibration alone records amaxes, as with `enabled` off in Transformer Engine
-        recipe = _recipe(name, dict(recipe_keys), calibrating=not autocast.enabled)
+        recipe = _recipe(name, dict(recipe_keys), calibrating=not arguments.enabled)
     notes: tuple[str, ...] = ()
     if isinstance(recipe_keys, MXFP8BlockScaling) and recipe_keys.margin:
         notes = (f"{table}.margin = {recipe_keys.margin} of {name}: {NO_MARGIN}",)
-    keys = ["enabled", "calibrating", "fp8_recipe"]
-    keys += [f"fp8_recipe.{key}" for key in RECIPES[name].model_fields]
-    return reading.decided_by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
+    keys = [f"fp8_autocast.{key}" for key in ("enabled", "calibrating", "fp8_recipe")]
+    keys += [f"{table}.{key}" for key in RECIPES[name].model_fields]
+    return reading.decided_by(recipe, *keys), notes
 
 
 def _recipe(name: str, keys: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
     """Return megaprec's recipe for Transformer Engine's recipe of this name. keys: of its class."""
-    # Each class has some of the keys; the others have the values that its scaling implies.
+    # Each class has some of the keys; the others have the values that its scaling implies, or that
+    # FP8Recipe has by default.
     power_2_scales = keys.get("use_power_2_scales", False)
     if name == "Float8BlockScaling":
         power_2_scales = not keys["use_f32_scales"]
@@ -387,7 +398,8 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     """Return two configurations that approximate a plan and the run-file keys in `settings`: for
     FSDP1 and FSDP2."""
     dtypes = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
-    inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
+    flags = {cast_inputs: flags for flags, cast_inputs in CAST.items()}
+    inner, root = flags[plan.cast_inputs]
     fsdp1 = dtypes | {
         "buffer_dtype": name_of(plan.buffers),
         "keep_low_precision_grads": (
@@ -413,6 +425,7 @@ def _express_fp8(recipe: FP8Recipe) -> dict[str, Any]:
     # Transformer Engine has no scale per row: a scale per tensor is the nearest
     name = names.get(recipe.kind, "Float8CurrentScaling")
     values = {
+        # of several names for one setting, each recipe's class has those that are its own
         "margin": recipe.margin,
         "fp8_format": recipe.format.upper(),
         "amax_history_len": recipe.history_length,
@@ -429,5 +442,7 @@ def _express_fp8(recipe: FP8Recipe) -> dict[str, Any]:
     keys = {
         key: value for key, value in values.items() if key in fields_of_recipe and value is not None
     }
-    enabled = {"enabled": False, "calibrating": True} if recipe.calibrating else {"enabled": True}
-    return enabled | {"fp8_recipe": {"recipe": name} | keys}
+    arguments: dict[str, Any] = {"enabled": True}
+    if recipe.calibrating:
+        arguments = {"enabled": False, "calibrating": True}
+    return arguments | {"fp8_recipe": {"recipe": name} | keys}

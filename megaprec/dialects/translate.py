@@ -7,7 +7,7 @@ system cannot express.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ class Dialect(Protocol):
     @property
     def PREFIX(self) -> str: ...
     def resolve(
-        self, config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None
+        self, config: Mapping[str, Any] | None, sources: Mapping[str, str] | None = None
     ) -> Resolved: ...
     def express(self, plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]: ...
 
@@ -39,6 +39,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "internevo": internevo,
     "nemo": nemo,
 }
+# the fields that are decisions; `origin` says which key made each of them
 FIELDS = tuple(field.name for field in fields(PrecisionPlan) if field.name != "origin")
 RELATED_KEYS = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 """Run-file keys that belong to mixed precision in some system."""
@@ -48,19 +49,19 @@ RELATED_KEYS = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 class Translation:
     """A configuration of another system and its losses.
 
-    config: the configuration. unsaid: a line for each field that it cannot express, with the value
+    config: the configuration. losses: a line for each field that it cannot express, with the value
         that it has instead.
     """
 
     config: Mapping[str, Any]
-    unsaid: tuple[str, ...]
+    losses: tuple[str, ...]
 
 
 def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
     """Return the plan and the run-file keys in `settings` as a configuration of the dialect `to`,
     as exact as possible.
 
-    Of the run-file keys that a system lacks, only those of ZeRO and clipping are listed as unsaid.
+    Of the run-file keys that a system lacks, only those of ZeRO and clipping are listed as losses.
 
     Raises UserError if no configuration of that system is valid.
     """
@@ -71,6 +72,7 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
         try:
             resolved = dialect.resolve(config)
         except UserError as error:
+            # the system refuses this candidate; another one may be valid
             problems += error.problems
         else:
             losses = (*differences(plan, resolved.plan), *_lost_settings(settings, resolved))
@@ -78,10 +80,10 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
     if not translations:
         raise UserError(
             Problem.of("dialect.plan_not_expressible", system=dialect.SYSTEM),
-            *dict.fromkeys(problems),
+            *dict.fromkeys(problems),  # candidates share keys, and so their problems
         )
     # the nearest one; of equal ones the first
-    return min(translations, key=lambda translation: len(translation.unsaid))
+    return min(translations, key=lambda translation: len(translation.losses))
 
 
 def differences(plan: PrecisionPlan, expressed: PrecisionPlan) -> list[str]:
@@ -119,6 +121,7 @@ def _lost_settings(settings: Mapping[str, Any], resolved: Resolved) -> list[str]
 def _without_defaults(value: Any) -> Any:
     """Return a table as the keys in it that are not at their defaults; any other value
     unchanged."""
+    # a run file's tables, such as model.init, are filled models; dialects decide plain dicts
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True)
     return value
@@ -134,20 +137,19 @@ def format_value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
-    if hasattr(value, "__dataclass_fields__"):
+    if is_dataclass(value):
         return _format_changes(value)
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
 
 
-def _format_changes(value: Any) -> str:
-    """Return the non-default fields of a small frozen value: "dynamic, initial 65536, hysteresis
-    1"."""
-    parts = [value.kind]
-    for value_field in fields(value):
-        name = value_field.name
-        part_value = getattr(value, name)
-        if name != "kind" and part_value != value_field.default:
-            parts.append(f"{name} {format_value(part_value)}")
-    return ", ".join(parts)
+def _format_changes(settings: Any) -> str:
+    """Return the kind and the non-default fields of a LossScaling or an FP8Recipe: "dynamic,
+    initial 65536, hysteresis 1"."""
+    words = [settings.kind]
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if setting.name != "kind" and value != setting.default:
+            words.append(f"{setting.name} {format_value(value)}")
+    return ", ".join(words)

@@ -43,6 +43,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     Raises UserError for patterns that match only some of the parts.
     """
     name = parts[0].name
+    # parts are stacked by rows; a weight with more dims counts as [n, k]
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
     reasons = {excluded_by(recipe, part.name, layers) for part in parts}
     if "" in reasons and len(reasons) > 1:
@@ -75,12 +76,13 @@ def excluded_by(recipe: FP8Recipe, name: str, layers: int) -> str:
     for pattern in recipe.wide:
         if fnmatchcase(name, pattern):
             return f'fp8.wide has "{pattern}"'
-    layer = _LAYER.search(name)
-    if layer is None:  # a weight outside of the layers, such as the head
+    match = _LAYER.search(name)
+    if match is None:  # a weight outside of the layers, such as the head
         return ""
-    if int(layer[1]) < recipe.first_layers:
+    layer = int(match[1])
+    if layer < recipe.first_layers:
         return f"fp8.first_layers = {recipe.first_layers}"
-    if int(layer[1]) >= layers - recipe.last_layers:
+    if layer >= layers - recipe.last_layers:
         return f"fp8.last_layers = {recipe.last_layers}"
     return ""
 

@@ -25,7 +25,7 @@ class AmaxHistory:
 
     scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 for steps that
         have not happened yet.
-    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], True for
+    step_amax: float32 [n], the amaxes of this step so far. overflowed: bool [n], True for
         tensors that were inf or NaN in the previous step. Only `scale` and `history` need to be
         saved.
     """
@@ -41,37 +41,39 @@ class AmaxHistory:
         self.recipe = recipe
         self.scale = torch.ones(count, device=device)
         self.history = torch.zeros(recipe.history_length, count, device=device)
-        self.now = torch.zeros(count, device=device)
+        self.step_amax = torch.zeros(count, device=device)
         self.overflowed = torch.zeros(count, dtype=torch.bool, device=device)
         self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
 
-    def record(self, i: int, amax: Tensor) -> None:
-        """Record the amax, float32 of one element, of tensor `i` in one of the step's
+    def record(self, column: int, amax: Tensor) -> None:
+        """Record the amax, float32 of one element, of a tensor in one of the step's
         micro-batches."""
-        largest = torch.maximum(self.now[i], amax.squeeze())
-        self.now[i] = largest
+        largest = torch.maximum(self.step_amax[column], amax.squeeze())
+        self.step_amax[column] = largest
 
-    def roll(self, agree: Callable[[Tensor], None]) -> None:
+    def roll(self, reduce_max: Callable[[Tensor], None]) -> None:
         """End a step: advance the history and compute the scales of the next one.
 
-        agree: reduces a float32 [n] to its maximum over the ranks that share these tensors, in
+        reduce_max: reduces a float32 [n] to its maximum over the ranks that share these tensors, in
         place. A tensor that did not run on any rank, or that was all zeros, neither advances nor
         changes its scale. Nor does a non-finite one, which `overflowed` then marks; but with
         `history = "te"` its history advances.
         """
-        self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
-        agree(self.now)
-        self.overflowed.copy_(self.now.isinf())
-        moves = self.now > 0  # all of this is arithmetic on the device: the host reads no number
+        # NaN becomes inf: an all-reduced maximum may drop a NaN
+        self.step_amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        reduce_max(self.step_amax)
+        self.overflowed.copy_(self.step_amax.isinf())
+        # which tensors advance; selected on the device, so that the host waits for no number
+        advances = self.step_amax > 0
         if self.recipe.history == "step":
-            moves &= ~self.overflowed
-        advanced = torch.cat([self.history[1:], self.now[None]])
-        history = torch.where(moves, advanced, self.history)
+            advances &= ~self.overflowed
+        advanced = torch.cat([self.history[1:], self.step_amax[None]])
+        history = torch.where(advances, advanced, self.history)
         self.history.copy_(history)
         amax = self._history_amax()
-        scale = torch.where(moves, self._compute_scale(amax), self.scale)
+        scale = torch.where(advances, self._compute_scale(amax), self.scale)
         self.scale.copy_(scale)
-        self.now.zero_()
+        self.step_amax.zero_()
 
     def _compute_scale(self, amax: Tensor) -> Tensor:
         """Return the scales [n] for amaxes [n], by the recipe's function or formula."""

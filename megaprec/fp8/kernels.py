@@ -10,7 +10,8 @@ Parameters of every kernel:
 
     a, b        the factors, in codes
     out_dtype   dtype of the product
-    fast        True if a tensor core may accumulate with fewer bits
+    fast        True if a tensor core may accumulate with fewer bits, for which torch's block-wise
+                and MX kernels have no switch
 """
 
 import torch

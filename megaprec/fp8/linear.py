@@ -38,8 +38,8 @@ class FP8Gemm:
     cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe
         tokens of its own.
     fp8_param: the codes of a weight that is stored in FP8 only.
-    scales, moment: of the forward pass, if scales change within a step. The output and the input's
-    gradient have high-precision dtypes.
+    scales, advances: of the forward pass, if scales change within a step. The output and the
+    input's gradient have high-precision dtypes.
     """
 
     state: FP8State
@@ -50,21 +50,23 @@ class FP8Gemm:
     fp8_param: FP8Param | None = None
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
-    moment: int = 0
+    advances: int = 0
 
-    def now(self) -> "FP8Gemm":
+    def for_pass(self) -> "FP8Gemm":
         """Bind the products to the current autocast and scales, so that a later backward pass uses
         them too."""
         if not self.state.by_microbatch:
             return replace(self, scope=self.state.scope)
         # Scales change before the backward pass: it must see copies of those of this pass.
         roles: tuple[Role, ...] = ("input", "weight")
-        scales = {role: self.state.scale(self.eligibility.name, role).clone() for role in roles}
+        scales: dict[Role, Tensor] = {}
+        for role in roles:
+            scales[role] = self.state.scale(self.eligibility.name, role).clone()
         return replace(
             self,
             scope=self.state.scope,
             scales=scales,
-            moment=self.state.moment,
+            advances=self.state.advances,
         )
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
@@ -72,7 +74,7 @@ class FP8Gemm:
         if not self.scope.computes:
             # calibration, or an autocast that is off: amaxes are recorded at most
             self._record(x, "input")
-            if not self._is_in_codes(weight):
+            if not self._is_in_codes(weight):  # else its masters' amaxes are recorded
                 self._record(weight, "weight")
             return self.wide.forward(x, self._widen(weight))
         codes, transposed = self._cast_first(x, "input")
@@ -151,7 +153,7 @@ class FP8Gemm:
         make = partial(self._cast_weight, weight.detach(), first)
         # a process may have the slices of several (virtual) tp ranks
         name = f"{self.eligibility.name} of rank {self.tp.rank}"
-        return self.state.cast_of(name, weight, self.moment, make)
+        return self.state.cast_of(name, weight, self.advances, make)
 
     def _cast_weight(self, weight: Tensor, first: bool) -> Casts:
         if self.fp8_param is not None and self._is_in_codes(weight):
@@ -182,10 +184,10 @@ class FP8Gemm:
         """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe
         says."""
         scale = None
-        agree = None
+        reduce_max = None
         if self._recipe.kind != "delayed":
             if self.tp.size > 1 and self._differs_over_tp(role):
-                agree = self._agree
+                reduce_max = self._reduce_max
         elif role in self.scales:
             scale = self.scales[role]
         else:
@@ -195,7 +197,7 @@ class FP8Gemm:
             self._recipe,
             role,
             scale=scale,
-            agree=agree,
+            reduce_max=reduce_max,
         )
         # counts nothing unless somebody watches
         self.state.note_lost(self.eligibility.name, role, x, codes)
@@ -214,7 +216,7 @@ class FP8Gemm:
         if self.scope.records:
             self.state.record(self.eligibility.name, role, amax_of(x))
 
-    def _agree(self, amax: Tensor) -> None:
+    def _reduce_max(self, amax: Tensor) -> None:
         self.tp.max_(amax)
 
     def _saved(self, x: Tensor, transposed: Codes) -> Factor:

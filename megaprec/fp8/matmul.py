@@ -37,7 +37,7 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
 EMULATED = "emulated in FP32"
 SLOW = {"cpu": "torch's kernel for CPUs is no faster, and on some far slower"}  # by device type
 REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
-_TRIED = 256  # rows and columns of a trial product
+_TRIAL_SIZE = 256  # rows and columns of a trial product
 # Relative error (Frobenius norm) up to which a kernel is right: rounding to BF16 alone is wrong by
 # 0.3 % at most, another order of scales by far more.
 _KERNEL_TOLERANCE = 0.01
@@ -59,15 +59,8 @@ def multiply(
     device = a.values.device
     if not a.values.numel() or not b.values.numel():
         return torch.zeros(len(a.values), len(b.values), dtype=out, device=device)
-    b_in_squares = b.block[0] == 128
-    kernel, _ = choose_kernel(
-        _sharing(a, b),
-        a.values.dtype,
-        b_in_squares,
-        out,
-        device,
-        backend,
-    )
+    square = b.block[0] == 128
+    kernel, _ = choose_kernel(_kind_of(a, b), a.values.dtype, square, out, device, backend)
     if kernel is None:
         return emulated(a, b, out)
     return kernel(a, b, out, fast)
@@ -116,16 +109,9 @@ def describe_kernels(
     descriptions: dict[str, str] = {}
     for name, (a_role, b_role) in PRODUCTS.items():
         dtype = total if name == "weight gradient" else out
-        in_squares = kind == "blockwise" and b_role == "weight"
+        square = kind == "blockwise" and b_role == "weight"
         a_format = format_of(recipe, a_role)
-        kernel, why = choose_kernel(
-            kind,
-            a_format,
-            in_squares,
-            dtype,
-            device,
-            recipe.backend,
-        )
+        kernel, why = choose_kernel(kind, a_format, square, dtype, device, recipe.backend)
         if kernel is None:
             descriptions[name] = f"{EMULATED}: {why}"
         else:
@@ -133,7 +119,7 @@ def describe_kernels(
     return descriptions
 
 
-def _sharing(a: Codes, b: Codes) -> Kind:
+def _kind_of(a: Codes, b: Codes) -> Kind:
     """Return the layout of scales that kernels see; for them delayed scales are the same as current
     ones."""
     if a.inverse.dtype == torch.float8_e8m0fnu:
@@ -162,9 +148,9 @@ def choose_kernel(
     """Return the first kernel that computes such products correctly, or None and why the last one
     does not.
 
-    a_format: of the first factor; the second is E4M3. square: True if its blocks, if there are any,
-    are of 128 x 128. On meta tensors, which have no numbers, that is the first one. Raises
-    UserError if Transformer Engine's casts or products are wrong.
+    a_format: of the first factor; the second is E4M3. square: True if the second factor's blocks,
+    if there are any, are of 128 x 128. On meta tensors, which have no numbers, that is the first
+    kernel. Raises UserError if Transformer Engine's casts or products are wrong.
     """
     # Meta tensors stand for those of a GPU, and no product of theirs can be checked.
     if device.type == "meta":
@@ -176,23 +162,10 @@ def choose_kernel(
         if backend == "torch" and device.type in SLOW:
             return None, SLOW[device.type]
         if backend == "torch":
-            return _try_kernels(
-                KERNELS[kind],
-                recipe,
-                role,
-                square,
-                out,
-                device,
-            )
+            return _try_kernels(KERNELS[kind], recipe, role, square, out, device)
         wrong_casts = _check_casts(recipe, role, device)
-        kernel, refusal = _try_kernels(
-            (kernels.transformer_engine_gemm,),
-            recipe,
-            role,
-            square,
-            out,
-            device,
-        )
+        candidates = (kernels.transformer_engine_gemm,)
+        kernel, refusal = _try_kernels(candidates, recipe, role, square, out, device)
     if why := wrong_casts or refusal:
         raise UserError.of("fp8.fp8_backend_unavailable", backend=backend, device=device, why=why)
     return kernel, ""
@@ -206,20 +179,26 @@ def _try_kernels(
     out: torch.dtype,
     device: torch.device,
 ) -> tuple[Kernel | None, str]:
-    """Return what `chosen` returns, for these kernels. role: of the first factor."""
+    """Return the first of `candidates` that computes such products correctly, or None and why the
+    last one does not.
+
+    role: of the first factor. square: True if the second factor's blocks are of 128 x 128.
+    """
     a = quantize(_sample(device), recipe, role)
     # only blocks depend on the role: those of a weight are square
     b_role: Role = "weight" if square or recipe.kind != "blockwise" else "input"
     b = quantize(_sample(device).flip(0), recipe, b_role)
-    right = emulated(a, b, torch.float32)
+    expected = emulated(a, b, torch.float32)
     why = ""
     for kernel in candidates:
         try:
-            products = torch.stack([kernel(a, b, out, fast).float() for fast in (False, True)])
+            slow_product = kernel(a, b, out, False).float()
+            fast_product = kernel(a, b, out, True).float()
         except REFUSALS as error:
             why = _quote(recipe.backend, error)
             continue
-        relative_error = (products - right).norm() / right.norm()
+        differences = torch.stack([slow_product - expected, fast_product - expected])
+        relative_error = differences.norm() / expected.norm()
         if relative_error < _KERNEL_TOLERANCE:
             return kernel, ""
         why = f"its {kernel.__name__} kernel is wrong by {relative_error:.1%}"
@@ -233,9 +212,9 @@ def _check_casts(recipe: FP8Recipe, role: Role, device: torch.device) -> str:
         both = quantize_both(x, recipe, role)
     except REFUSALS as error:
         return _quote(recipe.backend, error)
-    right = quantize_both(x, replace(recipe, backend="torch"), role)
-    for codes, right_codes in zip(both, right, strict=True):
-        if not torch.equal(codes.values.float(), right_codes.values.float()):
+    expected = quantize_both(x, replace(recipe, backend="torch"), role)
+    for codes, expected_codes in zip(both, expected, strict=True):
+        if not torch.equal(codes.values.float(), expected_codes.values.float()):
             return "its casts are not those of torch"
     return ""
 
@@ -248,7 +227,8 @@ def _quote(backend: Backend, error: Exception) -> str:
 
 def _sample(device: torch.device) -> Tensor:
     """Return numbers whose rows and blocks differ in magnitude, drawn from no generator."""
-    count = _TRIED * _TRIED
-    grid = torch.arange(count, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
-    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # small enough for FP16 sums
-    return (grid * 0.7).sin() * sizes * sizes[:, None]
+    count = _TRIAL_SIZE * _TRIAL_SIZE
+    numbers = torch.arange(count, device=device, dtype=torch.float32)
+    waves = (numbers * 0.7).sin().view(_TRIAL_SIZE, _TRIAL_SIZE)
+    sizes = torch.linspace(0.1, 0.9, _TRIAL_SIZE, device=device)  # small enough for FP16 sums
+    return waves * sizes * sizes[:, None]

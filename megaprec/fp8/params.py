@@ -11,11 +11,12 @@ compute from weights in FP32.
 
 Each matrix is stored once, so its codes must serve products along its rows and along its columns.
 Row-wise and MX scales, which differ between the two, are refused
-(`megaprec.fp8.eligibility.not_computed`).
+(`megaprec.fp8.eligibility.unsupported_settings`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,12 @@ class FP8Param:
         self.dtype = format_of(state.recipe, "weight")
         self.block = block_of(state.recipe, "weight", self.shape)
         rows, columns = self.shape
+        block_rows, block_columns = self.block
+        # numbers of blocks, rounded up
+        scale_rows = -(-rows // block_rows)
+        scale_columns = -(-columns // block_columns)
         # on the CPU until a buffer moves it to its device
-        self.inverse = torch.ones(-(-rows // self.block[0]), -(-columns // self.block[1]))
+        self.inverse = torch.ones(scale_rows, scale_columns)
 
     @property
     def in_blocks(self) -> bool:
@@ -66,7 +71,7 @@ class FP8Param:
 
     def scales(self, amax: Tensor, records: bool) -> Tensor:
         """Return the scales for masters with these amaxes of blocks; float32 of the shape of
-        `amax`."""
+        `amax`. records: a delayed amax is recorded for later scales."""
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
@@ -138,11 +143,12 @@ class FP8ParamShard:
         if self.masters.numel() == self.param.shape.numel():
             return self.masters.view(self.param.shape)
         padded = self.masters.new_zeros(self.param.shape)
-        padded.view(-1)[self.start : self.start + len(self.masters)] = self.masters
+        stop = self.start + len(self.masters)
+        padded.view(-1)[self.start : stop] = self.masters
         return padded
 
 
-def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
+def reduced_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
     """Return the amaxes of whole weights, or of their blocks, from those of each rank's shard.
 
     Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole
@@ -152,26 +158,37 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
     packed = torch.cat([amax.view(-1) for amax in local])  # all in one collective
     shards.max_(packed)
     unpacked = packed.split([amax.numel() for amax in local])
-    amaxes = [part.view_as(amax) for part, amax in zip(unpacked, local, strict=True)]
+    amaxes: list[Tensor] = []
+    for flat, amax in zip(unpacked, local, strict=True):
+        amaxes.append(flat.view_as(amax))
+    # one recipe has all weights: scales of all of them belong to blocks, or of none
     if any(shard.param.in_blocks for shard in owned):
         return amaxes
     tp.max_(packed)  # `amaxes` are views of it
-    by_name: dict[str, list[Tensor]] = {}  # a process may have slices of several (virtual) ranks
+    # a process may have slices of several (virtual) ranks, between which no collective runs
+    by_name: dict[str, list[Tensor]] = {}
     for shard, amax in zip(owned, amaxes, strict=True):
         by_name.setdefault(shard.param.name, []).append(amax)
-    return [torch.stack(by_name[shard.param.name]).amax(0) for shard in owned]
+    largest: dict[str, Tensor] = {}
+    for name, amaxes_of_ranks in by_name.items():
+        largest[name] = torch.stack(amaxes_of_ranks).amax(0)
+    return [largest[shard.param.name] for shard in owned]
+
+
+class FP8BufferShards(NamedTuple):
+    """The shards that lie in one buffer, and a function that starts to all-gather the buffer."""
+
+    shards: Sequence[FP8ParamShard]
+    start_gather: Callable[[], object]
 
 
 @dataclass(frozen=True)
 class FP8Group:
     """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut
     over `tp`.
-
-    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the
-        buffer.
     """
 
-    by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]]
+    by_buffer: Sequence[FP8BufferShards]
     shards: Axis
     tp: Axis
 
@@ -191,12 +208,12 @@ class FP8Masters:
     The states of these weights call `renew` at the start of a pass.
 
     groups: the weights whose masters are sharded and cut over the same ranks; those of experts may
-    have ranks of their own. settle: called when all-gathers of all buffers have started.
+    have ranks of their own. finish_gathers: called when all-gathers of all buffers have started.
     """
 
-    def __init__(self, groups: Sequence[FP8Group], settle: Callable[[], object]) -> None:
+    def __init__(self, groups: Sequence[FP8Group], finish_gathers: Callable[[], object]) -> None:
         self._groups = groups
-        self._settle = settle
+        self._finish_gathers = finish_gathers
         states: dict[FP8State, None] = {}
         for group in groups:
             states |= dict.fromkeys(shard.param.state for shard in group.owned)
@@ -216,9 +233,10 @@ class FP8Masters:
         Collective over shards and tp of all groups.
         """
         for group in self._groups:
-            amaxes = iter(agreed_amaxes(group.owned, group.shards, group.tp))
-            for shards, start_collecting in group.by_buffer:
+            # in the order of `owned`, which is that of the buffers
+            amaxes = iter(reduced_amaxes(group.owned, group.shards, group.tp))
+            for shards, start_gather in group.by_buffer:
                 for shard in shards:
                     shard.encode(next(amaxes), records)
-                start_collecting()  # the codes of this buffer travel while the next are computed
-        self._settle()
+                start_gather()  # the codes of this buffer travel while the next are computed
+        self._finish_gathers()

@@ -46,7 +46,8 @@ class Codes:
         values = self.values.t()
         if values.is_cuda:
             values = values.contiguous()
-        return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
+        block_rows, block_columns = self.block
+        return Codes(values, self.inverse.t(), (block_columns, block_rows))
 
     def wide(self) -> Tensor:
         """Return the dequantized numbers, float32 [m, k]."""
@@ -59,13 +60,13 @@ def quantize(
     recipe: FP8Recipe,
     role: Role,
     scale: Tensor | None = None,
-    agree: Callable[[Tensor], None] | None = None,
+    reduce_max: Callable[[Tensor], None] | None = None,
 ) -> Codes:
     """Return x [m, k], fp32, bf16 or fp16, in codes to be summed over k.
 
-    scale: float32 of one element, for delayed scaling only. agree: reduces an amax [1, 1] in place
-    to its maximum over the ranks that hold parts of x, for current scaling; the other kinds share
-    no scale between ranks.
+    scale: float32 of one element, for delayed scaling only. reduce_max: reduces an amax [1, 1] in
+    place to its maximum over the ranks that hold parts of x, for current scaling; the other kinds
+    share no scale between ranks.
     """
     dtype = format_of(recipe, role)
     block = block_of(recipe, role, x.shape)
@@ -74,8 +75,8 @@ def quantize(
         # the scale is that of earlier passes, whatever is in x
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
     amax = amax_of(x, block)
-    if recipe.kind == "current" and agree is not None:
-        agree(amax)  # before the scale is computed: all ranks then compute the same one
+    if recipe.kind == "current" and reduce_max is not None:
+        reduce_max(amax)  # before the scale is computed: all ranks then compute the same one
     if recipe.kind == "mx":
         # E8M0 has only powers of two, whose reciprocals are exact
         inverse = mx_inverse(amax, limit(dtype))
@@ -92,17 +93,19 @@ def quantize_both(
     recipe: FP8Recipe,
     role: Role,
     scale: Tensor | None = None,
-    agree: Callable[[Tensor], None] | None = None,
+    reduce_max: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
     """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where
     it can."""
+    # an empty matrix has nothing to cast: torch makes its codes
     if recipe.backend == "transformer_engine" and x.numel():
         if scale is None:
-            scale = _current_scale(x, recipe, role, agree)
+            scale = _current_scale(x, recipe, role, reduce_max)
         return _by_transformer_engine(x, recipe, role, scale)
-    codes = quantize(x, recipe, role, scale, agree)
+    codes = quantize(x, recipe, role, scale, reduce_max)
     if serves_both(recipe, role):
         return codes, codes.t()
+    # the kinds that are left have no scale of before, and share none between ranks
     return codes, quantize(x.t(), recipe, role)
 
 
@@ -112,21 +115,25 @@ def _by_transformer_engine(
     role: Role,
     scale: Tensor,
 ) -> tuple[Codes, Codes]:
+    """Return the codes of x [m, k] and of its transpose, cast by Transformer Engine with one
+    scale."""
     m, k = x.shape
     values, transposed, inverse = encode(x, format_of(recipe, role), scale)
-    return Codes(values, inverse, (m, k)), Codes(transposed, inverse, (k, m))
+    codes = Codes(values, inverse, (m, k))
+    transposed_codes = Codes(transposed, inverse, (k, m))
+    return codes, transposed_codes
 
 
 def _current_scale(
     x: Tensor,
     recipe: FP8Recipe,
     role: Role,
-    agree: Callable[[Tensor], None] | None,
+    reduce_max: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Return the scale of all of x: float32 [1, 1]."""
     amax = amax_of(x)
-    if agree is not None:
-        agree(amax)
+    if reduce_max is not None:
+        reduce_max(amax)
     largest = limit(format_of(recipe, role))
     return scale_of(amax, largest, power_2=recipe.power_2_scales)
 
@@ -140,6 +147,7 @@ def serves_both(recipe: FP8Recipe, role: Role) -> bool:
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """Return how many rows and columns of a matrix of this shape share a scale."""
+    # at least 1: an empty matrix has a block too
     rows = max(1, shape[0])
     columns = max(1, shape[1])
     if recipe.kind == "rowwise":
@@ -162,9 +170,12 @@ def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     if block is None or (block[0] >= m and block[1] >= k):
         return _amax(x).float().view(1, 1)
     height, width = block
+    # numbers of blocks, rounded up; the zeros that fill the last ones change no amax
     rows = -(-m // height)
     columns = -(-k // width)
-    padded = F.pad(x, (0, columns * width - k, 0, rows * height - m))
+    missing_columns = columns * width - k
+    missing_rows = rows * height - m
+    padded = F.pad(x, (0, missing_columns, 0, missing_rows))
     blocks = padded.abs().reshape(rows, height, columns, width)
     return blocks.amax((1, 3)).float()
 
@@ -201,5 +212,6 @@ def counts_lost(x: Tensor, codes: Codes) -> Tensor:
     saturated = (x.float().abs() > bounds) & x.isfinite()
     nonzero = x != 0
     vanished = nonzero & (codes.values.float() == 0)
-    counts = [saturated.sum(), torch.ones_like(nonzero).sum(), vanished.sum(), nonzero.sum()]
-    return torch.stack(counts).double()
+    num_saturated = saturated.sum()
+    num_elements = torch.full_like(num_saturated, x.numel())
+    return torch.stack([num_saturated, num_elements, vanished.sum(), nonzero.sum()]).double()

@@ -22,17 +22,17 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 def scale_of(
     amax: Tensor,
     limit: float | Tensor,
-    before: float | Tensor = 1.0,
+    previous: float | Tensor = 1.0,
     power_2: bool = False,
 ) -> Tensor:
     """Return the scale that brings numbers up to `amax` (float32 of any shape) within `limit`.
 
-    before: kept where amax is 0, inf or NaN. power_2: True to round down to a power of two.
+    previous: kept where amax is 0, inf or NaN. power_2: True to round down to a power of two.
     """
     scale = (_as_tensor(limit, amax) / amax).clamp(max=_LARGEST)
     if power_2:
         scale = _down_to_power_2(scale)
-    return torch.where((amax > 0) & amax.isfinite(), scale, before)
+    return torch.where((amax > 0) & amax.isfinite(), scale, previous)
 
 
 def mx_inverse(amax: Tensor, limit: float) -> Tensor:
@@ -48,7 +48,8 @@ def mx_inverse(amax: Tensor, limit: float) -> Tensor:
     mantissa = bits & _MANTISSA
     # A power of two has mantissa 0. E8M0's smallest number, 2**-127, is a subnormal of float32.
     exact = torch.where(exponent == 0, 0x40_0000, 0)
-    code = (exponent + (mantissa > exact)).clamp(max=254)
+    rounds_up = mantissa > exact
+    code = (exponent + rounds_up).clamp(max=254)  # the largest power
     code = torch.where(amax.isnan(), 255, code)  # 255 is NaN
     return code.to(torch.uint8).view(torch.float8_e8m0fnu)
 

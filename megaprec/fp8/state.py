@@ -92,12 +92,13 @@ class FP8State:
         self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
         self.outdated = True  # True if masters have changed since the last call of `renew`
-        self.moment = 0  # number of advances of the history within passes
-        # scales and history at the start of the last training pass
-        self._before: tuple[Tensor, Tensor] | None = None
+        # number of advances of the history within passes, with `history = "te"` only
+        self.advances = 0
+        # scales and history at the start of the last training pass, which `replayed` puts back
+        self._pass_start: tuple[Tensor, Tensor] | None = None
         self._pending = False  # True if amaxes may have been recorded since the last roll
-        self._inside = False  # True within an autocast
-        # of weights in this pass: version and moment for which they were made, and the casts
+        self._in_autocast = False  # True within an autocast
+        # by weight: the casts of this pass, and the weight's version and the `advances` they are of
         self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
         self._lost: dict[str, Tensor] | None = None  # inside `watching` only
 
@@ -108,33 +109,23 @@ class FP8State:
         Raises UserError for a recipe with settings that are not computed, or for a backend that is
         not available.
         """
-        if recipe is not None and (lacking := unsupported_settings(recipe)):
-            raise UserError(
-                *(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items())
-            )
+        unsupported = unsupported_settings(recipe) if recipe is not None else {}
+        if unsupported:
+            lines = [f"fp8.{key} = true: {why}; use false" for key, why in unsupported.items()]
+            raise UserError(*lines)
         if recipe is not None and recipe.backend == "transformer_engine":
             transformer_engine.require()
         tp = Axis.of(mesh, "tp")
+        stage = tp
+        dp: Axis | None = None  # delayed amaxes that are reduced over the stage differ nowhere
         if recipe is None or recipe.kind != "delayed":
-            return FP8State(
-                recipe,
-                layers,
-                tp,
-                tp,
-                Axis.of(mesh, "dp"),
-                device_of(mesh),
-            )
-        if not recipe.reduce_amax:
-            return FP8State(
-                recipe,
-                layers,
-                tp,
-                tp,
-                Axis.replicas(mesh),
-                device_of(mesh),
-            )
-        stage = Axis.stage(mesh, own=recipe.history == "te")
-        return FP8State(recipe, layers, tp, stage, device=device_of(mesh))
+            dp = Axis.of(mesh, "dp")
+        elif not recipe.reduce_amax:
+            dp = Axis.replicas(mesh)
+        else:
+            # overlapping passes of "te" reduce amid other collectives, hence a group of its own
+            stage = Axis.stage(mesh, own=recipe.history == "te")
+        return FP8State(recipe, layers, tp, stage, dp, device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Eligibility:
         """Register the weight that `parts` are stacked in, and return whether its products run in
@@ -170,15 +161,15 @@ class FP8State:
         """Return the scales and amaxes of the tensors in `names`."""
         assert self.recipe is not None
         formats = [format_of(self.recipe, role) for role in ROLES]  # of one weight, as in `names`
-        return AmaxHistory(self.recipe, formats * self.products, self.device)
+        return AmaxHistory(self.recipe, formats * self.num_delayed_weights, self.device)
 
     @property
-    def narrow(self) -> set[str]:
+    def weight_names(self) -> set[str]:
         """Return the weights whose products run in FP8, each by its first logical name."""
         return {weight.name for weight in self.registered if not weight.fallback_reason}
 
     @property
-    def products(self) -> int:
+    def num_delayed_weights(self) -> int:
         """Return the number of weights that have a delayed scale."""
         return len(self.names) // len(ROLES)
 
@@ -199,20 +190,20 @@ class FP8State:
         self,
         name: str,
         weight: Tensor,
-        moment: int,
+        advances: int,
         make: Callable[[], Casts],
     ) -> Casts:
-        """Return the weight's casts of this pass, computed once for each moment and each version of
-        the weight.
+        """Return the weight's casts of this pass, computed once for each version of the weight and
+        each advance of the history within the pass.
 
         name: unique among the weights of this process. Every change of a weight must increment its
         version (`Buffer.start_all_gather` does so for the optimizers of this project).
         """
-        state = (num_writes(weight), moment)
-        cast_in, casts = self._casts.get(name, (None, None))
-        if casts is None or cast_in != state:
+        key = (num_writes(weight), advances)
+        cast_key, casts = self._casts.get(name, (None, None))
+        if casts is None or cast_key != key:
             casts = make()
-            self._casts[name] = (state, casts)
+            self._casts[name] = (key, casts)
         return casts
 
     @contextmanager
@@ -237,15 +228,16 @@ class FP8State:
             raise ValueError(
                 "recipe and group are fixed when the layers are built: give others to FP8State"
             )
-        with self._entered(enabled, torch.is_grad_enabled() and (enabled or calibrating)):
+        records = torch.is_grad_enabled() and (enabled or calibrating)
+        with self._entered(enabled, records):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Repeat the last training pass with its scales. Nothing is recorded, or all of it in the
         same way."""
-        if self.by_microbatch and self._before is not None and self.names:
-            scale, history = self._before
+        if self.by_microbatch and self._pass_start is not None and self.names:
+            scale, history = self._pass_start
             self.bank.scale.copy_(scale)
             self.bank.history.copy_(history)
         with self._entered(True, self.by_microbatch):
@@ -281,17 +273,17 @@ class FP8State:
     def _entered(self, enabled: bool, records: bool) -> Iterator[None]:
         """Enter an autocast; the outermost one begins a pass and, if it records, ends it."""
         outer_scope = self.scope
-        is_outermost = not self._inside
+        is_outermost = not self._in_autocast
         if is_outermost:
             self._begin(records)
-        self._inside = True
+        self._in_autocast = True
         self.scope = self._scope(enabled, records)
         try:
             yield
             if is_outermost and records:
                 self.advance()
         finally:
-            self._inside = not is_outermost
+            self._in_autocast = not is_outermost
             self.scope = outer_scope
 
     def _begin(self, records: bool) -> None:
@@ -299,15 +291,16 @@ class FP8State:
         records."""
         self._casts.clear()  # scales may differ from those of the pass before
         if records and self.by_microbatch:
-            self._before = None
+            self._pass_start = None
             if self.names:
-                self._before = (self.bank.scale.clone(), self.bank.history.clone())
+                self._pass_start = (self.bank.scale.clone(), self.bank.history.clone())
         elif records:
             self.roll()
             self._pending = True
+        # a training pass may have new scales: codes are made again, even of unchanged masters
         if self.renew is not None and (records or self.outdated):
-            delayed = self.recipe is not None and self.recipe.kind == "delayed"
-            self.renew(records and delayed)
+            is_delayed = self.recipe is not None and self.recipe.kind == "delayed"
+            self.renew(records and is_delayed)
             self.outdated = False
 
     def _scope(self, enabled: bool, records: bool) -> Scope:
@@ -332,7 +325,7 @@ class FP8State:
         self.rolls += 1  # on every rank, with or without tensors of its own
         self._casts.clear()
         if self.names:
-            self.bank.roll(self._agree)
+            self.bank.roll(self._reduce_max)
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -340,7 +333,7 @@ class FP8State:
         no pass."""
         self._pending = False
         if self.names:
-            self.bank.now.zero_()
+            self.bank.step_amax.zero_()
 
     @property
     def differs_over_dp(self) -> bool:
@@ -361,8 +354,8 @@ class FP8State:
         of an autocast is sufficient.
         """
         if self.by_microbatch and self.names:
-            self.bank.roll(self._agree)
-            self.moment += 1
+            self.bank.roll(self._reduce_max)
+            self.advances += 1
 
-    def _agree(self, amaxes: Tensor) -> None:
+    def _reduce_max(self, amaxes: Tensor) -> None:
         self.stage.max_(amaxes)

@@ -88,14 +88,14 @@ def product(
     # Its operands are column-major, so that b comes first.
     first = _wrap(b, b_inverse, out)
     second = _wrap(a, a_inverse, out)
-    product, *_ = extensions.general_gemm(
+    result, *_ = extensions.general_gemm(
         first,
         second,
         out_dtype=out,
         layout="TN",
         use_split_accumulator=not fast,
     )
-    return product
+    return result
 
 
 def _wrap(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:

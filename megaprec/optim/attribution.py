@@ -63,7 +63,8 @@ def attribute_nonfinite(
         for buffer in buffers:
             start, stop = span_of(buffer)
             findings += _findings(buffer, start, stop, pp.rank, tp_rank)
-        gathered = _gather_findings(_worst(findings, most), world, device)
+        worst = _worst(findings, most)
+        gathered = _gather_findings(worst, world, device)
         return _merge(gathered, most)
 
     # first the parts that are counted once: a replica's copy is read only if these are finite
@@ -201,11 +202,11 @@ def _merge(findings: Iterable[_Finding], most: int) -> tuple[Offender, ...]:
     slices: dict[tuple[str, int, int], dict[int, Offender]] = defaultdict(dict)
     for start, offender in findings:
         key = (offender.name, offender.stage, offender.tp_rank)
-        of_tensor = slices[key]
-        replica = of_tensor.get(start, offender)
+        by_start = slices[key]
+        replica = by_start.get(start, offender)
         # of two replicas that differ, the one with more bad elements
-        of_tensor[start] = offender if offender.bad >= replica.bad else replica
-    merged = [_add(list(of_tensor.values())) for of_tensor in slices.values()]
+        by_start[start] = offender if offender.bad >= replica.bad else replica
+    merged = [_add(list(by_start.values())) for by_start in slices.values()]
     merged.sort(key=lambda offender: (-offender.bad, offender.name, offender.tp_rank))
     return tuple(merged[:most])
 

@@ -38,7 +38,7 @@ from megaprec.precision.rounding import split
 from megaprec.torch_private import num_writes
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
-_COMPARED = 1 << 16  # elements that are compared at a time: they stay in a core's cache
+_COMPARED_ELEMENTS = 1 << 16  # at a time: they stay in a core's cache
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
@@ -172,6 +172,7 @@ class Buffer:
         self._allocate(device, state)
 
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
+        """Yield the pieces of all parameters, in order."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             layout = layout_of(parameter)
             for part, part_start, part_stop in layout.spans():
@@ -197,6 +198,7 @@ class Buffer:
                 yield OwnedPiece(piece, span, self.start)
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
+        """Allocate all tensors of the buffer, and move the parameters in."""
         dtypes = self._choose_dtypes()
         self.reduce_dtype = dtypes.reduce
         self.weights = torch.zeros(self.size, dtype=dtypes.weights, device=device)
@@ -216,6 +218,7 @@ class Buffer:
         self._versions = self._read_versions()
 
     def _choose_dtypes(self) -> _Dtypes:
+        """Return the dtypes of the parameters, which are of one kind."""
         plan = self.plan
         weights = param_dtype(self.parameters[0], plan)
         # masters are never narrower than the weights that layers read
@@ -295,15 +298,15 @@ class Buffer:
     def _tile(self, start: int, stop: int) -> Tile:
         """Return elements [start, stop) of this rank's slice."""
         buffer_start = self.start + start
-        spans = [
-            DrawSpan(
+        spans: list[DrawSpan] = []
+        for owned in self.owned_pieces(buffer_start, self.start + stop):
+            span = DrawSpan(
                 part=owned.piece.part,
                 part_start=owned.in_part.start,
                 start=owned.span.start - buffer_start,
                 stop=owned.span.stop - buffer_start,
             )
-            for owned in self.owned_pieces(buffer_start, self.start + stop)
-        ]
+            spans.append(span)
         # an update of FP8 weights changes their masters only
         weights = self.masters if self.has_fp8_weights else self.local_part(self.weights)
         assert weights is not None
@@ -500,7 +503,9 @@ class Buffer:
         self._versions = versions
         if everything or is_written or not self._has_changed:
             # a GPU compares longer runs, because each launch has a cost
-            length = _COMPARED if self.weights.device.type == "cpu" else _COMPARED << 6
+            length = _COMPARED_ELEMENTS
+            if self.weights.device.type != "cpu":
+                length <<= 6
             for tile in self.tiles(0, self.local_size, length):
                 tile.adopt_weights(is_written, steps)
 

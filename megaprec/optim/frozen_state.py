@@ -76,8 +76,8 @@ class FrozenState:
             values = parameter.data.view(-1)
             counts = self._counts(layout)
             # without padding, and each logical element is saved by one rank
-            for part, first, last in layout.spans():
-                yield FrozenSlice(part, values[first:last], counts and part.copy == 0)
+            for part, start, stop in layout.spans():
+                yield FrozenSlice(part, values[start:stop], counts and part.copy == 0)
 
     def _counts(self, layout: Layout) -> bool:
         return layout.counts(self._pp_rank) and self._is_first_replica(layout)
@@ -119,7 +119,7 @@ class FrozenState:
         return original is buffer and version == num_writes(buffer)
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
-        seen = set[nn.Parameter]()
+        seen = set[nn.Parameter]()  # a tied parameter may be in several parts
         for model_part in self._model_parts:
             for name, parameter in model_part.named_parameters():
                 if not parameter.requires_grad and parameter not in seen:

@@ -38,7 +38,7 @@ def statistics(
     counted_blocks = _all_blocks(gradients)
     if counted_blocks:
         norms, num_nonzero = _norms_and_nonzero(counted_blocks)
-        squares = _squares(norms, counted_blocks)
+        squares = _sum_of_squares(norms, counted_blocks)
         num_elements = sum(block.numel() for block in counted_blocks)
         num_zeros = num_elements - num_nonzero.sum()
         counted = torch.stack((squares, num_zeros.double()))  # no wait of the host
@@ -46,7 +46,7 @@ def statistics(
         counted = torch.zeros(2, dtype=torch.float64, device=device)
     copied_blocks = _all_blocks(copies)
     if copied_blocks:
-        squares_of_copies = _squares(_norms(copied_blocks), copied_blocks)
+        squares_of_copies = _sum_of_squares(_norms(copied_blocks), copied_blocks)
         counted[0] += 0 * squares_of_copies  # 0, or NaN if they are not finite
     return counted
 
@@ -55,10 +55,11 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of squares of a flat tensor, float64 of shape []; it is finite exactly if all
     elements are."""
     blocks = _blocks(values)
-    return _squares(_norms(blocks), blocks)
+    return _sum_of_squares(_norms(blocks), blocks)
 
 
 def _blocks(values: Tensor) -> Sequence[Tensor]:
+    """Return views of a flat tensor, each of a length that suits the device."""
     length = _CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK
     return values.split(length)
 
@@ -109,18 +110,16 @@ def _norm(block: Tensor) -> Tensor:
     return torch.linalg.vector_norm(block)
 
 
-def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+def _sum_of_squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of blocks with these norms."""
-    squares = norms.double().square().sum()
+    total = norms.double().square().sum()
     # on a CPU only: the norm of a block of finite numbers may have overflowed FP32
-    if norms.dtype == torch.float32 and not squares.isfinite():
-        wide_norms = torch.stack([_wide_norm(block) for block in blocks])
-        squares = wide_norms.square().sum()
-    return squares
-
-
-def _wide_norm(block: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(block, dtype=torch.float64)
+    if norms.dtype == torch.float32 and not total.isfinite():
+        wide_norms: list[Tensor] = []
+        for block in blocks:
+            wide_norms.append(torch.linalg.vector_norm(block, dtype=torch.float64))
+        total = torch.stack(wide_norms).square().sum()
+    return total
 
 
 def norm_of(tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
@@ -143,5 +142,5 @@ def joined_norm(norms: Tensor, order: float) -> Tensor:
     one of the norms is not.
     """
     largest = norms.max()
-    safe = torch.where(largest > 0, largest, 1.0)
-    return torch.linalg.vector_norm(norms / safe, order) * safe
+    divisor = torch.where(largest > 0, largest, 1.0)  # of zeros alone the norm is 0, not NaN
+    return torch.linalg.vector_norm(norms / divisor, order) * divisor

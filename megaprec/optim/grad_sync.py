@@ -215,7 +215,7 @@ class ParamGatherer:
         """Wait until all weights have arrived."""
         self._wait_for(list(self._waits))
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """End an update: wait for all weights, unless the next forward pass waits layer by
         layer."""
         if not self._early:
@@ -229,7 +229,8 @@ class ParamGatherer:
 
 
 def _add_waiting_hooks(model_part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
-    """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
+    """Make the layers of a model part, and the part itself, wait for their weights when they are
+    called."""
     weights: dict[nn.Module, set[nn.Parameter]] = {}
     for module in model_part.modules():
         if isinstance(module, _CONTAINERS):

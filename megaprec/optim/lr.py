@@ -53,21 +53,22 @@ class LRSchedule:
             return self.peak
         if completed > self.total:
             return self.final
-        return self.final + self._share(completed) * (self.peak - self.final)
+        return self.final + self._height(completed) * (self.peak - self.final)
 
-    def _share(self, completed: int) -> float:
+    def _height(self, completed: int) -> float:
         """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
             into_tail = completed - (self.total - self.decay)
             if into_tail <= 0:
                 return 1.0
-            return 2 * 0.5 ** (into_tail / self.decay) - 1
+            return 2 * 0.5 ** (into_tail / self.decay) - 1  # from 1 to 0
         progress = (completed - self.warmup) / (self.total - self.warmup)
         if self.kind == "linear":
             return 1 - progress
         return 0.5 * (math.cos(math.pi * progress) + 1)
 
     def _problems(self) -> Iterator[Problem]:
+        """Yield a problem for each value that is out of its range or contradicts another one."""
         longest_decay = self.total - self.warmup
         if self.total < 1:
             yield Problem.of("optimizer.schedule_total", total=self.total)

@@ -22,11 +22,11 @@ from megaprec.comm.main_grad import reset_accumulation
 from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
-from megaprec.fp8.params import FP8Group, FP8Masters
+from megaprec.fp8.params import FP8BufferShards, FP8Group, FP8Masters
 from megaprec.optim.flat_buffer import Buffer, StartSum, param_dtype, require_in_place, start_sum
 from megaprec.optim.frozen_state import FrozenState
 from megaprec.optim.model_checks import TrainedModel
-from megaprec.optim.param_groups import Group, by_factors
+from megaprec.optim.param_groups import Group, in_order_of_factors
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.ranks import Ranks, Replicas, expert_replicas
 from megaprec.optim.torch_wrappers import DTensorSlice, is_dtensor
@@ -110,19 +110,18 @@ class ModelBuffers:
             dtensor_slice.parameter for dtensor_slice in self.dtensor_slices
         }
         # collective: every rank makes the groups of all tied parameters
-        axes = tied_axes(
-            mesh, [layout_of(parameter).tied for parameter in parameters_of(model_parts)]
-        )
+        tied_ranks = [layout_of(parameter).tied for parameter in parameters_of(model_parts)]
+        axes = tied_axes(mesh, tied_ranks)
         self.chunks = self._lay_out(model_parts, dtensor_slices)
         self.all = list(chain.from_iterable(self.chunks))
         self.frozen = FrozenState(model_parts, ranks.pp.rank, self._is_first_replica)
         self.twins = self._find_twins()
         with_twin = set(chain.from_iterable(self.twins))
-        self.tied = [
-            _TiedBuffer(buffer, axes[layout_of(buffer.parameters[0]).tied])
-            for buffer in self._tied_buffers()
-            if buffer not in with_twin
-        ]
+        self.tied: list[_TiedBuffer] = []
+        for buffer in self._tied_buffers():
+            if buffer not in with_twin:
+                axis = axes[layout_of(buffer.parameters[0]).tied]
+                self.tied.append(_TiedBuffer(buffer, axis))
 
     def _lay_out(
         self,
@@ -135,12 +134,14 @@ class ModelBuffers:
         marked = parameters_of_marked(model_parts)
         for model_part in model_parts:
             trained = list(parameters_of([model_part]))
-            # torch manages the memory of DTensors, so copies of their slices are in the buffers
-            in_buffers = [
-                dtensor_slices[parameter].parameter if parameter in dtensor_slices else parameter
-                for parameter in trained
-                if parameter not in taken
-            ]
+            in_buffers: list[nn.Parameter] = []
+            for parameter in trained:
+                if parameter in taken:
+                    continue
+                if parameter in dtensor_slices:
+                    # torch manages the memory of DTensors: a copy of the slice is in the buffer
+                    parameter = dtensor_slices[parameter].parameter
+                in_buffers.append(parameter)
             taken.update(trained)
             chunks.append([self._buffer(bucket) for bucket in self._buckets(in_buffers)])
             move_rest(model_part, self._plan, self._ranks.device, marked)
@@ -175,7 +176,7 @@ class ModelBuffers:
         else:
             replicas = self._replicas(layout_of(bucket[0]))
         return Buffer(
-            by_factors(bucket, self._groups),
+            in_order_of_factors(bucket, self._groups),
             self._plan,
             dp=replicas.every,
             shards=replicas.sharing,
@@ -188,9 +189,13 @@ class ModelBuffers:
         )
 
     def _replicas(self, layout: Layout) -> Replicas:
+        """Return the ranks that hold a parameter with this layout, and those that share its
+        state."""
         if layout.expert and self._experts is not None:
             return self._experts
-        return Replicas(self._ranks.dp, self._shards if layout.balancing is None else Axis("zero"))
+        # counts of loads are not sharded: their update needs all of a layer
+        shards = self._shards if layout.balancing is None else Axis("zero")
+        return Replicas(self._ranks.dp, shards)
 
     def _is_first_replica(self, layout: Layout) -> bool:
         return self._replicas(layout).every.rank == 0
@@ -227,12 +232,12 @@ class ModelBuffers:
     def fp8_masters(
         self,
         begin: Callable[[Buffer], None],
-        settle: Callable[[], None],
+        finish_update: Callable[[], None],
     ) -> FP8Masters | None:
         """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered
         like other weights.
 
-        begin, settle: of the `ParamGatherer`.
+        begin, finish_update: of the `ParamGatherer`.
         """
         in_codes = [buffer for buffer in self.all if buffer.has_fp8_weights]
         # experts on ranks of their own have other replicas and other tensor-parallel ranks
@@ -245,7 +250,7 @@ class ModelBuffers:
             assert self._experts is not None and self._ranks.experts is not None
             shards = self._experts.sharing
             groups.append(_fp8_group(experts, begin, shards, self._ranks.experts.tp))
-        return FP8Masters(groups, settle) if groups else None
+        return FP8Masters(groups, finish_update) if groups else None
 
     def _is_on_own_ranks(self, buffer: Buffer) -> bool:
         """Return True for weights of experts that are on ranks of their own."""
@@ -322,8 +327,11 @@ def _fp8_group(
     shards: Axis,
     tp: Axis,
 ) -> FP8Group:
-    with_gather = [(buffer.fp8_shards, partial(begin, buffer)) for buffer in buffers]
-    return FP8Group(with_gather, shards, tp)
+    """Return the FP8 weights in these buffers. begin: starts to all-gather a buffer."""
+    by_buffer: list[FP8BufferShards] = []
+    for buffer in buffers:
+        by_buffer.append(FP8BufferShards(buffer.fp8_shards, partial(begin, buffer)))
+    return FP8Group(by_buffer, shards, tp)
 
 
 def _slice_names(buffer: Buffer) -> SliceNames:
@@ -355,8 +363,8 @@ def buckets(
         part = layout.parts[0]
         num_ranks = part.shards * part.copies
         # what a reduction, an all-gather or an update treats in its own way
-        marks = (layout.tied, layout.again, layout.expert, layout.balancing)
-        kind = (*marks, param_dtype(parameter, plan), num_ranks, moments(parameter))
+        facts = (layout.tied, layout.again, layout.expert, layout.balancing)
+        kind = (*facts, param_dtype(parameter, plan), num_ranks, moments(parameter))
         if kind not in open_buckets or num_elements[kind] >= size:
             open_buckets[kind] = []
             num_elements[kind] = 0

@@ -156,11 +156,11 @@ def _require_distinct_names(trained: Iterable[NamedParameter]) -> None:
 
 @dataclass(frozen=True)
 class _MemorySpan:
-    """The memory of a tensor of the model: addresses [first, end) of a device."""
+    """The memory of a tensor of the model: addresses [start, stop) of a device."""
 
     device: str
-    first: int
-    end: int
+    start: int
+    stop: int
     path: str
     trained: bool
 
@@ -184,12 +184,13 @@ def _memory_span(path: str, tensor: Tensor, trained: bool) -> Iterator[_MemorySp
     # a tensor without elements has no memory, nor has one on the device meta
     if not is_plain or not tensor.numel() or not tensor.data_ptr():
         return
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    first = tensor.data_ptr()
-    end = first + (last + 1) * tensor.itemsize
-    yield _MemorySpan(str(tensor.device), first, end, path, trained)
+    # of the last element: strides may leave gaps, so the number of elements does not tell
+    last_offset = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last_offset += (size - 1) * stride
+    start = tensor.data_ptr()
+    stop = start + (last_offset + 1) * tensor.itemsize
+    yield _MemorySpan(str(tensor.device), start, stop, path, trained)
 
 
 def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
@@ -198,14 +199,15 @@ def _require_own_memory(model_parts: Sequence[nn.Module]) -> None:
     # the span that reaches furthest so far, of trained and of other tensors of each device
     furthest: dict[tuple[str, bool], _MemorySpan] = {}
     # in the order of addresses a span can overlap only those that reach beyond its start
-    for span in sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.first)):
+    spans = sorted(_memory_spans(model_parts), key=lambda span: (span.device, span.start))
+    for span in spans:
         for trained in (True, False):
             before = furthest.get((span.device, trained))
             is_moved = span.trained or trained  # else they stay together
-            if is_moved and before is not None and span.first < before.end:
+            if is_moved and before is not None and span.start < before.stop:
                 raise UserError(_sharing(before, span))
         before = furthest.setdefault((span.device, span.trained), span)
-        if span.end > before.end:
+        if span.stop > before.stop:
             furthest[span.device, span.trained] = span
 
 

@@ -282,7 +282,9 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
         # views, made once: the memory of the gradients is the same in every step
         self._counted_grads = list(self._memory.counted())
         self._copied_grads = list(self._memory.copies())
-        self._fp8_masters = self._memory.fp8_masters(self._gatherer.begin, self._gatherer.settle)
+        self._fp8_masters = self._memory.fp8_masters(
+            self._gatherer.begin, self._gatherer.finish_update
+        )
         self._consensus = self._numerics.consensus(self.pp, self.world, norm, self.device)
         # of the whole model, on all ranks
         self.num_elements, self.num_frozen = self._memory.num_elements(self.world)
@@ -610,7 +612,7 @@ class ParallelAMPOptimizer(TorchOptimizerApi):
             self._gather(buffer)  # overlaps with the update of the next buffer
         for updates in self._whole_updates:
             updates.apply(step_of, self._gather)
-        self._gatherer.settle()
+        self._gatherer.finish_update()
         self._memory.write_dtensor_weights()
         self.rule.advance(skip)
 

@@ -51,7 +51,9 @@ class Group:
 
     def __post_init__(self) -> None:
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if factor is not None and not (is_number(factor) and factor >= 0):
+            if factor is None:
+                continue
+            if not is_number(factor) or factor < 0:
                 raise UserError.of(
                     "optimizer.group_factor", name=name, factor=factor, pattern=self.pattern
                 )
@@ -82,21 +84,23 @@ def factors(part: Part, groups: Sequence[Group]) -> Factors:
     default_decay = 1.0 if len(part.shape) >= 2 else 0.0
     for group in groups:
         if fnmatchcase(part.name, group.pattern):
-            return Factors(
-                lr=1.0 if group.lr is None else group.lr,
-                weight_decay=default_decay if group.weight_decay is None else group.weight_decay,
-            )
+            lr = 1.0 if group.lr is None else group.lr
+            decay = default_decay if group.weight_decay is None else group.weight_decay
+            return Factors(lr, decay)
     return Factors(1.0, default_decay)
 
 
-def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
+def in_order_of_factors(
+    parameters: Sequence[nn.Parameter], groups: Sequence[Group]
+) -> list[nn.Parameter]:
     """Return the parameters, those with equal factors side by side, so that a buffer has few
     slices."""
-    with_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
+    by_factors: dict[tuple[Factors, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        part_factors = tuple(factors(part, groups) for part in layout_of(parameter).parts)
-        with_factors[part_factors].append(parameter)
-    return list(chain.from_iterable(with_factors.values()))
+        parts = layout_of(parameter).parts
+        part_factors = tuple(factors(part, groups) for part in parts)
+        by_factors[part_factors].append(parameter)
+    return list(chain.from_iterable(by_factors.values()))
 
 
 def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
@@ -177,35 +181,36 @@ def param_groups(
     logical tensors lies in the group of the first tensor's factors; the groups of the other
     tensors' factors exist too.
     """
-    by_factors: dict[Factors, ParamGroup] = {}
+    made: dict[Factors, ParamGroup] = {}
 
     def group_with(group_factors: Factors) -> ParamGroup:
-        if group_factors not in by_factors:
+        if group_factors not in made:
             decay = weight_decay * group_factors.weight_decay
             group = ParamGroup(params=[], weight_decay=decay)
             if lr is not None:
                 group.update(lr=lr * group_factors.lr, **options)
                 group.cycled = options
-            by_factors[group_factors] = group
-        return by_factors[group_factors]
+            made[group_factors] = group
+        return made[group_factors]
 
     group_with(NO_FACTORS)  # the first, whose rate is that of the step
     for parameter in parameters:
-        part_groups = [group_with(factors(part, groups)) for part in layout_of(parameter).parts]
+        part_groups: list[ParamGroup] = []
+        for part in layout_of(parameter).parts:
+            part_groups.append(group_with(factors(part, groups)))
         part_groups[0]["params"].append(parameter)
-    for group in by_factors.values():
+    for group in made.values():
         group.members = tuple(group["params"])
-    return by_factors
+    return made
 
 
 def require_unreplaced_groups(current: Sequence[object], built: Groups) -> None:
     """Raise UserError unless `current`, the list that everybody sees, has the optimizer's own
     groups as they were built."""
-    if _are_identical(current, list(built.values())) and all(
-        _are_identical(group["params"], group.members) for group in built.values()
-    ):
-        return
-    raise UserError.of("optimizer.groups_replaced")
+    same_groups = _are_identical(current, list(built.values()))
+    same_params = all(_are_identical(group["params"], group.members) for group in built.values())
+    if not same_groups or not same_params:
+        raise UserError.of("optimizer.groups_replaced")
 
 
 def _are_identical(current: Sequence[object], built: Sequence[object]) -> bool:
@@ -224,32 +229,29 @@ def step_rates(groups: Groups, lr: float | None) -> dict[Factors, Rates]:
     if callable(lr):
         raise UserError.of("optimizer.rate_is_closure")
     _require_no_rule_options(groups)
-    if lr is None:  # the groups have it
-        for group in groups.values():
-            require_rates(weight_decay=group["weight_decay"], lr=group["lr"])
-        return {
-            group_factors: _rates(group, group["lr"]) for group_factors, group in groups.items()
-        }
-    if any("lr" in group for group in groups.values()):
-        raise UserError.of("optimizer.rate_twice")
-    require_rates(lr=lr)
-    for group in groups.values():
-        require_rates(weight_decay=group["weight_decay"])
-    return {
-        group_factors: _rates(group, lr * group_factors.lr)
-        for group_factors, group in groups.items()
-    }
-
-
-def _rates(group: ParamGroup, lr: float) -> Rates:
-    return Rates(float(lr), float(group["weight_decay"]))
+    if lr is not None:
+        if any("lr" in group for group in groups.values()):
+            raise UserError.of("optimizer.rate_twice")
+        require_rates(lr=lr)
+    rates: dict[Factors, Rates] = {}
+    for group_factors, group in groups.items():
+        decay = group["weight_decay"]
+        if lr is None:  # the groups have it, and a scheduler may have changed it
+            group_lr = group["lr"]
+            require_rates(weight_decay=decay, lr=group_lr)
+        else:
+            group_lr = lr * group_factors.lr
+            require_rates(weight_decay=decay)
+        rates[group_factors] = Rates(float(group_lr), float(decay))
+    return rates
 
 
 def _require_no_rule_options(groups: Groups) -> None:
     """Raise UserError for an option of torch's optimizers that someone has put into a group."""
     unread: list[str] = []
     for group in groups.values():
-        options = group.keys() & _options_of_torch() - group.cycled.keys()
+        unread_options = _options_of_torch() - group.cycled.keys()
+        options = group.keys() & unread_options
         unread += [f"{option} = {group[option]!r}" for option in options]
     if unread:
         read = ", ".join(["lr", "weight_decay", *groups[NO_FACTORS].cycled])
@@ -260,14 +262,14 @@ def step_rules(groups: Groups, rule: UpdateRule) -> dict[Factors, UpdateRule]:
     """Return the update rule of each group, with the option that a scheduler has changed. Raises
     UserError for a value that the rule cannot have.
     """
-    by_factors: dict[Factors, UpdateRule] = {}
+    rules: dict[Factors, UpdateRule] = {}
     for group_factors, group in groups.items():
         changed = _changed_options(group)
-        by_factors[group_factors] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
+        rules[group_factors] = replace(rule, **changed) if changed else rule  # type: ignore[type-var]
         if "momentum" in changed and not changed["momentum"]:
             # such a rule has no moments, but those of the optimizer are allocated
             raise UserError.of("optimizer.momentum_zero")
-    return by_factors
+    return rules
 
 
 def _changed_options(group: ParamGroup) -> dict[str, Any]:
@@ -289,10 +291,10 @@ def describe_settings(groups: Groups, rates: Mapping[Factors, Rates], clip: floa
     Raises UserError for a largest norm that a loop has set to none.
     """
     require_clip(clip)
-    lines = [
-        f"lr = {of_group.lr:.9g}, weight_decay = {of_group.weight_decay:.9g}"
-        for of_group in rates.values()
-    ]
+    lines: list[str] = []
+    # nine digits tell any two numbers of FP32 apart
+    for group_rates in rates.values():
+        lines.append(f"lr = {group_rates.lr:.9g}, weight_decay = {group_rates.weight_decay:.9g}")
     for group in groups.values():
         lines += [f"{name} = {value}" for name, value in _changed_options(group).items()]
     return [*lines, f"clip = {clip}"]
@@ -303,9 +305,9 @@ def _options_of_torch() -> frozenset[str]:
     """Return the options of torch's optimizers that torch reads from the groups in each step, and
     that are not here."""
     names = set[str]()
-    for kind in vars(torch.optim).values():
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-            names.update(inspect.signature(kind).parameters)
+    for member in vars(torch.optim).values():
+        if isinstance(member, type) and issubclass(member, torch.optim.Optimizer):
+            names.update(inspect.signature(member).parameters)
     return frozenset(names - {"params", "lr", "weight_decay", "defaults", "args", "kwargs"})
 
 
@@ -319,7 +321,8 @@ def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     saved: list[dict[str, Any]] = []
     for group_factors, group in groups.items():
         if "lr" in group:
-            left_out = {"params", *(group.cycled.keys() - _changed_options(group).keys())}
+            unchanged = group.cycled.keys() - _changed_options(group).keys()
+            left_out = {"params", *unchanged}
             values = {key: value for key, value in group.items() if key not in left_out}
             saved.append({"factors": list(group_factors), **values})
     return saved
@@ -329,6 +332,7 @@ def load_groups(saved: Iterable[dict[str, Any]], groups: Groups) -> None:
     """Load saved rates, by factors. Groups that are new in this run, and groups without "lr", stay
     unchanged."""
     for values in saved:
-        group = groups.get(Factors(*values["factors"]))
+        saved_factors = Factors(*values["factors"])
+        group = groups.get(saved_factors)
         if group is not None and "lr" in group:
             group.update({key: value for key, value in values.items() if key != "factors"})

@@ -78,11 +78,11 @@ def _partial_grads_of(parameter: nn.Parameter) -> list[_PartialGrad]:
     if not layout.partial:
         return []
     flat: Tensor = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
-    return [
-        _PartialGrad(part, flat[first:last])
-        for part, first, last in layout.spans()
-        if part.copies > 1
-    ]
+    partial_grads: list[_PartialGrad] = []
+    for part, start, stop in layout.spans():
+        if part.copies > 1:
+            partial_grads.append(_PartialGrad(part, flat[start:stop]))
+    return partial_grads
 
 
 def _pack(partial_grads: Sequence[_PartialGrad]) -> Tensor:
@@ -100,5 +100,7 @@ def _unpack(summed: Tensor, partial_grads: Sequence[_PartialGrad]) -> None:
     """Replace the partial gradients by their sums, which stand in this rank's slots of `summed`."""
     lengths = [part.shards * gradient.numel() for part, gradient in partial_grads]
     # `split` and `chunk` are views: nothing is copied but the sums themselves
-    for (part, gradient), slots in zip(partial_grads, summed.split(lengths), strict=True):
-        gradient.copy_(slots.chunk(part.shards)[part.shard])
+    all_slots = summed.split(lengths)
+    for (part, gradient), slots in zip(partial_grads, all_slots, strict=True):
+        own_slot = slots.chunk(part.shards)[part.shard]
+        gradient.copy_(own_slot)

@@ -153,11 +153,8 @@ def _plan_fields(plan: PrecisionPlan) -> Iterator[tuple[str, str]]:
             continue
         setting = getattr(plan, field.name)
         if field.name == "fp8" and setting is not None:
-            setting = {
-                recipe_field.name: getattr(setting, recipe_field.name)
-                for recipe_field in fields(setting)
-                if not callable(getattr(setting, recipe_field.name))
-            }
+            recipe = {each.name: getattr(setting, each.name) for each in fields(setting)}
+            setting = {name: value for name, value in recipe.items() if not callable(value)}
         yield field.name, str(setting)
 
 
@@ -194,9 +191,9 @@ def _differences(all_facts: Sequence[_Facts]) -> list[Problem]:
         if facts.parameters == first or stage in different_stages:
             continue
         different_stages.add(stage)
-        mine, theirs = _first_difference(first, facts.parameters)
+        entry, other_entry = _first_difference(first, facts.parameters)
         problems.append(
-            Problem.of("optimizer.parameters_differ", stage=stage, mine=mine, theirs=theirs)
+            Problem.of("optimizer.parameters_differ", stage=stage, mine=entry, theirs=other_entry)
         )
     return problems
 
@@ -210,7 +207,7 @@ def _first_difference(first: Sequence[str], second: Sequence[str]) -> tuple[str,
 
 
 def require_same_weights(
-    stages: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     ranks: Ranks,
     axes: Sequence[Axis],
     verb: str,
@@ -226,7 +223,7 @@ def require_same_weights(
     problem: Problem | None = None
     for axis in axes:
         is_dp = axis is ranks.dp
-        parameters = _replicated_parameters(stages, only_uncut=not is_dp)
+        parameters = _replicated_parameters(model_parts, only_uncut=not is_dp)
         if axis.size == 1 or not parameters:
             continue
         # compared in any case: the others of the axis wait for this rank
@@ -238,10 +235,13 @@ def require_same_weights(
         raise UserError(problem or Problem.of("optimizer.weights_differ_elsewhere", verb=verb))
 
 
-def _replicated_parameters(stages: Sequence[nn.Module], only_uncut: bool) -> list[nn.Parameter]:
+def _replicated_parameters(
+    model_parts: Sequence[nn.Module], only_uncut: bool
+) -> list[nn.Parameter]:
     """Return the parameters that dp ranks have alike, trained and frozen ones. only_uncut: without
     those that are cut over tp."""
-    every = dict.fromkeys(chain.from_iterable(stage.parameters() for stage in stages))
+    # a tied parameter may be in several parts
+    every = dict.fromkeys(chain.from_iterable(part.parameters() for part in model_parts))
     replicated: list[nn.Parameter] = []
     for parameter in every:
         if not has_layout(parameter) or is_dtensor(parameter):

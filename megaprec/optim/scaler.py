@@ -125,8 +125,8 @@ class DynamicGradScaler:
         """Load a saved search; nothing changes if `state` is the empty one of a constant scaler."""
         if state:
             # the limits may be others than those of the run that saved it
-            scale = min(max(state["scale"], self.scaling.minimum), _maximum(self.scaling))
-            self.scale.fill_(scale)
+            scale = max(state["scale"], self.scaling.minimum)
+            self.scale.fill_(min(scale, _maximum(self.scaling)))
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
 

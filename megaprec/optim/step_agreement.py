@@ -50,12 +50,14 @@ def require_same_loss(loss: Tensor | None, tp: Axis, world: Axis, device: torch.
     compared = torch.full_like(local_loss, nan) if is_absent else local_loss
     # the loss of the first rank on all of them: -inf is below every loss of the others
     is_first = tp.rank == 0 and loss is not None
-    first_loss = tp.max_(local_loss.clone() if is_first else torch.full_like(local_loss, -inf))
+    shown_loss = local_loss.clone() if is_first else torch.full_like(local_loss, -inf)
+    first_loss = tp.max_(shown_loss)
     tolerance = _RELATIVE_TOLERANCE
     if loss is not None and loss.is_floating_point():
         tolerance = max(tolerance, 4 * torch.finfo(loss.dtype).eps)
     difference = (compared - first_loss).abs()
-    differs = difference > (tolerance * first_loss.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
+    allowed = (tolerance * first_loss.abs()).clamp(min=_ABSOLUTE_TOLERANCE)
+    differs = difference > allowed
     # a loss on another rank than the first would not be counted
     lacks_first = first_loss.isneginf()
     differs |= lacks_first
@@ -133,8 +135,9 @@ def require_same_replicated_grads(
         gradients = buffer.grads[owned.in_buffer]
         sums[number, 0] = gradients.sum(dtype=torch.float64)
         sums[number, 1] = gradients.double().square().sum()
-        parameter = buffer.parameters[bisect_right(buffer.starts, owned.piece.start) - 1]
-        if not has_gradient(parameter):
+        # the parameter that the piece is a part of: the last one that starts before its end
+        number = bisect_right(buffer.starts, owned.piece.start) - 1
+        if not has_gradient(buffer.parameters[number]):
             sums[number] = nan  # no number, so that it is not compared
     largest = tp.max_(sums.clone())
     smallest = -tp.max_(-sums)
@@ -237,11 +240,12 @@ def _settings_difference(settings: Sequence[str], ranks: Ranks) -> str:
     local = {f"{ranks.world.rank}": [ranks.pp.rank, *settings]}
     first_of_stage: dict[int, list[str]] = {}
     for stage, *lines in gather_entries(local, ranks.world, ranks.device).values():
-        for mine, theirs in zip(first_of_stage.setdefault(stage, lines), lines, strict=False):
-            if mine != theirs:
+        first_lines = first_of_stage.setdefault(stage, lines)
+        for first_line, line in zip(first_lines, lines, strict=False):
+            if first_line != line:
                 return (
-                    f"{mine} on some ranks and {theirs} on others: set the same in param_groups "
-                    "and optimizer on all of them; nothing was changed"
+                    f"{first_line} on some ranks and {line} on others: set the same in "
+                    "param_groups and optimizer on all of them; nothing was changed"
                 )
     return ""
 

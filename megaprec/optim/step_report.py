@@ -164,7 +164,9 @@ def describe(report: StepReport) -> str:
         f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale "
         f"{report.loss_scale:g}"
     )
-    return "\n".join([f"{report.outcome}: {numbers}", *map(_describe_offender, report.offenders)])
+    lines = [f"{report.outcome}: {numbers}"]
+    lines += [_describe_offender(offender) for offender in report.offenders]
+    return "\n".join(lines)
 
 
 def _describe_offender(offender: Offender) -> str:

@@ -17,13 +17,14 @@ from megaprec.optim.update_rules import Step
 # of the trial, whose results depend on none of them
 _LEARNING_RATE = 1e-2
 _WEIGHT_DECAY = 0.1
-_CUT = [5, 7]  # odd lengths, which vectorized functions treat in two ways
+_NUM_WEIGHTS = 12
+_CUT_LENGTHS = [5, 7]  # odd lengths, which vectorized functions treat in two ways
 
 
 class _Trial(NamedTuple):
     """The results of steps on a few numbers.
 
-    full: twelve weights that were updated together; parts: the same, updated in two slices.
+    full: weights that were updated together; parts: the same, updated in two slices.
     padding: weights of 0 with gradients of 0.
     state: what the optimizer keeps of `full`.
     idle_state: what it keeps of `padding`, stepped with other learning rate and weight decay.
@@ -142,8 +143,8 @@ class Torch:
             raise UserError.of(
                 "optimizer.torch_rule_flat", title=self._title, error=error
             ) from error
-        # close, not equal: vectorized functions differ in the last bits at the end of a tensor
         joined = torch.cat(trial.parts)
+        # close, not equal: vectorized functions differ in the last bits at the end of a tensor
         if not torch.allclose(trial.full, joined, rtol=1e-12, atol=1e-14):
             raise UserError.of("optimizer.torch_rule_not_elementwise", title=self._title)
         if trial.padding.count_nonzero():
@@ -161,14 +162,15 @@ class Torch:
     def _try(self) -> _Trial:
         """Take three steps with gradients of different sizes."""
         generator = torch.Generator().manual_seed(0)
-        full = torch.randn(12, dtype=torch.float64, generator=generator)
-        parts = [part.clone() for part in full.split(_CUT)]
+        full = torch.randn(_NUM_WEIGHTS, dtype=torch.float64, generator=generator)
+        parts = [part.clone() for part in full.split(_CUT_LENGTHS)]
         padding = torch.zeros(3, dtype=torch.float64)
         tensors = [full, *parts, padding]
         states: list[dict[str, Tensor] | None] = [None] * len(tensors)
+        # the second and the third step have state; a rule may treat a gradient by its size
         for scale in (1.0, 1e-3, 1e3):
-            grads = torch.randn(12, dtype=torch.float64, generator=generator) * scale
-            part_grads = [part.clone() for part in grads.split(_CUT)]
+            grads = torch.randn(_NUM_WEIGHTS, dtype=torch.float64, generator=generator) * scale
+            part_grads = [part.clone() for part in grads.split(_CUT_LENGTHS)]
             for number, tensor_grads in enumerate([grads, *part_grads]):
                 states[number] = self._step_once(
                     tensors[number],

@@ -42,7 +42,8 @@ def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, w
     ranks that hold it."""
     sharded = [placement for placement in parameter.placements if not placement.is_replicate()]
     # by name: importing torch's class takes half a second
-    if len(sharded) > 1 or any(type(placement).__name__ != "Shard" for placement in sharded):
+    kinds = {type(placement).__name__ for placement in sharded}
+    if len(sharded) > 1 or not kinds <= {"Shard"}:
         placements = ", ".join(map(str, parameter.placements))
         raise UserError.of("optimizer.dtensor_placement", name=name, placements=placements)
     num_ranks = parameter.device_mesh.size()

@@ -89,7 +89,7 @@ class AdamW(Stateless):
 
     def __post_init__(self) -> None:
         is_pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
-        if not is_pair or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+        if not is_pair or not all(map(_is_fraction, self.betas)):
             quoted = list(self.betas) if is_pair else self.betas
             raise UserError.of("optimizer.betas", quoted=quoted)
         if not is_number(self.eps) or self.eps <= 0:
@@ -128,7 +128,7 @@ class SGD(Stateless):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not _is_fraction(self.momentum):
             raise UserError.of("optimizer.momentum", momentum=self.momentum)
         if not isinstance(self.nesterov, bool) or (self.nesterov and not self.momentum):
             raise UserError.of("optimizer.nesterov", nesterov=self.nesterov)
@@ -152,6 +152,11 @@ class SGD(Stateless):
             grad_scale=_kernel_divisor(grads, step),
             found_inf=step.skip,
         )
+
+
+def _is_fraction(value: object) -> bool:
+    """Return True for a number from 0 to below 1."""
+    return isinstance(value, int | float) and is_number(value) and 0 <= value < 1
 
 
 def _kernel_divisor(grads: Tensor, step: Step) -> Tensor | None:
@@ -185,9 +190,10 @@ def update_padded(
     if not missing:
         rule.update_(weights, grads, state, step)
         return
-    padded_grads, padded_weights, *padded_state = (
-        torch.nn.functional.pad(values, (0, missing)) for values in (grads, weights, *state)
-    )
+    padding = (0, missing)
+    padded_grads = torch.nn.functional.pad(grads, padding)
+    padded_weights = torch.nn.functional.pad(weights, padding)
+    padded_state = [torch.nn.functional.pad(moments, padding) for moments in state]
     rule.update_(padded_weights, padded_grads, padded_state, step)
     updated = (padded_weights, *padded_state)
     for values, padded in zip((weights, *state), updated, strict=True):
@@ -200,7 +206,8 @@ def claim_rule(rule: UpdateRule) -> None:
 
     A frozen dataclass holds nothing that a step changes, so that optimizers may share it.
     """
-    if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
+    dataclass_settings = getattr(type(rule), "__dataclass_params__", None)
+    if getattr(dataclass_settings, "frozen", False):
         return
     if getattr(rule, _CLAIMED, False):
         raise UserError.of("optimizer.rule_shared", kind=type(rule).__name__)

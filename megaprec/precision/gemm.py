@@ -49,13 +49,14 @@ class Gemm:
     tf32: bool = False
     grad_scale: float = 1.0
 
-    def now(self) -> "Gemm":
+    def for_pass(self) -> "Gemm":
         """Return this provider."""
         return self
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """Return y [m, n] from x [m, k] and weight [n, k], and x."""
-        output = product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32)
+        transposed = weight.to(self.dtype).t()
+        output = product(x.to(self.dtype), transposed, self.tf32)
         return output.to(self.out), (x,)
 
     def keep(self, x: Tensor) -> Factor:
@@ -68,12 +69,14 @@ class Gemm:
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the gradient of x, [m, k] in `dtype`, for a weight [n, k]."""
-        input_grad = product(grad[0].to(self.dtype), weight.to(self.dtype), self.tf32)
+        (output_grad,) = grad
+        input_grad = product(output_grad.to(self.dtype), weight.to(self.dtype), self.tf32)
         return input_grad.to(dtype)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """Return the gradient of the weight, [n, k]."""
-        weight_grad = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+        transposed_grad, narrow_x = self._weight_factors(grad, x)
+        weight_grad = product(transposed_grad, narrow_x, self.tf32)
         if self.grad_scale != 1:
             weight_grad.mul_(self.grad_scale)
         return weight_grad
@@ -89,14 +92,15 @@ class Gemm:
 
         first: overwrite `total` instead.
         """
-        add_product_(
-            total,
-            grad[0].to(self.dtype).t(),
-            x[0].to(self.dtype),
-            self.tf32,
-            first,
-            self.grad_scale,
-        )
+        transposed_grad, narrow_x = self._weight_factors(grad, x)
+        add_product_(total, transposed_grad, narrow_x, self.tf32, first, self.grad_scale)
+
+    def _weight_factors(self, grad: Factor, x: Factor) -> tuple[Tensor, Tensor]:
+        """Return the factors of the weight's gradient, [n, m] and [m, k], in the dtype of
+        products."""
+        (output_grad,) = grad
+        (layer_input,) = x
+        return output_grad.to(self.dtype).t(), layer_input.to(self.dtype)
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
@@ -211,7 +215,8 @@ def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
     torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in
     aten/src/ATen/native/cuda/Blas.cpp), and has no such product for a CPU.
     """
-    if factor.dtype not in (torch.bfloat16, torch.float16) or total.dtype != torch.float32:
+    is_half = factor.dtype in (torch.bfloat16, torch.float16)
+    if not is_half or total.dtype != torch.float32:
         return False
     return _has_wide_totals(total.device.type)
 
@@ -229,7 +234,7 @@ def _has_wide_totals(device: str) -> bool:
 def _add_(total: Tensor, product: Tensor) -> None:
     """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a
     temporary tensor first, and a small temporary tensor stays in the cache."""
-    is_fake = type(total) is not Tensor  # a fake tensor has a shape but no values
+    is_fake = type(total) is not Tensor  # a shape without values, which no cache holds
     if total.dtype == product.dtype or total.device.type != "cpu" or is_fake:
         total.add_(product)
         return

@@ -22,7 +22,7 @@ from megaprec.precision.nested import cast_dtypes, cast_floating, tensors
 from megaprec.precision.patterns import match_patterns
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
-CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
+_IS_CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
 
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:
@@ -33,7 +33,7 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
     which was rounded.
     """
     require_module(module, "module")
-    if getattr(module, CAST, False) and not module_has_fp32_attr(module):
+    if getattr(module, _IS_CAST, False) and not module_has_fp32_attr(module):
         raise UserError.of("precision.fp32_mark_too_late", kind=type(module).__name__)
     # InternEvo's name of the attribute
     module.is_fp32_module = True  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def require_module(value: object, name: str) -> None:
 def note_cast(model: nn.Module) -> None:
     """Remember that a model was cast, so that marks come too late."""
     for module in model.modules():
-        setattr(module, CAST, True)
+        setattr(module, _IS_CAST, True)
 
 
 def module_has_fp32_attr(module: nn.Module) -> bool:
@@ -56,7 +56,7 @@ def module_has_fp32_attr(module: nn.Module) -> bool:
     return bool(getattr(module, "is_fp32_module", False))
 
 
-def marked_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def outermost_marked(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) of the outermost marked modules; a mark includes all submodules.
 
     Of a marked container that is never called, such as a ModuleList, these are the modules in it.
@@ -77,13 +77,14 @@ def _marked_in(module: nn.Module, path: str, within: bool) -> Iterator[tuple[str
 
 def _is_container(module: nn.Module) -> bool:
     """Return True for a module without a forward pass, whose hooks would never run: it only holds
-    other modules."""
+    other modules. One that holds nothing, or tensors of its own, is no container."""
     # a module may have got a forward of its own as an attribute, which is no method
     forward = getattr(module.forward, "__func__", module.forward)
     if forward is not nn.Module.forward:
         return False
     own_tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return not own_tensors and any(True for _ in module.children())
+    has_children = next(module.children(), None) is not None
+    return has_children and not own_tensors
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -91,7 +92,7 @@ def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
     (`fnmatch`)."""
     for path, module in model.named_modules():
         own_names = [name for name, _ in module.named_parameters(recurse=False)]
-        paths = [f"{path}.{name}".lstrip(".") for name in own_names]
+        paths = [f"{path}.{name}".lstrip(".") for name in own_names]  # the model's own path is ""
         if any(match_patterns(patterns, paths)):
             set_fp32_attr_to_module(module)
 
@@ -133,17 +134,17 @@ def _first_floating_dtype(inputs: Any) -> torch.dtype | None:
     return None
 
 
-def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
+def parameters_of_marked(model_parts: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Return all parameters of marked modules."""
     parameters: set[nn.Parameter] = set()
-    for part in parts:
-        for _, module in marked_parts(part):
+    for model in model_parts:
+        for _, module in outermost_marked(model):
             parameters |= set(module.parameters())
     return parameters
 
 
 def keep_marked_in_fp32(
-    parts: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     plan: PrecisionPlan,
     world: Axis,
     device: torch.device,
@@ -154,20 +155,22 @@ def keep_marked_in_fp32(
     A tied parameter may be marked on another rank only. Collective over the world. Raises UserError
     if a marked module would not compute in FP32.
     """
-    for part in parts:
-        for path, module in marked_parts(part):
-            if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:
+    for model in model_parts:
+        for path, module in outermost_marked(model):
+            has_casts = getattr(module, "computes_in_fp32", False)
+            if not has_casts and plan.compute != plan.sensitive:
                 raise UserError.of(
                     "precision.fp32_mark_unused", path=path, dtype_name=dtype_name(plan.compute)
                 )
     local_names: set[str] = set()
-    for parameter in parameters_of_marked(parts):
+    for parameter in parameters_of_marked(model_parts):
         if has_layout(parameter):
             local_names |= {part.name for part in layout_of(parameter).parts}
     # As a rule nothing is marked: one number costs less than an exchange of names.
     most_marked = world.max_(torch.tensor(float(len(local_names)), device=device))
     if not most_marked:
         return plan, ()
-    names = tuple(sorted(gather_entries(dict.fromkeys(sorted(local_names)), world, device)))
+    names_of_ranks = gather_entries(dict.fromkeys(sorted(local_names)), world, device)
+    names = tuple(sorted(names_of_ranks))
     patterns = (*plan.keep_fp32, *map(escape, names))  # names are meant literally
     return replace(plan, keep_fp32=patterns), names

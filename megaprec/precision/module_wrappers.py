@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import Problem, UserError
-from megaprec.precision.marks import compute_in_fp32, marked_parts, note_cast, require_module
+from megaprec.precision.marks import compute_in_fp32, note_cast, outermost_marked, require_module
 from megaprec.precision.marks import mark_fp32 as mark_fp32
 from megaprec.precision.marks import module_has_fp32_attr as module_has_fp32_attr
 from megaprec.precision.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
@@ -75,7 +75,7 @@ class NaiveAMPModel(nn.Module):
         self.sync_buffer = sync_buffer
         self._first_eval = False  # True from `eval()` to the first forward pass after it
         _cast_tensors(model, self.dtype, self.dtype)
-        _cast_borders(model, self.dtype)
+        _install_casts_at_marked(model, self.dtype)
         note_cast(self)
 
     @property
@@ -136,7 +136,7 @@ class PlannedModel(nn.Module):
         mark_fp32(model, plan.keep_fp32)
         _keep_statistics(model, plan)
         _cast_tensors(model, plan.parameters, plan.buffers)
-        _cast_borders(model, plan.compute)
+        _install_casts_at_marked(model, plan.compute)
         if plan.cast_inputs in ("inner", "all"):
             for module in model.modules():
                 if module is not model and _has_own_parameters(module):
@@ -189,7 +189,8 @@ def _use_dtype(dtype: object) -> torch.dtype:
         strings = ", ".join(f"torch.{string}" for string in by_name)
         raise UserError.of("precision.dtype_argument", dtype=dtype, strings=strings)
     if name == "tf32":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
     assert isinstance(known, torch.dtype)
     return known
 
@@ -201,8 +202,8 @@ def _keep_statistics(model: nn.Module, plan: PrecisionPlan) -> None:
         return
     # marked modules already keep weights and statistics together
     marked_modules: set[nn.Module] = set()
-    for _, part in marked_parts(model):
-        marked_modules |= set(part.modules())
+    for _, outermost in outermost_marked(model):
+        marked_modules |= set(outermost.modules())
     problems: list[Problem] = []
     for path, module in model.named_modules():
         if not isinstance(module, StatisticsNorm) or module.running_mean is None:
@@ -232,6 +233,7 @@ def _has_parallel_layers(model: nn.Module) -> bool:
     """Return True if a module holds a `GemmProvider`, by which the parallel layers compute their
     products."""
     for module in model.modules():
+        # by a method that nothing else has: a protocol cannot be asked for
         if any(hasattr(value, "weight_gradient") for value in vars(module).values()):
             return True
     return False
@@ -247,18 +249,22 @@ def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtyp
     shared with others."""
     # by identity: a parameter that is shared with a marked module is listed under other names
     of_marked: set[int] = set()
-    for _, module in marked_parts(model):
-        of_marked |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                new_dtype = torch.float32 if id(tensor) in of_marked else dtype
-                tensor.data = tensor.data.to(new_dtype)
+    for _, module in outermost_marked(model):
+        marked_tensors = (*module.parameters(), *module.buffers())
+        of_marked |= {id(tensor) for tensor in marked_tensors}
+    dtypes: list[tuple[Tensor, torch.dtype]] = []
+    dtypes += [(parameter, parameters) for parameter in model.parameters()]
+    dtypes += [(buffer, buffers) for buffer in model.buffers()]
+    for tensor, dtype in dtypes:
+        if tensor.is_floating_point():
+            new_dtype = torch.float32 if id(tensor) in of_marked else dtype
+            # in place, so that whoever holds the parameter, an optimizer too, sees it cast
+            tensor.data = tensor.data.to(new_dtype)
 
 
-def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
+def _install_casts_at_marked(model: nn.Module, dtype: torch.dtype) -> None:
     """Install casts of the inputs and outputs of the outermost marked modules."""
-    for _, module in marked_parts(model):
+    for _, module in outermost_marked(model):
         compute_in_fp32(module, lambda _: dtype)
     note_cast(model)
 

@@ -63,11 +63,13 @@ def _items(value: Any) -> dict[Any, Any]:
     if isinstance(value, tuple | MutableSequence):
         return dict(enumerate(value))
     # a dataclass itself, not one of its values, is a leaf
-    if is_dataclass(value) and not isinstance(value, type | nn.Module):
-        names = [field.name for field in fields(value)]
-        # a field without a value is one that the constructor does not set
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return {}
+    if not is_dataclass(value) or isinstance(value, type | nn.Module):
+        return {}
+    items: dict[Any, Any] = {}
+    for field in fields(value):
+        if hasattr(value, field.name):  # the constructor may leave a field without a value
+            items[field.name] = getattr(value, field.name)
+    return items
 
 
 def _replace_items(value: Any, changed_items: dict[Any, Any]) -> Any:
@@ -80,9 +82,11 @@ def _replace_items(value: Any, changed_items: dict[Any, Any]) -> Any:
     # a mapping without item assignment is made anew
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changed_items})  # type: ignore[call-arg]
+    # a copy, not a new one: a container's type may have attributes besides its items
     replaced = copy(value)
+    has_assignment = isinstance(value, MutableMapping | MutableSequence)
     for key, item in changed_items.items():
-        if isinstance(value, MutableMapping | MutableSequence):
+        if has_assignment:
             replaced[key] = item
         else:
             object.__setattr__(replaced, key, item)  # a frozen dataclass too

@@ -51,7 +51,7 @@ _DIMS = {
 }
 """The mesh dims of each mode; each dim is a tuple of the names that it may have."""
 
-_GIVE = "give its Axis, process group or DeviceMesh dim as parallel_mode"
+_REMEDY = "give its Axis, process group or DeviceMesh dim as parallel_mode"
 
 
 def known_group(
@@ -115,13 +115,13 @@ def _axes_of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module)
     if mode is ParallelMode.GLOBAL or all_are_replicas:
         return (_axis_of_group("world", dist.group.WORLD),)
     if mode not in _DIMS:
-        raise UserError.of("precision.parallel_mode_unmapped", mode=mode, give=_GIVE)
+        raise UserError.of("precision.parallel_mode_unmapped", mode=mode, give=_REMEDY)
     if mesh is None:
         if mode is ParallelMode.DATA:
             why = "the world is cut into groups or the model over ranks"
         else:
             why = "without a mesh"
-        raise UserError.of("precision.parallel_mode_unused", mode=mode, why=why, give=_GIVE)
+        raise UserError.of("precision.parallel_mode_unused", mode=mode, why=why, give=_REMEDY)
     return [_axis_of_dim(mesh, names, mode) for names in _DIMS[mode]]
 
 
@@ -132,7 +132,7 @@ def _axis_of_dim(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> 
             return Axis.of(mesh, name)
     dims = ", ".join(mesh.mesh_dim_names or ()) or "no names"
     raise UserError.of(
-        "precision.parallel_mode_dim", mode=mode, dims=dims, names=" or ".join(names), give=_GIVE
+        "precision.parallel_mode_dim", mode=mode, dims=dims, names=" or ".join(names), give=_REMEDY
     )
 
 
@@ -162,10 +162,10 @@ def _is_plain(model: nn.Module) -> bool:
     for group in list(dist.distributed_c10d._world.pg_map):
         if len(dist.get_process_group_ranks(group)) < world_size:
             return False
-    return not any(_is_cut(parameter) for parameter in model.parameters())
+    return not any(_is_spread(parameter) for parameter in model.parameters())
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
+def _is_spread(parameter: nn.Parameter) -> bool:
     """Return True if the parameter's layout shards or replicates it over ranks, or if it is a
     DTensor."""
     if hasattr(parameter, "placements"):  # a DTensor

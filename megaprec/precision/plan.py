@@ -148,10 +148,12 @@ class PrecisionPlan:
         parameters = dtype_name(self.parameters)
         masters = dtype_name(self.masters)
         moments = dtype_name(self.moments)
+        # FP16 has too little range for averages of squares
         if self.moments not in (torch.float64, torch.float32, torch.bfloat16):
             yield Problem.of("precision.moments", moments=moments)
         if self.masters.itemsize < self.parameters.itemsize:
             yield Problem.of("precision.narrow_masters", masters=masters, parameters=parameters)
+        # a second 16-bit copy would have no more bits than the weights
         if self.masters.itemsize <= 2 and self.masters != self.parameters:
             yield Problem.of("precision.half_masters", masters=masters, parameters=parameters)
         # an FP64 run is for proofs: a narrower copy anywhere would make it none
@@ -209,6 +211,7 @@ class PrecisionPlan:
             return
         if self.compute == torch.float64:
             yield Problem.of("precision.fp8_in_fp64")
+        # the masters are the only copy of such weights that is worth saving
         fp32_saved = self.masters == torch.float32 and self.masters_in_checkpoint
         if self.fp8.parameters and not fp32_saved:
             yield Problem.of(
@@ -287,7 +290,7 @@ def plan(
 
     compute: fp64 (for proofs), fp32, bf16 or fp16. parameters: default: as compute. reduce:
         default: as gradients.
-    masters: fp32, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the
+    masters: a dtype, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the
         weights are updated).
     others: fields of PrecisionPlan, passed on unchanged. The default of fp16 is a dynamic loss
     scale; with fp64 every field that is FP32 by default is FP64.

@@ -22,32 +22,36 @@ import math
 import torch
 from torch import Tensor
 
-_LOW = 0xFFFF  # mask of the 16 bits that a bfloat16 lacks
+_LOWER_BITS = 0xFFFF  # mask of the 16 bits that a bfloat16 lacks
 
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write FP32 `wide` [n] into bfloat16 `weight` [n] and int16 `remainder` [n]."""
     # All NaNs become one NaN: the upper half of others would round to inf, or past the sign to
     # zero.
-    bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
+    one_nan = wide.nan_to_num(torch.nan, torch.inf, -torch.inf)
+    bits = one_nan.view(torch.int32)
     weight.view(torch.int16).copy_(_upper(bits + 0x8000))  # half a unit up: to nearest
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the FP32 numbers [n] that were passed to `split`."""
-    low = remainder.to(torch.int32)
+    lower = remainder.to(torch.int32)
     upper = weight.view(torch.int16).to(torch.int32) << 16
     # A negative remainder had its highest bit set, so the weight was rounded up; the sum undoes
     # that.
-    return (upper + low).view(torch.float32)
+    return (upper + lower).view(torch.float32)
 
 
 def stochastic(wide: Tensor, bits: Tensor) -> Tensor:
     """Return FP32 `wide` [n] rounded to bfloat16 with the lowest 16 bits of the random int64 `bits`
     [n]."""
-    raised = wide.view(torch.int32) + (bits & _LOW).to(torch.int32)
+    # carries into the upper half as often as the lost bits say
+    random_fraction = (bits & _LOWER_BITS).to(torch.int32)
+    raised = wide.view(torch.int32) + random_fraction
     rounded = _upper(raised).view(torch.bfloat16)
+    # the bits of inf and NaN are no magnitudes, to which something can be added
     return torch.where(wide.isfinite(), rounded, wide.bfloat16())
 
 
@@ -58,7 +62,8 @@ def nearest(number: float, dtype: torch.dtype) -> float:
     # frexp's mantissa is between 0.5 and 1, where eps is two units in the last place. Subnormals
     # share the smallest.
     _, exponent = math.frexp(number)
-    unit = max(math.ldexp(limits.eps / 2, exponent), limits.smallest_normal * limits.eps)
+    smallest_unit = limits.smallest_normal * limits.eps
+    unit = max(math.ldexp(limits.eps / 2, exponent), smallest_unit)
     rounded = round(number / unit) * unit  # Python rounds ties to even
     if abs(rounded) > limits.max:
         return math.copysign(math.inf, number)

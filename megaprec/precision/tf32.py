@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DROPPED = 13  # bits of FP32's mantissa that TF32 lacks
+_DROPPED_BITS = 13  # of FP32's mantissa, which TF32 lacks
 
 
 @contextmanager
@@ -67,9 +67,9 @@ def round_tf32(values: Tensor) -> Tensor:
     beyond the largest TF32 becomes inf; subnormals keep the bits that TF32 has for them.
     """
     bits = values.contiguous().view(torch.int32)
-    half = 1 << (_DROPPED - 1)
-    mask = -(1 << _DROPPED)
-    rounded = (bits + half) & mask
+    half_unit = 1 << (_DROPPED_BITS - 1)  # added to the magnitude: ties go away from zero
+    mask = -(1 << _DROPPED_BITS)
+    rounded = (bits + half_unit) & mask
     return torch.where(values.isfinite(), rounded.view(torch.float32), values)
 
 

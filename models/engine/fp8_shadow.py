@@ -100,7 +100,7 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     require_steady_scales(fp8, "compare a micro-batch with itself")
     fp8.roll()  # as at the start of the step itself
     buffers = optimizer.all_buffers()
-    names = fp8.narrow
+    names = fp8.weight_names
     with passes.scratch_gradients(), fp8.autocast(enabled=False):
         wide_loss, counted_part = _run_first_microbatch(passes, share, number)
         gradients = _weight_gradients(buffers, names)

@@ -72,7 +72,7 @@ def casts_do_not_saturate(patch: pytest.MonkeyPatch) -> None:
 
 
 def amaxes_stay_on_a_tensor_rank() -> None:
-    FP8State._agree = lambda self, amaxes: None
+    FP8State._reduce_max = lambda self, amaxes: None
 
 
 LAWS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [

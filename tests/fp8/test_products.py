@@ -260,7 +260,7 @@ def test_ranks_that_hold_parts_of_a_tensor_round_it_as_one_would() -> None:
         torch.maximum(now, amax, out=now)
 
     for part in x.chunk(4, dim=1):
-        mine = quantize(part, recipe, "input", agree=agree)
+        mine = quantize(part, recipe, "input", reduce_max=agree)
         assert torch.equal(mine.inverse, whole.inverse)
     local = [quantize(part, recipe, "input").inverse for part in x.chunk(4, dim=1)]
     assert not all(torch.equal(inverse, whole.inverse) for inverse in local)

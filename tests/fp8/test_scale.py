@@ -168,7 +168,7 @@ def test_micro_batches_count_once_by_their_largest() -> None:
         h.record(0, torch.tensor(amax))
     assert run(h)[0] == 64.0
     assert h.history[:, 0].tolist() == [0.0, 7.0]
-    assert h.now.tolist() == [0.0, 0.0]
+    assert h.step_amax.tolist() == [0.0, 0.0]
 
 
 def test_ranks_agree_on_the_largest_in_one_collective_even_on_what_ran_elsewhere_or_overflowed() -> (
@@ -189,9 +189,9 @@ def test_ranks_agree_on_the_largest_in_one_collective_even_on_what_ran_elsewhere
 
 def test_what_a_bank_keeps_is_changed_in_place() -> None:
     h = bank(history_length=2)
-    held = (h.scale, h.history, h.now)
+    held = (h.scale, h.history, h.step_amax)
     run(h, 7.0, 7.0)
-    assert all(a is b for a, b in zip(held, (h.scale, h.history, h.now), strict=True))
+    assert all(a is b for a, b in zip(held, (h.scale, h.history, h.step_amax), strict=True))
     assert held[0].tolist() == [64.0, 8192.0]
 
 

@@ -95,13 +95,13 @@ def test_backward_passes_follow_their_forward_passes_outside_of_the_autocast() -
         inside = model(x)
         inside.sum().backward()
     expected = grads(model)
-    now = model.fp8.bank.now.clone()
+    now = model.fp8.bank.step_amax.clone()
     model, _, x = pair()
     with model.fp8.autocast():
         y = model(x)
     y.sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(grads(model), expected, strict=True))
-    assert torch.equal(model.fp8.bank.now, now) and (now > 0).all()
+    assert torch.equal(model.fp8.bank.step_amax, now) and (now > 0).all()
 
 
 def test_calibrating_records_what_computing_records_and_computes_wide() -> None:
@@ -111,8 +111,10 @@ def test_calibrating_records_what_computing_records_and_computes_wide() -> None:
         y = model(x)
         y.sum().backward()
     assert torch.equal(y, expected)
-    assert (model.fp8.bank.now > 0).all()
-    assert model.fp8.bank.now[model.fp8.names.index("layers.0.up.weight.input")] == x.abs().max()
+    assert (model.fp8.bank.step_amax > 0).all()
+    assert (
+        model.fp8.bank.step_amax[model.fp8.names.index("layers.0.up.weight.input")] == x.abs().max()
+    )
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
@@ -126,7 +128,7 @@ def test_a_recomputed_pass_gives_the_same_bits_and_the_same_amaxes(kind: Kind) -
                 assert isinstance(y, Tensor)
                 y.square().sum().backward()
             found.append(
-                [*grads(model), *([model.fp8.bank.now.clone()] if kind == "delayed" else [])]
+                [*grads(model), *([model.fp8.bank.step_amax.clone()] if kind == "delayed" else [])]
             )
             optimizer.step(1e-2)
     half = len(found) // 2

@@ -201,7 +201,9 @@ def engine_of(one: Run) -> Engine:
 
 
 def held(state: FP8State) -> list[Tensor]:
-    return [values.clone() for values in (state.bank.scale, state.bank.history, state.bank.now)]
+    return [
+        values.clone() for values in (state.bank.scale, state.bank.history, state.bank.step_amax)
+    ]
 
 
 def require_evaluation_leaves_the_state() -> None:

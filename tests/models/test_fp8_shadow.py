@@ -51,7 +51,7 @@ def trained(
 
 def fp8_state(engine: Engine) -> dict[str, Tensor]:
     state = engine.fp8
-    return {"scale": state.bank.scale, "history": state.bank.history, "now": state.bank.now}
+    return {"scale": state.bank.scale, "history": state.bank.history, "now": state.bank.step_amax}
 
 
 def require_shadows_change_nothing(one: Run, mesh: DeviceMesh | None = None) -> None:

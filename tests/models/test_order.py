@@ -128,7 +128,7 @@ def head_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParamGatherer, "settle", ParamGatherer.wait)
+    patch.setattr(ParamGatherer, "finish_update", ParamGatherer.wait)
 
 
 @pytest.mark.parametrize("plant", [counted_at_once, head_first, all_at_once])

@@ -702,7 +702,7 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
 def test_one_number_that_was_written_through_data_counts_in_any_block(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaprec.optim.flat_buffer._COMPARED", 5)
+    monkeypatch.setattr("megaprec.optim.flat_buffer._COMPARED_ELEMENTS", 5)
     model, optimizer = made(plan("bf16"), rule=SGD(0.0), clip=0.0, weight_decay=0.0)
     weight = next(model.parameters()).data.view(-1)
     weight[place] = 64.0

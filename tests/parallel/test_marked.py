@@ -246,8 +246,8 @@ def test_a_marked_part_leaves_fp8(parameters: bool) -> None:
     recipe = FP8Recipe(parameters=parameters)
     model = MODEL | {"ffn": 64, "kv_heads": 4}
     engine = engine_of(None, model, plan("bf16", fp8=recipe), Marks("layers.1.mlp"))
-    assert not any(name.startswith("layers.1.mlp") for name in engine.fp8.narrow)
-    assert any(name.startswith("layers.0.mlp") for name in engine.fp8.narrow)
+    assert not any(name.startswith("layers.1.mlp") for name in engine.fp8.weight_names)
+    assert any(name.startswith("layers.0.mlp") for name in engine.fp8.weight_names)
     train(engine, None, model)
     assert kept(engine)["layers.1.mlp.up.weight"] == {torch.float32}
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.marks import marked_parts
+from megaprec.precision.marks import outermost_marked
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel, set_fp32_attr_to_module
 from megaprec.precision.plan import plan
 from parallel import Context, parallelize
@@ -57,12 +57,12 @@ def test_parts_of_a_marked_container_are_what_is_called_and_a_list_of_parameters
 ):
     model = Layers()
     set_fp32_attr_to_module(model.layers)
-    assert [path for path, _ in marked_parts(model)] == [
+    assert [path for path, _ in outermost_marked(model)] == [
         f"layers.{n}.{name}" for n in "01" for name in ("norm", "up")
     ]
     alone = nn.ModuleDict({"tables": nn.ParameterList([torch.ones(2)])})
     set_fp32_attr_to_module(alone)
-    assert [path for path, _ in marked_parts(alone)] == ["tables"]
+    assert [path for path, _ in outermost_marked(alone)] == ["tables"]
 
 
 def test_a_planned_model_does_not_leave_fp8_out_in_silence() -> None:

@@ -155,7 +155,7 @@ def main_translate(args: argparse.Namespace) -> int:
     else:
         translation = translate(understood.plan, settings, args.to)
         lines = table_lines(f"precision.{args.to}", translation.config)
-        lines += [f"# not said: {line}" for line in translation.unsaid]
+        lines += [f"# not said: {line}" for line in translation.losses]
     lines += [f"# note: {note}" for note in understood.notes]
     print("\n".join(lines))
     return 0

@@ -74,7 +74,7 @@ def resolve_dialect(
         )
     for key, decision in resolved.settings.items():
         decided = Setting(decision.value, decision.origin)
-        problems += _settle(settings, key, decided, decision.given, known_keys)
+        problems += _settle(settings, key, decided, decision.by_user, known_keys)
     return DialectResult(resolved.plan, resolved.notes, tuple(problems))
 
 

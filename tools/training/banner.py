@@ -227,7 +227,7 @@ def _muon_lines(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
     left_out = list[Part]()
     for buffer in optimizer.all_buffers():
         for piece in buffer.pieces:
-            if update_rule.updates(piece.part):
+            if update_rule.orthogonalizes(piece.part):
                 matrices.append(piece.part)
             else:
                 left_out.append(piece.part)

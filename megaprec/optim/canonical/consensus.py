@@ -31,7 +31,13 @@ class CanonicalConsensus(StepConsensus):
     """A StepConsensus whose norm and loss do not depend on the layout. Losses are given in slots,
     see `in_slots`."""
 
-    def __init__(self, pp: Axis, world: Axis, order: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        pp: Axis,
+        world: Axis,
+        order: float,
+        device: torch.device,
+    ) -> None:
         # A largest magnitude is exact as it is. Every other norm is computed here, from exact sums
         # of powers, and the base class exchanges no norm.
         is_largest = order == math.inf
@@ -61,25 +67,27 @@ class CanonicalConsensus(StepConsensus):
         for block in _blocks(gradients, powers.length):
             powers.add_(_powers(block, exponent, self.exact_order, powers.length))
         sum_of_powers = powers.numbers()
-        unit = self._scalar(exponent).view(1)
+        unit_exponent = self._scalar(exponent).view(1)
         # the last number of an exact sum is 0 if every term is finite
         infinite = sum_of_powers[LENGTH - 1]
         counted[0] = 0 * counted[0] + 0 * infinite
-        return Measured(counted, torch.cat((sum_of_powers, unit)))
+        norm = torch.cat((sum_of_powers, unit_exponent))
+        return Measured(counted, norm)
 
     def pack(self, local: LocalNumbers) -> Tensor:
         """Return this rank's numbers. Its loss is in slots, float64 [micro-batches of the global
         batch]."""
         assert local.loss is not None
         measured = local.measured
-        empty = measured.norm.view(-1)[:0]
-        powers = empty
+        no_numbers = measured.norm.view(-1)[:0]
+        powers = no_numbers
         if self._num_exact:
             powers = measured.norm
             # the base class exchanges a largest magnitude only
-            measured = Measured(measured.counted, empty)
-        local_of_base = replace(local, measured=measured, loss=local.loss.sum())
-        of_base = super().pack(local_of_base)
+            measured = Measured(measured.counted, no_numbers)
+        # its sum of losses tells whether all are finite; `read` replaces it by the exact one
+        loss = local.loss.sum()
+        of_base = super().pack(replace(local, measured=measured, loss=loss))
         return torch.cat((of_base, powers, local.loss))
 
     def read(self, summed: Tensor) -> Consensus:
@@ -90,31 +98,39 @@ class CanonicalConsensus(StepConsensus):
         reduced = super().read(of_base)
         exact_loss = self._scalar(total_loss(losses))
         loss = exact_loss.where(reduced.gave_loss, math.nan)
-        reduced = replace(reduced, loss=loss)
-        if not self._num_exact:
-            return reduced
-        # the exponent is the same on all ranks, and here it is the sum of theirs
-        exponent = powers[-1].item() / self.world.size
+        norm = reduced.norm
+        if self._num_exact:  # else the base class has the largest magnitude
+            norm = self._scalar(self._norm_of(powers))
+        return replace(reduced, loss=loss, norm=norm)
+
+    def _norm_of(self, powers: Tensor) -> float:
+        """Return the norm of which all ranks together have sent these powers."""
         sum_of_powers = total(powers[:-1])
         if self.exact_order == 2:
             root = math.sqrt(sum_of_powers)  # correctly rounded, unlike a power
         else:
             root = sum_of_powers ** (1 / self.exact_order)
-        norm = self._scalar(root * 2.0**exponent)
-        return replace(reduced, norm=norm)
+        # the last number is the sum of the exponents, which are the same on all ranks
+        exponent = powers[-1].item() / self.world.size
+        return root * 2.0**exponent
 
     def _exponent(self, gradients: Sequence[Tensor]) -> int:
         """Return e such that all gradients of all ranks are less than 2^e. Collective over the
         world."""
-        local_largest = _largest(gradients, self.device)
-        largest = self.world.max_(local_largest).item()
+        largest_magnitude = self.world.max_(_largest(gradients, self.device))
+        largest = largest_magnitude.item()
         if not math.isfinite(largest):
             return 0  # the norm is not finite, whatever the unit
         _, exponent = math.frexp(largest)
         return max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent))
 
 
-def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) -> Tensor:
+def in_slots(
+    loss: Tensor | None,
+    count: int,
+    dp: Axis,
+    device: torch.device,
+) -> Tensor:
     """Return float64 [count x dp ranks]: the losses [count] of this rank's micro-batches in their
     slots, and zeros.
 
@@ -124,9 +140,8 @@ def in_slots(loss: Tensor | None, count: int, dp: Axis, device: torch.device) ->
     slots = torch.zeros(dp.size, count, dtype=torch.float64, device=device)
     # None: this rank is of a stage that computes no loss
     if loss is not None:
-        num_losses = loss.numel()
-        if num_losses != count:
-            raise UserError.of("optimizer.canonical_losses", numel=num_losses, count=count)
+        if loss.numel() != count:
+            raise UserError.of("optimizer.canonical_losses", numel=loss.numel(), count=count)
         slots[dp.rank] = loss.detach().reshape(-1)
     return slots.view(-1)
 
@@ -148,12 +163,18 @@ def summed_loss(loss: Tensor, dp: Axis, world: Axis) -> float:
 
 
 def _blocks(gradients: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    """Yield views of at most `length` elements of each tensor."""
     for values in gradients:
         if len(values):
             yield from values.split(length)
 
 
-def _powers(block: Tensor, exponent: int, order: float, length: int) -> Tensor:
+def _powers(
+    block: Tensor,
+    exponent: int,
+    order: float,
+    length: int,
+) -> Tensor:
     """Return |gradient / 2^exponent| ** order, float64, followed by zeros up to `length`
     elements."""
     # a product needs no padding: its bits are the same in every slice
@@ -172,8 +193,8 @@ def _largest(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     magnitudes: list[Tensor] = []
     for values in gradients:
         if len(values):
-            extremes = torch.stack((values.amax(), -values.amin()))
-            magnitudes.append(extremes.double())
+            # without the copy that `abs` makes
+            magnitudes += [values.amax().double(), -values.amin().double()]
     if magnitudes:
-        return torch.cat(magnitudes).amax()
+        return torch.stack(magnitudes).amax()
     return torch.zeros((), dtype=torch.float64, device=device)

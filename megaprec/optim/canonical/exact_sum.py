@@ -53,7 +53,9 @@ class ExactSum:
         """Add at most `length` numbers of a flat float64 tensor, which is overwritten."""
         if not len(values):
             return
-        largest = max(float(values.amax()), -float(values.amin()))
+        highest = float(values.amax())
+        lowest = float(values.amin())
+        largest = max(highest, -lowest)
         if not largest < _LIMIT:  # also for NaN
             largest = self._set_aside(values)
         if largest > 0:
@@ -75,8 +77,8 @@ class ExactSum:
             position = _DIGIT_BITS * digit
             # Numbers of this size are multiples of the digit's unit: adding one rounds to the
             # nearest multiple, and taking it away leaves the multiple.
-            middle = math.ldexp(1.5, position + _LOWEST + 52)
-            torch.add(remainder, middle, out=digits).sub_(middle)
+            rounder = math.ldexp(1.5, position + _LOWEST + 52)
+            torch.add(remainder, rounder, out=digits).sub_(rounder)
             remainder.sub_(digits)
             for block_sum in _block_sums(digits):
                 self._units += _in_units(block_sum, position) << position
@@ -88,8 +90,9 @@ class ExactSum:
         """Return the sum as float64 [LENGTH], to be summed over ranks in any order."""
         limbs: list[float] = []
         units = self._units
+        lowest_limb = (1 << _LIMB_BITS) - 1  # mask of its bits
         for _ in range(_NUM_LIMBS - 1):
-            limbs.append(float(units & ((1 << _LIMB_BITS) - 1)))
+            limbs.append(float(units & lowest_limb))
             units >>= _LIMB_BITS
         # the highest limb has the sign
         limbs.append(float(units))
@@ -107,7 +110,7 @@ def total(numbers: Tensor) -> float:
     if infinite:
         return infinite
     units = 0
-    for index, limb in enumerate(limbs):
+    for index, limb in enumerate(limbs):  # a sum over ranks may exceed the bits of a limb
         units += int(limb) << (_LIMB_BITS * index)
     try:
         return units / (1 << -_LOWEST)  # a quotient of integers is rounded once
@@ -127,7 +130,9 @@ def exact_total(values: Tensor, axis: Axis) -> Tensor:
 def _digit_of(largest: float) -> int:
     """Return the lowest digit that can hold numbers of this size."""
     _, exponent = math.frexp(largest)
-    return max(0, -(-(exponent - _DIGIT_BITS - _LOWEST) // _DIGIT_BITS))
+    highest_bit = exponent - _LOWEST  # of the number, counted from the lowest unit
+    num_digits = -(-highest_bit // _DIGIT_BITS)  # rounded up
+    return max(0, num_digits - 1)
 
 
 def _block_sums(digits: Tensor) -> list[float]:
@@ -145,4 +150,5 @@ def _in_units(block_sum: float, position: int) -> int:
     overflow."""
     exponent = -(position + _LOWEST)
     half = exponent // 2
-    return int(math.ldexp(math.ldexp(block_sum, half), exponent - half))
+    partly_scaled = math.ldexp(block_sum, half)
+    return int(math.ldexp(partly_scaled, exponent - half))

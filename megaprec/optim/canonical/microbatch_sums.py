@@ -33,9 +33,9 @@ from megaprec.optim.numerics import RunningSums
 
 
 class _Node(NamedTuple):
-    """The sum over micro-batches up to `last` - 1; None if none of them had a value."""
+    """The sum over micro-batches up to `stop` - 1; None if none of them had a value."""
 
-    last: int
+    stop: int
     values: Tensor | None
 
 
@@ -60,35 +60,36 @@ class MicrobatchTree:
 
         After the last micro-batch False means that none had a value.
         """
-        first = microbatch
-        last = microbatch + 1
+        # `values` is the sum over micro-batches [start, stop)
+        start = microbatch
+        stop = microbatch + 1
         values = self.arriving if has_value else None
         self.ended.add(microbatch)
         # upwards in the tree, until a sum is missing that must be added first
-        while last - first < self.count:
-            start, stop = self._sibling(first, last)
-            sibling = self._waiting.get(start)
-            if sibling is None or sibling.last != stop:
-                self._waiting[first] = _Node(last, self._set_aside(values))
+        while stop - start < self.count:
+            sibling_start, sibling_stop = self._sibling(start, stop)
+            sibling = self._waiting.get(sibling_start)
+            if sibling is None or sibling.stop != sibling_stop:
+                self._waiting[start] = _Node(stop, self._set_aside(values))
                 return False
-            del self._waiting[start]
+            del self._waiting[sibling_start]
             values = self._add(sibling.values, values)
-            first = min(first, start)
-            last = max(last, stop)
+            start = min(start, sibling_start)
+            stop = max(stop, sibling_stop)
         if values is not None and values is not self.arriving:
             self.arriving.copy_(values)
             self._spare.append(values)
         return values is not None
 
-    def _sibling(self, first: int, last: int) -> tuple[int, int]:
-        """Return the run of micro-batches whose sum is to be added to that of [first, last)."""
-        length = last - first
+    def _sibling(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the run of micro-batches whose sum is to be added to that of [start, stop)."""
+        length = stop - start
         if length >= self.run_length:  # in the tree: the other node of the pair
-            is_left = first // length % 2 == 0
-            return (last, last + length) if is_left else (first - length, first)
+            is_left = start // length % 2 == 0
+            return (stop, stop + length) if is_left else (start - length, start)
         # in a running sum: the next micro-batch, or for a micro-batch all that are before it
-        start = first - first % self.run_length
-        return (last, last + 1) if first == start else (start, first)
+        run_start = start - start % self.run_length
+        return (stop, stop + 1) if start == run_start else (run_start, start)
 
     def _set_aside(self, values: Tensor | None) -> Tensor | None:
         """Return the values in a memory that the next micro-batch does not overwrite."""
@@ -111,7 +112,8 @@ class MicrobatchTree:
         """Return the memory of the sums that were ever set aside together, in bytes."""
         num_bytes = sum(values.nbytes for values in self._spare)
         for node in self._waiting.values():
-            num_bytes += 0 if node.values is None else node.values.nbytes
+            if node.values is not None:
+                num_bytes += node.values.nbytes
         return num_bytes
 
 
@@ -125,7 +127,8 @@ def num_waiting_sums(count: int) -> int:
 
 def _run_length(count: int) -> int:
     """Return the length of a running sum: the largest odd divisor."""
-    return count // (count & -count) if count else 1
+    power_of_two = count & -count  # the largest one that divides the count
+    return count // power_of_two if count else 1
 
 
 class MicrobatchSums(RunningSums):
@@ -153,7 +156,7 @@ class MicrobatchSums(RunningSums):
         UserError for numbers that contradict those of the step so far, and for a parameter that has
         gradients on both sides of an incomplete end.
         """
-        self._expect(microbatch, count)
+        self._require_consistent(microbatch, count)
         self._take_gradients(self._incomplete(self._chunks[chunk]), microbatch, complete)
 
     def finish(self, parameters: Sequence[nn.Parameter], in_flight: bool) -> None:
@@ -167,7 +170,7 @@ class MicrobatchSums(RunningSums):
             accumulate_autograd_grad(parameter)
         incomplete = self._incomplete(parameters)
         if in_flight and incomplete:
-            self.count = self.count or 1
+            self.count = self.count or 1  # no end was announced: the step has one micro-batch
             microbatches = set(range(self.count))
             missing = set[int]()
             for parameter in incomplete:
@@ -194,7 +197,9 @@ class MicrobatchSums(RunningSums):
         """Return the memory of the sums that were set aside, in bytes."""
         return sum(tree.num_bytes() for tree in self._trees.values())
 
-    def _expect(self, microbatch: int, count: int) -> None:
+    def _require_consistent(self, microbatch: int, count: int) -> None:
+        """Note the number of micro-batches. Raise UserError if it contradicts those of the step so
+        far."""
         if not 0 <= microbatch < count:
             raise UserError.of(
                 "optimizer.microbatch_number", microbatch=microbatch, count=count, last=count - 1
@@ -209,6 +214,7 @@ class MicrobatchSums(RunningSums):
         microbatch: int,
         complete: bool,
     ) -> None:
+        """Add the gradients of a micro-batch to the sums of these parameters."""
         for parameter in parameters:
             accumulate_autograd_grad(parameter)
         for parameter in parameters:

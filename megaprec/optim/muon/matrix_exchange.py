@@ -116,14 +116,19 @@ class MatrixExchange:
         self.owners = owners_of(costs, stage.size)
         matrices = range(len(shapes))
         self.owned = [matrix for matrix in matrices if self.owners[matrix] == stage.rank]
-        facts = json.dumps([dict(shapes), num_buffers])
-        spans_by_rank = _gather_spans(held_spans, crc32(facts.encode()), stage, device)
+        # matrices are sent by their numbers: all ranks must mean the same ones
+        common_text = json.dumps([dict(shapes), num_buffers])
+        fingerprint = crc32(common_text.encode())
+        spans_by_rank = _gather_spans(held_spans, fingerprint, stage, device)
         _require_complete(shapes, spans_by_rank)
         # Known once, so that a step exchanges elements only. [buffer][rank]: what a rank sends and
         # receives in an exchange.
         self._spans: list[list[list[HeldSpan]]] = []
         for buffer in range(num_buffers):
-            self._spans.append([_in_buffer(buffer, spans) for spans in spans_by_rank])
+            in_buffer: list[list[HeldSpan]] = []
+            for spans in spans_by_rank:
+                in_buffer.append([span for span in spans if span.buffer == buffer])
+            self._spans.append(in_buffer)
 
     def start_collect(
         self,
@@ -144,15 +149,15 @@ class MatrixExchange:
         incoming: list[list[HeldSpan]] = []
         sizes: list[list[int]] = []
         for rank in range(self.stage.size):
-            from_rank = self._spans_of_owner(buffer, rank, local_rank)
-            incoming.append(from_rank)
-            sizes.append([span.num_sent for span in from_rank])
+            sent_spans = self._spans_of_owner(buffer, rank, local_rank)
+            incoming.append(sent_spans)
+            sizes.append([span.num_sent for span in sent_spans])
         wait = self._start(outgoing, sizes)
 
         def finish() -> list[ReceivedElements]:
             received: list[ReceivedElements] = []
-            for from_rank, tensors in zip(incoming, wait(), strict=True):
-                received += map(ReceivedElements, from_rank, tensors)
+            for spans, tensors in zip(incoming, wait(), strict=True):
+                received += map(ReceivedElements, spans, tensors)
             return received
 
         return finish
@@ -202,15 +207,16 @@ class MatrixExchange:
     def assemble(self, received: Sequence[ReceivedElements]) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what it received in all
         exchanges of a step."""
-        slices: dict[MatrixSlice, list[ReceivedElements]] = defaultdict(list)
+        by_slice: dict[MatrixSlice, list[ReceivedElements]] = defaultdict(list)
         for elements in received:
-            slices[elements.span.matrix_slice].append(elements)
+            by_slice[elements.span.matrix_slice].append(elements)
+        # empty, for every element is received: `_require_complete` has counted them
         matrices = {number: self._empty.new_empty(self.shapes[number]) for number in self.owned}
-        for matrix_slice, of_slice in slices.items():
+        for matrix_slice, elements_of_slice in by_slice.items():
             part = self._part_of(matrix_slice)
             num_elements = prod(part.local)
             flat = self._empty.new_empty(num_elements)
-            for span, values in of_slice:
+            for span, values in elements_of_slice:
                 flat[span.sent_start : span.sent_stop] = values
             target = part.take(matrices[matrix_slice.matrix])
             target.copy_(flat.view(part.local))
@@ -223,7 +229,10 @@ class MatrixExchange:
     ) -> Callable[[], list[Sequence[Tensor]]]:
         """Start an all-to-all of several flat tensors to and from each rank. sizes: of the tensors
         from each rank."""
-        joined = [torch.cat(tensors) if tensors else self._empty for tensors in outgoing]
+        # an all-to-all has one tensor for each pair of ranks
+        joined: list[Tensor] = []
+        for tensors in outgoing:
+            joined.append(torch.cat(tensors) if tensors else self._empty)
         joined_sizes = [sum(sizes_of_rank) for sizes_of_rank in sizes]
         wait = self.stage.start_uneven_exchange(joined, joined_sizes)
 
@@ -241,14 +250,11 @@ class MatrixExchange:
         return [span for span in spans if self.owners[span.matrix] == owner]
 
     def _part_of(self, matrix_slice: MatrixSlice) -> Part:
+        """Return the part whose `take` returns the slice as a view of its matrix."""
+        shape = self.shapes[matrix_slice.matrix]
         dim = None if matrix_slice.dim < 0 else matrix_slice.dim
-        return Part(
-            "", self.shapes[matrix_slice.matrix], dim, matrix_slice.shards, matrix_slice.shard
-        )
-
-
-def _in_buffer(buffer: int, spans: Sequence[HeldSpan]) -> list[HeldSpan]:
-    return [span for span in spans if span.buffer == buffer]
+        # without a name, which `take` does not need
+        return Part("", shape, dim, matrix_slice.shards, matrix_slice.shard)
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
@@ -279,17 +285,18 @@ def _gather_spans(
     header = (fingerprint, len(local_spans), *padding)
     rows = torch.tensor([header, *local_spans], device=device)
     num_rows = torch.tensor(len(rows), device=device)
+    # tables of one height, that of the rank with most rows: a gather needs equal shapes
     height = int(stage.max_(num_rows))
     table = rows.new_zeros(height, width)
     table[: len(rows)] = rows
     tables = stage.gather(table).view(stage.size, height, width).tolist()
-    fingerprints = [table_of_rank[0][0] for table_of_rank in tables]
-    if any(of_rank != fingerprint for of_rank in fingerprints):
-        raise RuntimeError(
-            "the ranks of a stage hold different matrices, or hold them in different buffers"
-        )
     spans_by_rank: list[list[HeldSpan]] = []
-    for (_, num_spans, *_), *rows_of_rank in tables:
+    for header_of_rank, *rows_of_rank in tables:
+        fingerprint_of_rank, num_spans, *_ = header_of_rank
+        if fingerprint_of_rank != fingerprint:
+            raise RuntimeError(
+                "the ranks of a stage hold different matrices, or hold them in different buffers"
+            )
         spans_by_rank.append([HeldSpan(*row) for row in rows_of_rank[:num_spans]])
     return spans_by_rank
 

@@ -75,13 +75,11 @@ class MatrixUpdates:
         self.buffers = [buffer for buffer in buffers if MUON_MOMENTUM in buffer.state]
         shapes = self._shapes(stage, device)
         matrix_numbers = {name: number for number, name in enumerate(shapes)}
-        # by buffer
-        self._local = [
-            list(self._local_elements(number, matrix_numbers, groups))
-            for number in range(len(self.buffers))
-        ]
-        has_wide = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
-        self._dtype = rule.iteration_dtype(torch.float64 if has_wide else torch.float32)
+        self._local: list[list[LocalElements]] = []  # of each buffer
+        for number in range(len(self.buffers)):
+            self._local.append(list(self._local_elements(number, matrix_numbers, groups)))
+        has_fp64 = any(buffer.plan.masters == torch.float64 for buffer in self.buffers)
+        self._dtype = rule.iteration_dtype(torch.float64 if has_fp64 else torch.float32)
         self._exchange = MatrixExchange(
             shapes,
             costs=[iteration_flops(shape, rule.ns_steps) for shape in shapes.values()],
@@ -98,7 +96,8 @@ class MatrixUpdates:
         for buffer in self.buffers:
             for piece in buffer.pieces:
                 local[piece.part.name] = piece.part.shape
-        # Without experts on ranks of their own, all ranks of a stage have the same matrices.
+        # Without experts on ranks of their own, all ranks of a stage have the same matrices in the
+        # same order. With them each has others: the gather brings all into one order.
         if not any(buffer.holds_experts for buffer in self.buffers):
             return local
         of_stage = gather_entries(local, stage, device)
@@ -139,21 +138,20 @@ class MatrixUpdates:
                     rule.ns_steps,
                     rule.ns_eps,
                 )
-        # `done` starts the all-gather of a buffer, which overlaps with the next exchange
         for number, buffer in enumerate(self.buffers):
             wait = self._exchange.start_return(number, matrices)
             for local, result in zip(self._local[number], wait(), strict=True):
                 _move(local, result, step_of(local.factors))
-            done(buffer)
+            done(buffer)  # starts the buffer's all-gather, which overlaps with the next exchange
 
     def _collect_directions(self, step_of: StepOf) -> dict[int, Tensor]:
         """Update all momenta, and return the complete directions of this rank's own matrices, by
         number."""
         # every exchange starts before the first wait, so that they overlap with the updates
-        waits = [
-            self._exchange.start_collect(number, self._directions(number, step_of))
-            for number in range(len(self.buffers))
-        ]
+        waits: list[Callable[[], list[ReceivedElements]]] = []
+        for number in range(len(self.buffers)):
+            directions = self._directions(number, step_of)
+            waits.append(self._exchange.start_collect(number, directions))
         received: list[ReceivedElements] = []
         for wait in waits:
             received += wait()
@@ -165,9 +163,9 @@ class MatrixUpdates:
         directions: list[Tensor] = []
         for local in self._local[buffer_number]:
             step = step_of(local.factors)
-            # joined: an exchange sends one flat tensor for each slice
-            of_tiles = [self._direction(tile, step) for tile in local.tiles]
-            directions.append(torch.cat(of_tiles))
+            # joined: an exchange takes one flat tensor for each slice
+            tile_directions = [self._direction(tile, step) for tile in local.tiles]
+            directions.append(torch.cat(tile_directions))
         return directions
 
     def _direction(self, tile: Tile, step: Step) -> Tensor:
@@ -175,9 +173,12 @@ class MatrixUpdates:
         iteration. Nothing changes if `step.skip` is 1."""
         momentum = self.rule.momentum
         (average,) = tile.wide_moments()
-        fresh = (tile.wide_gradients() / step.divisor).mul_(1 - momentum)
-        new_average = (average * momentum).add_(fresh)
-        direction = fresh.add_(new_average * momentum) if self.rule.nesterov else new_average
+        gradients = tile.wide_gradients() / step.divisor
+        weighted_gradients = gradients.mul_(1 - momentum)
+        new_average = (average * momentum).add_(weighted_gradients)
+        direction = new_average
+        if self.rule.nesterov:
+            direction = weighted_gradients.add_(new_average * momentum)
         # selected, not multiplied by 0: the new average of a skipped step may be NaN
         average.copy_(torch.where(step.skip == 0, new_average, average))
         tile.keep_moments([average], step.steps)
@@ -190,6 +191,7 @@ def held_span_of(buffer: Buffer, piece: Piece, matrix: int, buffer_number: int) 
     part = piece.part
     in_slice = piece.overlap(buffer.start, buffer.stop)
     in_share = piece.overlap(*buffer.share)  # which lies within the slice
+    # of a slice that several tp ranks hold, the one with copy 0 sends
     if part.copy or not in_share:
         in_share = range(in_slice.start, in_slice.start)
     return HeldSpan(
@@ -228,32 +230,42 @@ def require_muon_patterns(rule: UpdateRule, model_parts: Sequence[nn.Module], ra
     if not isinstance(rule, Muon):
         return
     key = "optimizer.options by_adamw"
-    world = ranks.world
-    device = ranks.device
-    layouts = map(layout_of, parameters_of(model_parts))
-    parts = chain.from_iterable(layout.parts for layout in layouts)
-    names = sorted({part.name for part in parts})
-    if rule.by_adamw != NOT_HIDDEN:
-        require_used(key, rule.by_adamw, names, world, device)
+    names: set[str] = set()
+    for parameter in parameters_of(model_parts):
+        names |= {part.name for part in layout_of(parameter).parts}
+    sorted_names = sorted(names)
+    if rule.by_adamw == NOT_HIDDEN:
+        _require_default_match(key, sorted_names, ranks)
     else:
-        is_matched = torch.tensor(float(any(match_patterns(NOT_HIDDEN, names))), device=device)
-        if not world.max_(is_matched):
-            first_names = gather_entries(dict.fromkeys(names[:1]), world, device)
-            if not first_names:
-                return  # nothing is trained, which the optimizer refuses for every rule
-            raise UserError.of(
-                "optimizer.muon_without_names",
-                key=key,
-                not_hidden=" or ".join(NOT_HIDDEN),
-                names=min(first_names),
-            )
+        require_used(key, rule.by_adamw, sorted_names, ranks.world, ranks.device)
     # by sentence: the code and the fields that a Problem is made of again, for JSON carries none
     local_problems: dict[str, tuple[str, dict[str, Any]]] = {}
     for problem in _problems_of_split_parameters(rule, model_parts):
         local_problems[str(problem)] = (problem.code, problem.fields)
-    entries = gather_entries(local_problems, world, device)
-    if entries:
-        raise UserError(*(Problem(text, *entry) for text, entry in entries.items()))
+    entries = gather_entries(local_problems, ranks.world, ranks.device)
+    problems = [Problem(text, code, fields) for text, (code, fields) in entries.items()]
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_default_match(key: str, names: Sequence[str], ranks: Ranks) -> None:
+    """Raise UserError, on every rank, if none of the default patterns matches a parameter of any
+    rank. Collective over the world.
+
+    names: logical names of this rank's parameters, sorted.
+    """
+    is_local_match = any(match_patterns(NOT_HIDDEN, names))
+    is_match = torch.tensor(float(is_local_match), device=ranks.device)
+    if ranks.world.max_(is_match):
+        return
+    first_names = gather_entries(dict.fromkeys(names[:1]), ranks.world, ranks.device)
+    if first_names:  # else nothing is trained, which the optimizer refuses for every rule
+        raise UserError.of(
+            "optimizer.muon_without_names",
+            key=key,
+            not_hidden=" or ".join(NOT_HIDDEN),
+            names=min(first_names),
+        )
 
 
 def _problems_of_split_parameters(

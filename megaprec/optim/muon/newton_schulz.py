@@ -36,13 +36,16 @@ def orthogonalized(
     """
     a, b, c = coefficients
     wide = matrix if matrix.itemsize >= 4 else matrix.float()
-    x = (wide / torch.linalg.vector_norm(wide).clamp(min=eps)).to(matrix.dtype)
+    norm = torch.linalg.vector_norm(wide).clamp(min=eps)
+    x = (wide / norm).to(matrix.dtype)
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = x.t().contiguous() if is_tall else x
+    if is_tall:
+        x = x.t().contiguous()
     for _ in range(steps):
-        # a x + (b g + c g g) x with g = x x^T
+        # a x + (b g + c g g) x with g = x x^T: in terms of singular values a s + b s^3 + c s^5
         gram = product(x, x.t())
-        x = sum_with_product(x, sum_with_product(gram, gram, gram, b, c), x, a, 1)
+        polynomial = sum_with_product(gram, gram, gram, beta=b, alpha=c)
+        x = sum_with_product(x, polynomial, x, beta=a, alpha=1)
     return x.t().contiguous() if is_tall else x
 
 

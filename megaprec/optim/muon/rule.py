@@ -40,9 +40,9 @@ class Muon(Stateless):
 
     Products of `orthogonalized` are rounded to `ns_dtype`: bf16, fp32, fp64, or "" for bf16, which
     is fp64 if the masters are FP64. scale: name of the factor, "moonshot" for 0.2 * sqrt(max(m, n))
-    or "keller-jordan" for sqrt(max(1, m / n)). by_adamw: patterns of logical names of matrices that
-    `adamw` updates, as it updates every tensor that has not two dims. The rule is elementwise only
-    in B; `update_` is that of `adamw`.
+    or "keller-jordan" for sqrt(max(1, m / n)); see FACTORS. by_adamw: patterns of logical names of
+    matrices that `adamw` updates, as it updates every tensor that has not two dims. The rule is
+    elementwise only in B; `update_` is that of `adamw`.
     """
 
     momentum: float = 0.95
@@ -88,7 +88,7 @@ class Muon(Stateless):
     def names(self) -> tuple[str, ...]:
         return (MUON_MOMENTUM, *self.adamw.names)
 
-    def updates(self, part: Part) -> bool:
+    def orthogonalizes(self, part: Part) -> bool:
         """Return True if this logical tensor is updated by orthogonalized momentum, False if by
         `adamw`."""
         if len(part.shape) != 2:
@@ -97,7 +97,8 @@ class Muon(Stateless):
 
     def factor(self, shape: Sequence[int]) -> float:
         """Return the factor of the learning rate for a logical matrix of this shape."""
-        return FACTORS[self.scale](*shape)
+        rows, columns = shape
+        return FACTORS[self.scale](rows, columns)
 
     def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
         """Return the dtype to which the products of the iteration are rounded."""
@@ -105,6 +106,7 @@ class Muon(Stateless):
         return _ITERATION_DTYPES.get(self.ns_dtype, default)
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        # of the tensors that are not orthogonalized; `MatrixUpdates` updates the others
         self.adamw.update_(weights, grads, state, step)
 
 
@@ -122,12 +124,14 @@ _ITERATION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torc
 
 
 def _require_texts(key: str, values: object) -> tuple[str, ...]:
+    """Return a list of texts as a tuple. Raises UserError for anything else."""
     if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
         return tuple(values)
     raise UserError.of("optimizer.muon_patterns", key=key, values=values)
 
 
 def _require_three_numbers(key: str, values: object) -> Coefficients:
+    """Return a list of three numbers as a tuple. Raises UserError for anything else."""
     if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
         first, second, third = map(float, values)
         return first, second, third
@@ -141,11 +145,11 @@ def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
     and AdamW others.
     """
     if layout_of(parameter).balancing is not None:
-        return ()  # it moves by a fixed speed
+        return ()  # a router's bias, which moves by a fixed speed and keeps no average
     if not isinstance(rule, Muon):
         return rule.names
     parts = layout_of(parameter).parts
-    by_muon = [part.name for part in parts if rule.updates(part)]
+    by_muon = [part.name for part in parts if rule.orthogonalizes(part)]
     if by_muon and len(by_muon) < len(parts):
         by_adamw = [part.name for part in parts if part.name not in by_muon]
         raise UserError.of(

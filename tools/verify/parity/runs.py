@@ -163,7 +163,7 @@ def epsilon(run_config: RunConfig) -> float:
     return max(EPSILON[name] for name in names)
 
 
-def kept(run_config: RunConfig) -> dict[str, float]:
+def state_epsilons(run_config: RunConfig) -> dict[str, float]:
     """Return one unit in the last place of the optimizer's weights, and of its moments."""
     plan = run_config.plan
     return {
@@ -180,7 +180,7 @@ def tokens_per_expert(run_config: RunConfig) -> float:
     return inf
 
 
-def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
+def with_clipping(run_config: RunConfig, probe: Record) -> RunConfig:
     """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of
     it."""
     norm = probe.steps[0]["grad_norm"]
@@ -192,7 +192,7 @@ def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
     return run_config.model_copy(update={"optimizer": optimizer})
 
 
-def planned(run_config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
+def make_plan(run_config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
     """Return the plan: `steps` applied steps, and after the first of them one with an infinity in
     the largest tensor.
 

@@ -252,19 +252,19 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
     """
     reported = set[str]()
     for rule in EFFECT_RULES:
-        claims = list[str]()
+        changed_keys = list[str]()
         for key in rule.keys.split():
             # who knows what a custom model reads
             is_unknown = tables.model.factory and key.startswith("model.")
             if key not in written or key in reported or is_unknown:
                 continue
             if _differs_from_default(tables, key):
-                claims.append(key)
-        if not claims or rule.has_effect(tables):
+                changed_keys.append(key)
+        if not changed_keys or rule.has_effect(tables):
             continue
         # one reason is enough: a key is named once
-        reported.update(claims)
-        yield _effectless_line(tables, claims, rule.deciders.split())
+        reported.update(changed_keys)
+        yield _effectless_line(tables, changed_keys, rule.deciders.split())
     if "optimizer.groups" in written:
         yield from _effectless_groups(tables)
 

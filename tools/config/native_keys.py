@@ -137,6 +137,7 @@ def with_origins(plan: PrecisionPlan, origins: Mapping[str, str]) -> PrecisionPl
     deciders: dict[str, str] = {}
     for name, keys in KEYS.items():
         if not keys:
+            # only a dialect decides it
             deciders[name] = origins.get(name, "default")
             continue
         # the field whose value this one has, as long as no key of its own is given

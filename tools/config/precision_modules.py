@@ -120,7 +120,7 @@ def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
     if not name.endswith(".weight") or any(part in name for part in NOT_LINEAR):
         return False
-    # embedding and head, which are in no layer, stay wide; a run that calibrates only looks on
+    # embedding and head are in no layer; a recipe that calibrates watches wide products
     return layer >= 0 and not excluded_by(recipe, name, layers) and not recipe.calibrating
 
 

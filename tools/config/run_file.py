@@ -239,7 +239,7 @@ class RunConfig(BaseModel):
         return "\n".join(lines) + "\n"
 
 
-@lru_cache(maxsize=64)  # of a few runs: a plan is small, but a search tries many layouts
+@lru_cache(maxsize=64)
 def _cached_plan(
     tables: tuple[Precision, FP8],
     origins: tuple[tuple[str, str], ...],

@@ -14,9 +14,7 @@ from megaprec.dialects.reading import literals_of
 from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
-MAX_INTEGER = (
-    2**63 - 1
-)  # the largest integer that TOML promises, and that torch and JSON readers take
+MAX_INTEGER = 2**63 - 1  # TOML promises no larger ones, and torch has none
 PLAIN_MESSAGES = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",

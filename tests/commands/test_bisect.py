@@ -13,6 +13,7 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.config.run_file import load_run
 from tools.training.step_records import STEP_FIELDS
+from tools.verify.bisect.replay import decisive_entry
 from tools.verify.bisect.sides import Side, must_be_equal, other_keys
 from tools.verify.prove.proof import turn_one_sign
 
@@ -332,4 +333,15 @@ def test_one_run_given_twice_is_not_said_to_agree(
 
 def test_a_side_without_records_has_none(made: Path) -> None:
     side = Side.opened(str(made / "my.toml"))
-    assert (side.digests, side.metrics, side.checkpoint_steps()) == ({}, {}, {})
+    assert (side.digests, side.metrics, side.checkpoints_by_step()) == ({}, {}, {})
+
+
+def test_runs_agree_only_if_both_are_proven_and_the_earlier_difference_counts() -> None:
+    def entry(verdict: str, step: int = 0) -> dict[str, Any]:
+        return {"verdict": verdict, "first": {"step": step}}
+
+    proven = entry("proven")
+    not_tried = entry("not tried")
+    assert decisive_entry([proven, not_tried]) is not_tried
+    early = entry("wrong", 1)
+    assert decisive_entry([proven, not_tried, entry("wrong", 2), early]) is early

@@ -125,5 +125,10 @@ def test_a_table_needs_no_picture_and_the_reference_is_in_it(
     assert cli.main(["compare", "a", "b", "--against", "b"]) == 0
     said = capsys.readouterr().out
     assert said.index("2.0000") < said.index("3.0000") and "written" not in said
+    with (tmp_path / "b" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write("damaged\n")
+    for other in ("b", str(tmp_path / "b")):
+        assert cli.main(["compare", "a", "b", "--against", other]) == 0
+        assert capsys.readouterr().out.count("line 2 is no record") == 1
     assert cli.main(["compare", "b", "--against", "b"]) == 2
     assert capsys.readouterr().err == "--against b: give another run to compare it with\n"

@@ -51,7 +51,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def listed(config: RunConfig, kind: Kind = "current") -> dict[str, tuple[str, int, str]]:
     found = fp8_advice.products(config, config.model, FP8Recipe(kind))
-    return {one.name: (str(one.shape), one.count, one.wide) for one in found}
+    return {one.name: (str(one.shape), one.count, one.why_wide) for one in found}
 
 
 def test_every_kind_of_product_is_listed_as_a_tensor_rank_makes_it(run_file: Path) -> None:

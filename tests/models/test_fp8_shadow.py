@@ -28,7 +28,7 @@ from tests.layouts import SAMPLES, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 from tests.refusals import sentence
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
-from tools.analysis.plots.shadow_plot import PICTURE, plot_shadow
+from tools.analysis.plots.shadow_plot import PICTURE, lowest_cosines, plot_shadow
 from tools.config.precision_settings import FP8
 from tools.console.tables import to_json
 from tools.journal.records import read_events
@@ -298,6 +298,12 @@ def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_pat
     (tmp_path / "events.jsonl").write_text(line + "\n")
     assert read_events(tmp_path, SHADOW)[0]["loss_gap"] == math.inf
     assert plot_shadow(tmp_path, FP8()) == tmp_path / PICTURE
+
+
+def test_the_lowest_cosine_of_a_layer_is_not_lost_beside_a_gradient_that_is_zero() -> None:
+    cosines = {"layers.0.a": 0.5, "layers.0.b": "nan", "layers.0.c": 0.9, "layers.1.a": "nan"}
+    by_layer = lowest_cosines({"cosines": cosines})
+    assert by_layer[0] == 0.5 and math.isnan(by_layer[1])
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_part_of_a_long_schedule_stands_for_all_of_it(
     for overrides in every_kind(file):
         config = load_run(file, (*overrides, "train.global_batch=64"))
         whole = plan_run(config, MemoryModel("cuda"), ASSUMED)
-        monkeypatch.setattr("tools.analysis.planning.speed.MANY", 0)
+        monkeypatch.setattr("tools.analysis.planning.speed.MOST_SIMULATED", 0)
         assert passes_of(config).more > 0
         part = plan_run(config, MemoryModel("cuda"), ASSUMED)
         monkeypatch.undo()

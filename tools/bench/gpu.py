@@ -86,10 +86,11 @@ def describe_machine(device: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    done = subprocess.run(
+    git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True
     )
-    return done.stdout.strip() or "not known"
+    # git prints nothing where there is no clone
+    return git.stdout.strip() or "not known"
 
 
 def run_tests() -> dict[str, str]:
@@ -98,7 +99,7 @@ def run_tests() -> dict[str, str]:
     # pytest's own folder, which git ignores
     report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
-    # Its exit code is 1 if a test fails, which the report says, too.
+    # pytest's exit code is 1 if a test fails, which the report says, too.
     subprocess.run(command, cwd=PAGE.parent.parent, check=False)
     if not report.is_file():
         raise UserError.of("bench.no_test_report", command=" ".join(command[1:]))
@@ -107,21 +108,22 @@ def run_tests() -> dict[str, str]:
 
 def read_outcomes(xml: str) -> dict[str, str]:
     """Return the outcome of each test of pytest's report."""
-    by_test = {}
+    outcomes: dict[str, str] = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
         # pytest writes a file as it would be imported: tests.gpu.test_kernels
         file = case.get("classname", "").replace(".", "/")
-        by_test[f"{file}.py::{case.get('name')}"] = _read_outcome(case)
-    return by_test
+        outcomes[f"{file}.py::{case.get('name')}"] = _read_outcome(case)
+    return outcomes
 
 
 def _read_outcome(case: ElementTree.Element) -> str:
     """Return the outcome of one test case of pytest's report."""
     for child in case:
         if child.tag in ("failure", "error", "skipped"):
-            kind = "skipped" if child.tag == "skipped" else "failed"
-            message = child.get("message", "").splitlines() or [""]
-            return f"{kind}: {message[0]}"
+            # an error of a fixture is a failure too
+            outcome = "skipped" if child.tag == "skipped" else "failed"
+            message_lines = child.get("message", "").splitlines() or [""]
+            return f"{outcome}: {message_lines[0]}"
     return "passed"
 
 
@@ -132,7 +134,7 @@ def measure_systems(
     alternate."""
     builders: dict[str, Callable[[Workload], Step]] = {OURS: megaprec_step, **PEERS}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
-    gib = dict[str, float]()
+    peak_gib = dict[str, float]()
     refused = dict[str, str]()
     # Each system twice, so that a change of the machine meanwhile is seen by all.
     for _ in range(PASSES):
@@ -140,21 +142,19 @@ def measure_systems(
             if name in refused:
                 continue
             try:
-                times, gib[name] = time_steps(builders[name], workload, rounds)
+                times, peak_gib[name] = time_steps(builders[name], workload, rounds)
                 seconds[name] += times
             except Exception as error:
                 # a system that cannot do the work here is a row that says why
-                kind = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
-                refused[name] = f"{kind}{error}".splitlines()[0]
+                prefix = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
+                refused[name] = f"{prefix}{error}".splitlines()[0]
     rows: dict[str, dict[str, float] | str] = {}
     for name in systems:
         if name in refused:
             rows[name] = refused[name]
-        else:
-            rows[name] = {
-                **workload.speed(statistics.median(seconds[name])),
-                "gib": gib[name],
-            }
+            continue
+        speed = workload.speed(statistics.median(seconds[name]))
+        rows[name] = {**speed, "gib": peak_gib[name]}
     return rows
 
 
@@ -171,6 +171,7 @@ def time_steps(
     step = build(workload)
     for _ in range(WARMUP):
         step()
-    times = [seconds_of(step, torch.device(workload.device)) for _ in range(rounds)]
+    device = torch.device(workload.device)
+    times = [seconds_of(step, device) for _ in range(rounds)]
     peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else 0
     return times, peak / 2**30

@@ -31,7 +31,7 @@ class MasterAdamW:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.masters = [parameter.detach().float() for parameter in self.parameters]
-        self.rule = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self.masters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
@@ -42,7 +42,7 @@ class MasterAdamW:
             master.grad = parameter.grad.float()
             parameter.grad = None
         nn.utils.clip_grad_norm_(self.masters, 1.0)
-        self.rule.step()
+        self.optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_([*self.parameters], self.masters)
 
@@ -56,21 +56,19 @@ class Layer(nn.Module):
         self.head_dim = workload.hidden // workload.heads
         # features of queries, keys and values
         heads = (workload.heads, workload.kv_heads, workload.kv_heads)
-        self.sizes = [count * self.head_dim for count in heads]
+        self.qkv_sizes = [count * self.head_dim for count in heads]
         self.norm1 = nn.RMSNorm(workload.hidden, eps=1e-5)
         self.norm2 = nn.RMSNorm(workload.hidden, eps=1e-5)
-        self.qkv = nn.Linear(workload.hidden, sum(self.sizes), bias=False)
-        self.out = nn.Linear(self.sizes[0], workload.hidden, bias=False)
+        self.qkv = nn.Linear(workload.hidden, sum(self.qkv_sizes), bias=False)
+        self.out = nn.Linear(self.qkv_sizes[0], workload.hidden, bias=False)
         self.gate_up = nn.Linear(workload.hidden, 2 * workload.ffn, bias=False)
         self.down = nn.Linear(workload.ffn, workload.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the activations [b, s, hidden] after the layer."""
         batch, length, _ = x.shape
-        query, key, value = (
-            features.view(batch, length, -1, self.head_dim)
-            for features in self.qkv(self.norm1(x)).split(self.sizes, -1)
-        )
+        qkv = self.qkv(self.norm1(x)).split(self.qkv_sizes, -1)
+        query, key, value = (features.view(batch, length, -1, self.head_dim) for features in qkv)
         attended = F.scaled_dot_product_attention(
             rotate(query, cos, sin).transpose(1, 2),
             rotate(key, cos, sin).transpose(1, 2),
@@ -128,13 +126,14 @@ def _make_step(
     batches = workload.batches()
 
     def step() -> Tensor:
-        total = torch.zeros((), device=workload.device)
+        step_loss = torch.zeros((), device=workload.device)
         for tokens, targets in batches:
-            share = loss(tokens, targets) / len(batches)
-            share.backward()
-            total += share.detach()  # on the device: reading it would make the host wait
+            # gradients add up over the micro-batches to those of the mean
+            scaled_loss = loss(tokens, targets) / len(batches)
+            scaled_loss.backward()
+            step_loss += scaled_loss.detach()  # on the device: reading it would make the host wait
         optimizer.step()
-        return total
+        return step_loss
 
     return step
 
@@ -149,13 +148,15 @@ def torch_native(workload: Workload, compiled: bool = False) -> Step:
 def transformer_engine(workload: Workload) -> Step:
     """Return the step of Transformer Engine's layers. Raises Absent."""
     te = _module("transformer_engine.pytorch")
-    layers = [_EngineLayer(te, workload) for _ in range(workload.layers)]
+    layers = [_TransformerEngineLayer(te, workload) for _ in range(workload.layers)]
     model = Decoder(workload, layers)
     model.to(workload.device, torch.bfloat16)
     return _make_step(model, workload, model)
 
 
-class _EngineLayer(nn.Module):
+class _TransformerEngineLayer(nn.Module):
+    """Transformer Engine's layer, called as `Decoder` calls its layers. te: its module."""
+
     def __init__(self, te: Any, workload: Workload) -> None:
         super().__init__()
         self.layer = te.TransformerLayer(
@@ -179,6 +180,7 @@ class _EngineLayer(nn.Module):
         self.positions = nn.Buffer(frequencies, persistent=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the activations [b, s, hidden] after the layer, which has angles of its own."""
         # Its kernel takes FP32, and the cast of the module to bf16 was one of the angles, too.
         return self.layer(x, rotary_pos_emb=self.positions.float())
 
@@ -190,6 +192,7 @@ def megatron_core(workload: Workload) -> Step:
     gpt = _module("megatron.core.models.gpt")
     distributed = _module("megatron.core.distributed")
     optimizers = _module("megatron.core.optimizer")
+    # once a process: a system is built in each pass
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         _module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
@@ -251,15 +254,15 @@ def _megatron_step(workload: Workload, model: Any, optimizer: Any) -> Step:
     def step() -> Tensor:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        total = torch.zeros((), device=workload.device)
+        step_loss = torch.zeros((), device=workload.device)
         for tokens, targets in batches:
             losses = model(tokens, positions.expand_as(tokens), mask, labels=targets)
-            share = losses.float().mean() / len(batches)
-            share.backward()
-            total += share.detach()
+            scaled_loss = losses.float().mean() / len(batches)
+            scaled_loss.backward()
+            step_loss += scaled_loss.detach()
         model.finish_grad_sync()
         optimizer.step()
-        return total
+        return step_loss
 
     return step
 

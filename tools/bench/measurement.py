@@ -82,13 +82,19 @@ def seconds_in_turn(
         for name, step in steps.items():
             if prepare is not None:
                 prepare[name]()
-            times[name].append(seconds_of(step, device))
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+            seconds = seconds_of(step, device)
+            times[name].append(seconds)
+    medians: dict[str, float] = {}
+    for name, seconds_by_round in times.items():
+        medians[name] = statistics.median(seconds_by_round[1:])
+    return medians
 
 
 def print_profile(step: Step, rows: int = 30) -> None:
     """Print the operators of a step by the CPU time of their own, on the first rank."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    cpu_only = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu_only) as profiler:
+        # on every rank: a step waits for the others
         step()
     if os.environ.get("RANK", "0") == "0":
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows))
@@ -101,5 +107,7 @@ def rounded_median(seconds: Sequence[float], digits: int = 3) -> float:
 
 def status_bytes(field: str) -> int:
     """Return a field of this process's status in /proc, such as "VmRSS:", in bytes. Linux only."""
-    _, _, after = Path("/proc/self/status").read_text().partition(field)
-    return int(after.split()[0]) * 1024
+    status = Path("/proc/self/status").read_text()
+    _, _, after = status.partition(field)
+    kibibytes = after.split()[0]
+    return int(kibibytes) * 1024

@@ -40,7 +40,7 @@ from tools.convert.hf.folder import hf_target
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 
-INTERVAL = 0.3  # seconds between two looks
+INTERVAL = 0.3  # seconds between two samples of a program's memory
 LLAMA = {
     "model_type": "llama",
     "num_attention_heads": 16,
@@ -56,7 +56,8 @@ LARGE = {
     "num_hidden_layers": 6,
     "vocab_size": 32000,
 }
-# from one folder to another; the folder "given" is a Hugging Face one
+# from one folder to another; the folder "given" is a Hugging Face one, and later conversions read
+# what the first has written
 CONVERSIONS = (
     ("given", "megaprec"),
     ("megaprec", "hf"),
@@ -187,26 +188,30 @@ def _write_text(file: Path, size: int) -> int:
 
 def _conversions(folder: Path, layers: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each conversion."""
-    for name, sizes in (("small", SMALL), ("large", {**LARGE, "num_hidden_layers": layers})):
-        size, largest = _write_model(folder / name / "given", {**LLAMA, **sizes})
+    _write_model(folder / "small" / "given", {**LLAMA, **SMALL})
+    large = {**LLAMA, **LARGE, "num_hidden_layers": layers}
+    size, largest = _write_model(folder / "large" / "given", large)
     # Not forked: the child would begin with the memory of this process.
     spawned = multiprocessing.get_context("spawn")
     for source_format, target_format in CONVERSIONS:
         with ProcessPoolExecutor(1, spawned) as process:
-            grew = process.submit(_growth, folder, source_format, target_format).result()
+            growth = process.submit(_growth, folder, source_format, target_format)
+            grown_bytes = growth.result()
         yield {
             "from": source_format,
             "to": target_format,
             "bytes": size,
             "largest_tensor": largest,
-            "grew_bytes": grew,
+            "grew_bytes": grown_bytes,
         }
 
 
 def _growth(folder: Path, source_format: str, target_format: str) -> int:
     """Return the growth of resident memory in bytes over that after the conversion of the small
     model."""
+    # stdout is for the lines of JSON
     with redirect_stdout(sys.stderr):
+        # what any conversion leaves, such as imported modules, is there before the large one
         _convert(folder / "small", source_format, target_format)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
         before = status_bytes("VmRSS:")
@@ -231,5 +236,5 @@ def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     starts = reserve_safetensors(file, forms, True)
     for name, shape in shapes.items():
         fill(file, starts[name], torch.randn(shape))
-    sizes = [4 * prod(shape) for shape in shapes.values()]
+    sizes = [4 * prod(shape) for shape in shapes.values()]  # FP32
     return sum(sizes), max(sizes)

@@ -47,7 +47,7 @@ RATIOS = (
 
 
 @dataclass(frozen=True)
-class Kind:
+class TimedStep:
     """A step that is timed. prepare: what is done before it, and is not."""
 
     prepare: Step
@@ -78,11 +78,14 @@ def main(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     sizes = (args.matrices, args.width)
     with device:
-        kinds = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
-        kinds["naive"] = naive(*sizes, foreach=False)
-        kinds["foreach"] = naive(*sizes, foreach=True)
-        prepare = {name: kind.prepare for name, kind in kinds.items()}
-        steps = {name: kind.step for name, kind in kinds.items()}
+        timed_steps = {
+            "bare": bare(*sizes),
+            "ours": ours(*sizes, args.bucket),
+            "naive": naive(*sizes, foreach=False),
+            "foreach": naive(*sizes, foreach=True),
+        }
+        prepare = {name: timed.prepare for name, timed in timed_steps.items()}
+        steps = {name: timed.step for name, timed in timed_steps.items()}
         medians = seconds_in_turn(steps, args.rounds, device, prepare)
         num_parameters = args.matrices * args.width**2
         record = {
@@ -91,45 +94,46 @@ def main(args: argparse.Namespace) -> int:
             "device": args.device,
             "threads": args.threads,
             "torch": torch.__version__,
-            "extra_memory": _extra_memory(kinds["ours"], num_parameters),
+            "extra_memory": _extra_memory(timed_steps["ours"], num_parameters),
         }
         print_record(record | _compare(medians))
         if args.profile:
-            kinds["ours"].prepare()
-            print_profile(kinds["ours"].step, rows=20)
+            timed_steps["ours"].prepare()
+            print_profile(timed_steps["ours"].step, rows=20)
     return 0
 
 
 def _compare(medians: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each kind of step in ms, and their ratios."""
-    record = {f"{kind}_ms": round(seconds * 1e3, 3) for kind, seconds in medians.items()}
-    for kind, other_kind in RATIOS:
-        if kind in medians and other_kind in medians:
-            record[f"{kind}_over_{other_kind}"] = round(medians[kind] / medians[other_kind], 2)
+    """Return the seconds of each step in ms, and their ratios."""
+    record = {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in medians.items()}
+    for name, other_name in RATIOS:
+        ratio = medians[name] / medians[other_name]
+        record[f"{name}_over_{other_name}"] = round(ratio, 2)
     return record
 
 
-def _extra_memory(kind: Kind, num_parameters: int) -> float | None:
+def _extra_memory(timed: TimedStep, num_parameters: int) -> float | None:
     """Return the temporary memory of a step, as a share of the 18 bytes a parameter that stay; None
     if it is not known.
     """
-    kind.prepare()
+    timed.prepare()
     clear_refs = Path("/proc/self/clear_refs")
     if torch.get_default_device().type != "cpu" or not clear_refs.exists():
         return None
     clear_refs.write_text("5")  # Linux: forget the highest memory use so far
     before = status_bytes("VmRSS:")
-    kind.step()
+    timed.step()
+    extra_bytes = status_bytes("VmHWM:") - before
     # bf16 weights, and FP32 gradients, masters and two moments
     lasting_bytes = (2 + 4 * 4) * num_parameters
-    return round((status_bytes("VmHWM:") - before) / lasting_bytes, 5)
+    return round(extra_bytes / lasting_bytes, 5)
 
 
 def _random(length: int, scale: float) -> Tensor:
     return torch.randn(length) * scale
 
 
-def bare(matrices: int, width: int) -> Kind:
+def bare(matrices: int, width: int) -> TimedStep:
     """Return a step of torch's fused AdamW alone, on flat FP32 tensors."""
     weights = _random(matrices * width**2, 0.02)
     gradients = _random(matrices * width**2, 1e-3)
@@ -156,10 +160,10 @@ def bare(matrices: int, width: int) -> Kind:
         )
 
     # The kernel takes the count of steps for AdamW's correction of the bias, and leaves it.
-    return Kind(lambda: steps.add_(1), step)
+    return TimedStep(lambda: steps.add_(1), step)
 
 
-def ours(matrices: int, width: int, bucket: int = BUCKET) -> Kind:
+def ours(matrices: int, width: int, bucket: int = BUCKET) -> TimedStep:
     """Return a whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
@@ -169,7 +173,7 @@ def ours(matrices: int, width: int, bucket: int = BUCKET) -> Kind:
     optimizer = ParallelAMPOptimizer([model], precision, bucket=bucket)
     buffers = optimizer.all_buffers()
     gradients = [_random(buffer.size, 1e-3 * SCALE) for buffer in buffers]
-    loss = torch.tensor(1.0)
+    loss = torch.tensor(1.0)  # any: it is checked and reported
 
     def prepare() -> None:
         for buffer, values in zip(buffers, gradients, strict=True):
@@ -178,11 +182,12 @@ def ours(matrices: int, width: int, bucket: int = BUCKET) -> Kind:
             for parameter in buffer.parameters:
                 begin_accumulation(parameter)
 
-    return Kind(prepare, lambda: optimizer.step(LEARNING_RATE, loss))
+    return TimedStep(prepare, lambda: optimizer.step(LEARNING_RATE, loss))
 
 
-def naive(matrices: int, width: int, foreach: bool) -> Kind:
-    """Return a step that does the same work in separate passes."""
+def naive(matrices: int, width: int, foreach: bool) -> TimedStep:
+    """Return a step that does the same work in separate passes. foreach: AdamW is torch's for-each
+    one, not the fused one."""
     masters = list[nn.Parameter]()
     gradients = list[Tensor]()
     for _ in range(matrices):
@@ -217,10 +222,10 @@ def naive(matrices: int, width: int, foreach: bool) -> Kind:
         if found_inf:
             return
         zeros = [gradient.numel() - torch.count_nonzero(gradient) for gradient in with_grad]
-        torch.stack(zeros).sum().item()
+        torch.stack(zeros).sum().item()  # for a report: our step counts them too
         nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         for master, weight in zip(masters, weights, strict=True):
             weight.copy_(master)
 
-    return Kind(prepare, step)
+    return TimedStep(prepare, step)

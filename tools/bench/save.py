@@ -74,6 +74,7 @@ def _time_round(bench: Bench, folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         outcome = saving.poll()
         stall_seconds += time.perf_counter() - start
+        # all ranks agree in `poll` that the save is done, so all leave here
         if outcome is not None:
             break
         # The save is under way meanwhile.

@@ -27,7 +27,9 @@ WARMUP_SUMS = 10  # of each size and way, before the clock starts
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this measurement."""
-    add_integers(parser, {"ranks": (2, "that take part"), "rounds": (200, "sums of each kind")})
+    add_integers(
+        parser, {"ranks": (2, "that take part"), "rounds": (200, "sums of each size and way")}
+    )
     parser.add_argument(
         "--numbers",
         type=int,
@@ -41,11 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench sums`. Raises UserError."""
     values = {"ranks": args.ranks, "numbers": min(args.numbers), "rounds": args.rounds}
-    too_small = [name for name, value in values.items() if value < LEAST[name]]
-    if too_small:
-        raise UserError(
-            *(Problem.of("bench.too_small", name=name, least=LEAST[name]) for name in too_small)
-        )
+    problems: list[Problem] = []
+    for name, least in LEAST.items():
+        if values[name] < least:
+            problems.append(Problem.of("bench.too_small", name=name, least=least))
+    if problems:
+        raise UserError(*problems)
 
     def measure_all() -> None:
         axis = Axis.of(make_mesh(tp=args.ranks), "tp")
@@ -77,13 +80,15 @@ def _milliseconds(
     start = time.perf_counter()
     for _ in range(rounds):
         way(axis, tensor)
-    return round(1000 * (time.perf_counter() - start) / rounds, 4)
+    seconds = time.perf_counter() - start
+    return round(1000 * seconds / rounds, 4)
 
 
 def _sum_directly(axis: Axis, tensor: Tensor) -> Tensor:
     # Every rank sends its numbers to all others, and adds what it receives.
-    gathered = start_gather(tensor, axis.rank, _group(axis))()
-    return tensor.copy_(gathered.view(axis.size, -1).sum(0))
+    wait = start_gather(tensor, axis.rank, _group(axis))
+    of_ranks = wait().view(axis.size, -1)
+    return tensor.copy_(of_ranks.sum(0))
 
 
 def _sum_in_ring(axis: Axis, tensor: Tensor) -> None:

@@ -194,15 +194,18 @@ class Bench:
         memory_mb = self.engine.optimizer.world.sum_(memory_mb)
         tokens_per_s = self.config.tokens_per_step / statistics.median(seconds)
         throughput = Throughput.of(self.config, self.config.model, self.engine.device)
-        counted_steps = len(seconds)
+        throughput_fields = throughput.fields(tokens_per_s)
+        # the newest: steps that warmed up come before
+        cpu_seconds = self.cpu_seconds[-len(seconds) :]
+        update_cpu_seconds = self.update_times.cpu_seconds[-len(seconds) :]
         return {
             "tokens_per_s": round(tokens_per_s, 1),
-            **{name: round(value, 4) for name, value in throughput.fields(tokens_per_s).items()},
+            **{name: round(value, 4) for name, value in throughput_fields.items()},
             "step_s": rounded_median(seconds),
             "fastest_s": round(min(seconds), 3),
             "slowest_s": round(max(seconds), 3),
-            "cpu_s": rounded_median(self.cpu_seconds[-counted_steps:]),
-            "update_cpu_s": rounded_median(self.update_times.cpu_seconds[-counted_steps:], 4),
+            "cpu_s": rounded_median(cpu_seconds),
+            "update_cpu_s": rounded_median(update_cpu_seconds, 4),
             "peak_rss_mb": [round(megabytes) for megabytes in memory_mb.tolist()],
         }
 
@@ -212,6 +215,7 @@ class Bench:
         """
         with Products() as products:
             self.step()
+        # the ranks repeat their products at the same time
         dist.barrier()
         seconds_alone = products.seconds()
         cpu_alone = products.seconds(time.process_time)

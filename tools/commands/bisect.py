@@ -107,7 +107,7 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
         "b": second.name,
         "compared": "bits" if exact else "float64",
         "keys": other_keys(first.config, second.config),
-        "records": {"by": records.by, "steps": records.steps} | _first_difference(records),
+        "records": _records_fields(records),
         "replay": None,
     }
     if records.by and records.parting is None and not replay_anyway:
@@ -120,10 +120,11 @@ def bisect(first: Side, second: Side, max_steps: int, replay_anyway: bool) -> di
     keys = [*document["keys"], *replayed.get("keys", [])]
     document |= replayed | {"keys": keys}
     # keys that differ are a likelier cause than a fault
-    if keys and document["replay"] and "likely_cause" in document["replay"]:
+    replay_entry = document["replay"]
+    if keys and replay_entry and "likely_cause" in replay_entry:
         names = ", ".join(key.partition(":")[0] for key in keys)
-        cause = document["replay"]["likely_cause"]
-        document["replay"]["likely_cause"] = f"the run files differ in {names}; else: {cause}"
+        cause = replay_entry["likely_cause"]
+        replay_entry["likely_cause"] = f"the run files differ in {names}; else: {cause}"
     return document
 
 
@@ -132,6 +133,7 @@ def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
     reason = (
         f"until step {step} the runs agree, and then one went on from another state than they had"
     )
+    # newest first: that of the step itself, if both runs have kept it and it differs
     differing = common_start(first, second, step + 1, exact=True).passed_over
     if differing and f"of step {step} " in differing[0]:
         return (
@@ -143,10 +145,11 @@ def _loaded_state_reason(first: Side, second: Side, step: int) -> str:
     )
 
 
-def _first_difference(records: Records) -> dict[str, Any]:
-    if records.parting is None:
-        return {}
-    return {"first": records.parting.fields()}
+def _records_fields(records: Records) -> dict[str, Any]:
+    fields: dict[str, Any] = {"by": records.by, "steps": records.steps}
+    if records.parting is not None:
+        fields["first"] = records.parting.fields()
+    return fields
 
 
 def _agreement_reason(records: Records, exact: bool) -> str:
@@ -173,7 +176,8 @@ def _replay_steps(
     first: Side, second: Side, records: Records, exact: bool, max_steps: int
 ) -> dict[str, Any]:
     """Take steps again and return the verdict with the place."""
-    # to the step in which the records part; or two steps, if they agree
+    # To the step in which the records part. If they agree two steps are enough: the second begins
+    # with weights and moments that a step has made.
     until = records.parting.step if records.parting else min(2, max_steps)
     start = common_start(first, second, until, exact)
     steps = until - start.step
@@ -188,16 +192,17 @@ def _replay_steps(
     how = "bit by bit" if exact else "in float64"
     _report_progress(f"steps {start.step + 1} to {until} are taken again, {how}")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the ranks
+    torch.set_num_threads(1)  # as in launched ranks, whose sums have the order of one thread
     try:
         with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as temporary:
             folder = Path(temporary)
             # in full size, for the difference is of these very runs
             plan = Plan(steps, small=False, start=start.checkpoint, states=True)
-            corpora = [_open_data(side.config, records) for side in (first, second)]
+            first_corpus = _open_data(first.config, records)
+            second_corpus = _open_data(second.config, records)
             replay = Replay(
-                _prepare_config(first.config, corpora[0], steps, folder),
-                _prepare_config(second.config, corpora[1], steps, folder),
+                _prepare_config(first.config, first_corpus, steps, folder),
+                _prepare_config(second.config, second_corpus, steps, folder),
                 plan,
                 (first.name, second.name),
                 folder,
@@ -214,7 +219,7 @@ def _replay_steps(
         if "why" in outcome:
             reasons.append(outcome["why"])
         outcome |= {"verdict": PART, "why": "; ".join(reasons)}
-    return outcome | {"keys": other_tokens(*corpora)}
+    return outcome | {"keys": other_tokens(first_corpus, second_corpus)}
 
 
 def _open_data(config: RunConfig, records: Records) -> Corpus:
@@ -231,8 +236,10 @@ def _open_data(config: RunConfig, records: Records) -> Corpus:
 
 def _prepare_config(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
-    # the limits of layouts are for small runs only
-    return with_vocabulary(made_ready(config, LayoutLimits(1, 1, 1), True, steps, folder), corpus)
+    # of any size, for they are read only where a run is made small
+    limits = LayoutLimits(tensor=1, pipeline=1, data=1)
+    prepared = made_ready(config, limits, full=True, steps=steps, folder=folder)
+    return with_vocabulary(prepared, corpus)
 
 
 def _replay_verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:

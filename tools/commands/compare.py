@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
     if args.output:
         _require_writable(args.output)
-    against = args.against and args.against.resolve()
+    against = args.against.resolve() if args.against else None
     # the run to compare with may be among them, as runs/* has it
     folders = [folder for folder in args.runs if folder.resolve() != against]
     if not folders:
@@ -73,7 +73,8 @@ def main(args: argparse.Namespace) -> int:
 def _notes(args: argparse.Namespace) -> list[str]:
     """Return the lines on damaged records, and on what else differs between the runs."""
     folders: list[Path] = [*args.runs]
-    if args.against and args.against not in folders:
+    # by their resolved paths: one run may be given in two ways
+    if args.against and args.against.resolve() not in [folder.resolve() for folder in folders]:
         folders.append(args.against)
     runs = [Run.read(folder) for folder in folders]
     notes = list[str]()
@@ -115,6 +116,7 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for each folder that no other has: its own, or its path."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) == len(names):
         return names

@@ -44,6 +44,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Let the overrides of all commands complete to the keys of a run file."""
     tables = list(key_tables())
     keys = [f"{key.name}=" for key in keys_of(tables)]
+    # by the name that an argument has in its command: `overrides` of many, `words` of `keys`
     words = {"overrides": keys, "words": [table.name for table in tables]}
     # argparse has no public way to its arguments
     for action in parser._actions:

@@ -154,24 +154,24 @@ def _megatron_layout(args: argparse.Namespace, format_name: str) -> MegatronLayo
             option = name.replace("_", "-")
             raise UserError.of("command.megatron_option", option=option, format_name=format_name)
     return MegatronLayout(
-        1 if args.tp is None else args.tp,
-        1 if args.pp is None else args.pp,
-        1 if args.ep is None else args.ep,
-        args.layers != "local",
-        args.grouped_experts,
+        tp=1 if args.tp is None else args.tp,
+        pp=1 if args.pp is None else args.pp,
+        ep=1 if args.ep is None else args.ep,
+        fused_norms=args.layers != "local",
+        grouped=args.grouped_experts,
     )
 
 
 def write_model(
     source: Source,
-    to: str,
+    format_name: str,
     destination: Path,
     dtype: torch.dtype | None = None,
     layout: MegatronLayout | None = None,
     verify: bool = False,
 ) -> None:
-    """Write `source` to `destination` in the format `to`, with progress on a terminal, and print
-    what was written.
+    """Write `source` to `destination` in a format of TARGETS, with progress on a terminal, and
+    print what was written.
 
     verify: also check that transformers computes the same logits for each config.json that is read
         or written.
@@ -179,23 +179,23 @@ def write_model(
     # a broken link is something too
     if os.path.lexists(destination):
         raise UserError.of("command.folder_exists", destination=destination)
-    tokenizer_notes = _tokenizer_notes(source, to, destination)
-    target = _open_target(source, to, dtype, layout or MegatronLayout())
+    tokenizer_notes = _tokenizer_notes(source, format_name, destination)
+    target = _open_target(source, format_name, dtype, layout or MegatronLayout())
     if verify:
-        for line in _verify_configs(source, to, destination):
+        for line in _verify_configs(source, format_name, destination):
             print(line)
     # every byte is written and read back
     with bytes_progress(f"{source.path} to {destination}", 2 * target.size) as report:
         damage = convert(source, target, destination, report)
     print(_summary(source, target, destination))
-    newer_needs = notes_on_older_transformers(source.model) if to == "hf" else []
-    for note in (*source.facts.notes, *tokenizer_notes, *newer_needs):
+    version_notes = notes_on_older_transformers(source.model) if format_name == "hf" else []
+    for note in (*source.facts.notes, *tokenizer_notes, *version_notes):
         print(f"note: {note}")
     for line in damage:
         print(f"warning: {line}")
 
 
-def _tokenizer_notes(source: Source, to: str, destination: Path) -> list[str]:
+def _tokenizer_notes(source: Source, format_name: str, destination: Path) -> list[str]:
     """Check the tokenizer of `source` and return what a user of `destination` must know of it."""
     tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     notes = [*folder_notes(source.path, source.tokenizer)]
@@ -203,14 +203,14 @@ def _tokenizer_notes(source: Source, to: str, destination: Path) -> list[str]:
         notes += tokenizer.notes
     notes += begin_note(source, tokenizer)
     # only a Hugging Face folder names the class of its tokenizer
-    if to == "hf":
+    if format_name == "hf":
         notes += class_note(source.tokenizer)
-    if tokenizer is not None and to == "megatron":
+    if tokenizer is not None and format_name == "megatron":
         notes.append(
             f"a checkpoint of Megatron has no place for a tokenizer: keep {tokenizer.path}, and "
             "give it with --tokenizer when you convert back"
         )
-    if tokenizer is None and to != "megatron":
+    if tokenizer is None and format_name != "megatron":
         notes.append(
             f"{source.path} has no tokenizer that is read, and so {destination} has none: convert "
             "with --tokenizer FILE, a tokenizer.json or a SentencePiece model, to have one"
@@ -224,7 +224,7 @@ def _summary(source: Source, target: Target, destination: Path) -> str:
         f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once "
         "and read back"
     )
-    written_kinds = {key.split("/", 1)[0] for key in target.dtypes}
+    written_kinds = {key.split("/", 1)[0] for key in target.dtypes}  # keys are kind/name
     left_out = [kind for kind in source.kinds if kind not in written_kinds]
     left_out += target.left_out
     if left_out:
@@ -234,12 +234,12 @@ def _summary(source: Source, target: Target, destination: Path) -> str:
     return summary
 
 
-def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]:
+def _verify_configs(source: Source, format_name: str, destination: Path) -> Iterator[str]:
     """Compare transformers with megaprec for each config.json that is read or written; yield what
     was found. Raises UserError if logits differ."""
     if source.kind in WITH_CONFIG:
         yield check_config(read_config(source.path), f"{source.path / CONFIG}")
-    if to != "hf":
+    if format_name != "hf":
         return
     config = config_of(source.model, "float32")
     yield check_config(config, f"{destination / CONFIG}")
@@ -253,10 +253,10 @@ def _verify_configs(source: Source, to: str, destination: Path) -> Iterator[str]
 
 
 def _open_target(
-    source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout
+    source: Source, format_name: str, dtype: torch.dtype | None, layout: MegatronLayout
 ) -> Target:
-    if to == "hf":
+    if format_name == "hf":
         return hf_target(source, dtype)
-    if to == "megaprec":
+    if format_name == "megaprec":
         return native_target(source, dtype)
     return megatron_target(source, dtype, layout)

@@ -214,7 +214,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
-    # `building` does it for a data set
+    # `build_progress` does it for a data set
     tell_left_out(source.name, left_out_words(source.left_out))
     texts = (text for _, text in source)
     if path.suffix == ".json":
@@ -243,15 +243,17 @@ def inspect(args: argparse.Namespace) -> int:
     if tokenizer:
         _print_notes(tokenizer)
         check_vocabulary(dataset, contents, tokenizer.vocab_size)
-    samples = _spaced_documents(dataset.num_documents, args.samples)
+    shown_documents = _spaced_documents(dataset.num_documents, args.samples)
     return print_result(
         args,
-        lambda: _document(dataset, samples, tokenizer),
-        lambda: _show(dataset, samples, tokenizer),
+        lambda: _document(dataset, shown_documents, tokenizer),
+        lambda: _show(dataset, shown_documents, tokenizer),
     )
 
 
-def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> None:
+def _show(
+    dataset: IndexedDataset, shown_documents: Sequence[int], tokenizer: Tokenizer | None
+) -> None:
     """Print the counts of a data set and the beginnings of some documents."""
     for name, value in _counts(dataset).items():
         text = str(value)
@@ -261,12 +263,12 @@ def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer 
             text = f"{value:,}"
         unit = " tokens" if name.endswith(" document") else ""
         print(f"{name:<18} {text}{unit}")
-    for index in samples:
+    for index in shown_documents:
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
 
 
 def _document(
-    dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None
+    dataset: IndexedDataset, shown_documents: Sequence[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return counts and excerpts of a data set for programs."""
     document = dict[str, Any]()
@@ -274,7 +276,8 @@ def _document(
     for name, value in _counts(dataset).items():
         document[name.removeprefix(".").replace(" ", "_")] = value
     document["samples"] = [
-        {"document": index, "excerpt": _excerpt(dataset, index, tokenizer)} for index in samples
+        {"document": index, "excerpt": _excerpt(dataset, index, tokenizer)}
+        for index in shown_documents
     ]
     return document
 
@@ -317,15 +320,16 @@ def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
 def _spaced_documents(total: int, wanted: int) -> list[int]:
     """Return at most `wanted` document numbers, evenly spaced from the first to the last."""
     count = max(0, min(wanted, total))
-    return sorted({int(index) for index in np.linspace(0, total - 1, count)})
+    spaced = np.linspace(0, total - 1, count)
+    return sorted({int(index) for index in spaced})
 
 
 def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
     """Return the beginning of a document, as text if there is a tokenizer, otherwise as token
     ids."""
     document = dataset.document(index)
+    # a document may be longer than a terminal
     ids = document[:MAX_TOKENS_SHOWN].tolist()
     extent = f"first {len(ids)} of " if len(document) > len(ids) else ""
-    # a document may be longer than a terminal
     text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     return f"{extent}{len(document):,} tokens\n{text}"

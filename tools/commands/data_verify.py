@@ -2,9 +2,8 @@
 uses it.
 
 A data set (the prefix of a .bin and .idx pair), a text or a folder is read once from end to end.
-Each check prints a
-line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1 if there are notes,
-2 if something is bad.
+Each check prints a line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1
+if there are notes, 2 if something is bad.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from tools.console.tables import print_result
 from tools.console.units import counted
 
 LEVELS = ("ok", "note", "bad")
-OK, NOTE, BAD = range(3)
+OK, NOTE, BAD = range(3)  # exit codes, and places in LEVELS
 
 Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 
@@ -91,7 +90,7 @@ def _text_findings(path: str, text_field: str) -> Iterator[Finding]:
     chars = 0
     empty = 0
     try:
-        # a long document comes in several pieces
+        # a long document comes in several pieces, (number of the document, text) each
         for _, pieces in groupby(source, key=itemgetter(0)):
             length = sum(len(text) for _, text in pieces)
             documents += 1
@@ -161,13 +160,13 @@ def _id_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterat
         yield NOTE, "ids", f"{bounds}; no tokenizer to compare with: give --tokenizer"
         return
     # without a tokenizer only negative ids are outside
-    size = tokenizer.vocab_size if tokenizer else ids.high + 1
-    first_outside = dataset.first_outside(size)
+    vocab_size = tokenizer.vocab_size if tokenizer else ids.high + 1
+    first_outside = dataset.first_outside(vocab_size)
     if first_outside is not None:
         if ids.low < 0:
             reason = "token ids cannot be negative"
         else:
-            reason = f"but there are {size:,} tokens: it is another one's data"
+            reason = f"but there are {vocab_size:,} tokens: it is another one's data"
         first_id = dataset.tokens(first_outside, 1)[0]
         location = describe_token_place(dataset, first_outside)
         yield BAD, "ids", f"{bounds}: {reason}; the first is {first_id} {location}"
@@ -182,9 +181,11 @@ def _document_findings(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
         yield NOTE, "documents", f"{empty:,} of {len(lengths):,} are empty"
     else:
         yield OK, "documents", f"{lengths.min():,} to {lengths.max():,} tokens, none is empty"
+    # floats are no token ids
     if tokenizer is None or tokenizer.eos is None or dataset.dtype.kind == "f":
         return
-    last_positions = np.cumsum(lengths)[lengths > 0] - 1
+    ends = np.cumsum(lengths)
+    last_positions = ends[lengths > 0] - 1
     open_ended = 0
     # a chunk at a time, for there may be very many documents
     for start in range(0, len(last_positions), CHUNK):

@@ -35,7 +35,8 @@ def main(args: argparse.Namespace) -> int:
 def _document(records: Sequence[EndRecord]) -> dict[str, Any]:
     """Return the diagnosis for programs."""
     recorded = {record.rank.rank for record in records}
-    silent = set(range(max(record.ranks for record in records))) - recorded
+    world_size = max(record.ranks for record in records)
+    silent = set(range(world_size)) - recorded
     return {
         "culprit": _cause(records, silent),
         "ranks": [record.model_dump(mode="json") for record in records],
@@ -51,13 +52,15 @@ def describe(records: Sequence[EndRecord]) -> list[str]:
         position_of |= {beat.rank: beat for beat in record.others}
     position_of |= {rank: record.rank for rank, record in record_of.items()}
     # by records and heartbeats, for either may know of more ranks
-    ranks = range(max(max(position_of) + 1, *(record.ranks for record in records)))
-    lines = [f"culprit    {_cause(records, set(ranks) - set(record_of))}"]
-    for rank in ranks:
+    world_size = max(max(position_of) + 1, *(record.ranks for record in records))
+    silent = set(range(world_size)) - set(record_of)
+    lines = [f"culprit    {_cause(records, silent)}"]
+    for rank in range(world_size):
         record = record_of.get(rank)
         ended = record.ended if record else "left no record"
+        position = _position(position_of.get(rank))
         name = f"rank {rank}"
-        lines.append(f"{name:10} {_position(position_of.get(rank))}; {ended}")
+        lines.append(f"{name:10} {position}; {ended}")
     return lines
 
 
@@ -65,12 +68,16 @@ def _cause(records: Sequence[EndRecord], silent: set[int]) -> str:
     """Return the cause in a line. silent: ranks without a record."""
     verdicts = [record.verdict for record in records if record.verdict]
     if verdicts:
+        # each once: all ranks that watched a hang give the same one
         return "; ".join(dict.fromkeys(verdicts))
     # ranks that failed by themselves: others have lost the connection to them
     failed = [record for record in records if record.culprits]
     if failed:
-        lines = [f"rank {end.rank.rank} on {end.rank.host} failed: {end.ended}" for end in failed]
-        return "; ".join(lines)
+        causes: list[str] = []
+        for record in failed:
+            beat = record.rank
+            causes.append(f"rank {beat.rank} on {beat.host} failed: {record.ended}")
+        return "; ".join(causes)
     if silent:
         return f"{ranks_in_words(silent)}, which left no record: killed, or the machine is down"
     return "unknown: every rank lost the connection to another"

@@ -112,7 +112,8 @@ def compare_models(first: Source, second: Source, title: str) -> Comparison:
     differences = list[Difference]()
     with bytes_progress(title, len(shared)) as report:
         for key in shared:
-            differences.append(compare(key, first.read(key), second.read(key)))
+            difference = compare(key, first.read(key), second.read(key))
+            differences.append(difference)
             report(1, key)
     # of equally large differences by name, so that the output is the same each time
     differences.sort(key=lambda difference: (-difference.largest, difference.key))
@@ -166,26 +167,28 @@ def compare(key: str, first: Tensor, second: Tensor) -> Difference:
         return Difference(key, math.inf, math.inf, 0.0, shapes)
     largest = 0.0
     total = 0.0
-    magnitude = 0.0
-    blocks = zip(first.reshape(-1).split(BLOCK), second.reshape(-1).split(BLOCK), strict=True)
+    magnitude = torch.zeros((), dtype=torch.float64)
+    first_blocks = first.reshape(-1).split(BLOCK)
+    second_blocks = second.reshape(-1).split(BLOCK)
     # Float64 of a whole embedding would take eight bytes an element, twice
-    for ours, theirs in blocks:
-        difference = (ours.double() - theirs.double()).abs().nan_to_num(math.inf, math.inf)
-        difference[ours == theirs] = 0  # two infinities of one sign
-        largest = max(largest, difference.max().item())
-        total += difference.sum().item()
-        # in place of Python's max, which loses NaN
-        before = torch.tensor(magnitude, dtype=torch.float64)
-        magnitude = torch.maximum(ours.double().abs().max(), before).item()
-    return Difference(key, largest, total / max(1, first.numel()), magnitude)
+    for ours, theirs in zip(first_blocks, second_blocks, strict=True):
+        differences = (ours.double() - theirs.double()).abs()
+        differences = differences.nan_to_num(nan=math.inf, posinf=math.inf)
+        differences[ours == theirs] = 0  # two infinities of one sign
+        largest = max(largest, differences.max().item())
+        total += differences.sum().item()
+        # not Python's max, which loses NaN
+        magnitude = torch.maximum(magnitude, ours.double().abs().max())
+    mean = total / max(1, first.numel())
+    return Difference(key, largest, mean, magnitude.item())
 
 
 def _table(differences: list[Difference]) -> Table:
     """Return a table with a row per tensor."""
     table = Table("tensor")
-    for column in ("largest difference", "mean difference", "largest value in A", "note"):
-        table.add_column(column, justify="right" if column != "note" else "left")
-    table.columns[0].overflow = "fold"
+    for column in ("largest difference", "mean difference", "largest value in A"):
+        table.add_column(column, justify="right")
+    table.add_column("note")
     for difference in differences:
         table.add_row(
             difference.key,

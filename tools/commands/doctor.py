@@ -82,9 +82,11 @@ def main(args: argparse.Namespace) -> int:
     if config is not None and args.as_rank is None:
         tell_notes(config.notes, strict=False)
     folder = args.folder or (Path(config.train.folder) if config else Path())
-    device = config.train.device if config else "auto"
     request = DoctorRequest(
-        _layout(config), device, nearest_existing(folder), _checkpoint_bytes(config)
+        layout=_layout(config),
+        device=config.train.device if config else "auto",
+        folder=nearest_existing(folder),
+        bytes_needed=_checkpoint_bytes(config),
     )
     if args.as_rank is not None:
         return _as_local_rank(request, args.as_rank)
@@ -127,9 +129,10 @@ def _checkpoint_bytes(config: RunConfig | None) -> int:
     moments = len(make_rule(config.optimizer).names)
     replicated, sharded = config.plan.bytes_per_parameter(moments)
     # masters and moments; a rule and a plan without any leave the weights
-    per_parameter = sharded or replicated
-    checkpoint = config.sized_model.num_parameters * per_parameter
-    return checkpoint * (_kept_checkpoints(config) + 1)
+    bytes_per_parameter = sharded or replicated
+    checkpoint_bytes = config.sized_model.num_parameters * bytes_per_parameter
+    # an old checkpoint is deleted after a new one is complete
+    return checkpoint_bytes * (_kept_checkpoints(config) + 1)
 
 
 def _kept_checkpoints(config: RunConfig) -> int:
@@ -159,6 +162,7 @@ def _local_findings(config: RunConfig | None, args: argparse.Namespace) -> Itera
             f"the layout has {ranks:,} ranks, and at most {limit} are started here: run this under "
             "torchrun or srun"
         )
+        # what one rank can find is told all the same
         yield from _launch_ranks(args, 1)
         yield not_tried("links", reason, needed=True)
         yield not_tried("parity", reason, needed=True)
@@ -200,6 +204,7 @@ def _launch_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
 def _as_local_rank(request: DoctorRequest, answer: Path) -> int:
     """Be one of the local ranks; rank 0 writes its findings to `answer`."""
     layout = request.layout
+    # a layout that is too large for this machine was launched with one rank
     if math.prod(layout) != int(os.environ["WORLD_SIZE"]):
         layout = ANY_LAYOUT
     context, findings, _ = take_part(replace(request, layout=layout))
@@ -228,7 +233,9 @@ def _parity_hindrance(findings: Sequence[Finding], args: argparse.Namespace) -> 
     """Return why the layout is not tried, "" if it is."""
     if args.no_parity:
         return SKIPPED
+    # by the first word: "shared" of "shared disk"
     wrong_checks = {finding.check.split()[0] for finding in findings if finding.verdict == "wrong"}
+    # without these the ranks of the comparison could not meet, or not read each other's files
     hindering = wrong_checks & {"ranks", "world", "shared"}
     if hindering:
         return f"first mend what is wrong with {' and '.join(sorted(hindering))}"
@@ -255,7 +262,9 @@ def _world_findings(
     if reason:
         yield not_tried("parity", reason, needed=not args.no_parity)
     else:
-        yield parity_in_world(config or own_run(*context.layout), args.file or OWN_RUN, context)
+        run_config = config or own_run(*context.layout)
+        yield parity_in_world(run_config, args.file or OWN_RUN, context)
+    # no folder: the ranks in `follow` have nothing to wait for if no comparison was made
     context.publish("parity", "")
     time.sleep(0.5)  # others read it before this process, which may have the store, ends
 

@@ -104,30 +104,31 @@ def main(args: argparse.Namespace) -> int:
     problems = [f"--{axis} {size}: give 1 or more" for axis, size in sizes.items() if size < 1]
     if problems:
         raise UserError(*problems)
-    replica = args.tensor * args.pipeline  # ranks that hold the model once
+    replica_ranks = args.tensor * args.pipeline  # that hold the model once
     if not is_rank_of_world():
-        if replica > MAX_LOCAL_RANKS:
+        if replica_ranks > MAX_LOCAL_RANKS:
             raise UserError.of(
                 "command.too_many_local_ranks",
                 tensor=args.tensor,
                 pipeline=args.pipeline,
                 max_local_ranks=MAX_LOCAL_RANKS,
             )
-        if replica == 1:
+        if replica_ranks == 1:
             return _evaluate(args, None)
-        return launch_local(_rank_command(args), replica)
+        return launch_local(_rank_command(args), replica_ranks)
     # ranks beyond one replica share the texts
     with world(failed=note_failure):
         ranks = dist.get_world_size()
-        if ranks % replica:
+        if ranks % replica_ranks:
             raise UserError.of(
                 "command.ranks_multiple",
                 ranks=ranks,
                 tensor=args.tensor,
                 pipeline=args.pipeline,
-                replica=replica,
+                replica=replica_ranks,
             )
-        return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
+        mesh = make_mesh(pp=args.pipeline, dp=ranks // replica_ranks, tp=args.tensor)
+        return _evaluate(args, mesh)
 
 
 def _layout(args: argparse.Namespace) -> dict[str, int]:
@@ -161,15 +162,16 @@ def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
     relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     # all sets are opened before the first is scored, which may take hours
-    documents_of = {
+    documents_by_set = {
         name: read_documents(path, model, args.text_field, args.max_chars)
         for name, path in sets.items()
     }
     # all ranks take part in each set, in the same order
     scores = dict[str, Score]()
-    for name, texts in documents_of.items():
-        with tokens_progress(name) if is_first else nullcontext(_ignore_progress) as report:
-            scores[name] = score(relay, texts, model.begin, window, stride, report)
+    for name, documents in documents_by_set.items():
+        progress = tokens_progress(name) if is_first else nullcontext(_ignore_progress)
+        with progress as report:
+            scores[name] = score(relay, documents, model.begin, window, stride, report)
         if not scores[name].tokens:
             raise UserError.of("command.nothing_to_predict", sets=sets[name])
     if not is_first:
@@ -263,6 +265,7 @@ def _byte_notes(model: LoadedModel[Stage], path: str) -> Iterator[str]:
             f"{path}: bytes are those of the decoded tokens, for no build has recorded those of "
             "the text"
         )
+    # None: another file, of which it is not known whether its tokens mean the same
     built = has_built(model.tokenizer, record) if record else True
     if built is None:
         yield (

@@ -140,7 +140,7 @@ def table(event: dict[str, Any]) -> Table:
     # each note once, for several offenders may need it
     notes = dict.fromkeys(_microbatch_note(offender) for offender in offenders)
     rows = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    rows.caption = "\n".join(filter(None, notes))
+    rows.caption = "\n".join(note for note in notes if note)
     rows.title_justify = "left"
     rows.caption_justify = "left"
     rows.add_column("gradient of", overflow="fold")  # a name is never cut short

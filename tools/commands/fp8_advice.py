@@ -38,16 +38,17 @@ EVEN_GAIN = 0.02  # smaller gains and losses count as none
 
 @dataclass(frozen=True)
 class Product:
-    """Equal products of all layers. count: number of them. wide: reason why they are not in FP8, or
-    empty.
+    """Equal products of all layers.
 
+    count: number of them.
+    why_wide: reason why they are not in FP8, or empty.
     gain: speed in FP8 relative to bf16; 1 for products that are not in FP8.
     """
 
     name: str
     shape: Shape
     count: int
-    wide: str
+    why_wide: str
     gain: float = 1.0
 
     @property
@@ -84,7 +85,8 @@ def main(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
     model = config.sized_model
-    judged = [judge(product, config, recipe, device) for product in products(config, model, recipe)]
+    of_run = products(config, model, recipe)
+    judged = [judge(product, config, recipe, device) for product in of_run]
     other_flops = never_fp8_flops(config, model)
 
     def show() -> None:
@@ -101,18 +103,19 @@ def main(args: argparse.Namespace) -> int:
 def _document(judged: Sequence[Product], other_flops: float, device: str) -> dict[str, Any]:
     """Return the advice for programs. flops: of a micro-batch's forward pass on a rank. gain: null
     if not in FP8."""
-    rows = [
-        {
-            "weight": product.name,
-            "shape": list(astuple(product.shape)),
-            "count": product.count,
-            "flops": product.flops,
-            "gain": None if product.wide else product.gain,
-            "verdict": verdict(product),
-            "why_wide": product.wide,
-        }
-        for product in judged
-    ]
+    rows: list[dict[str, Any]] = []
+    for product in judged:
+        rows.append(
+            {
+                "weight": product.name,
+                "shape": list(astuple(product.shape)),
+                "count": product.count,
+                "flops": product.flops,
+                "gain": None if product.why_wide else product.gain,
+                "verdict": verdict(product),
+                "why_wide": product.why_wide,
+            }
+        )
     return {
         "basis": f"timed on {device}" if device else SOURCE,
         "products": rows,
@@ -135,9 +138,9 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
         counts[name, weight.shape, weight.fallback_reason] += 1
     kinds = list[Product]()
-    for (name, (outputs, inputs), wide), count in counts.items():
+    for (name, (outputs, inputs), why_wide), count in counts.items():
         shape = Shape(_tokens(name, tokens, model), inputs, outputs)
-        kinds.append(Product(name, shape, count, wide))
+        kinds.append(Product(name, shape, count, why_wide))
     return kinds
 
 
@@ -160,7 +163,7 @@ def never_fp8_flops(config: RunConfig, model: ModelConfig) -> float:
 
 def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -> Product:
     """Return the product with its gain: measured on `device`, or estimated if that is empty."""
-    if product.wide:
+    if product.why_wide:
         return product
     if not device:
         return replace(product, gain=estimate(product.shape))
@@ -176,12 +179,13 @@ def estimate(shape: Shape) -> float:
     """
     (small, low), (large, high) = PUBLISHED
     fraction = log(shape.flops / small.flops) / log(large.flops / small.flops)
-    return low + (high - low) * min(1.0, max(0.0, fraction))
+    fraction = min(1.0, max(0.0, fraction))
+    return low + (high - low) * fraction
 
 
 def verdict(product: Product) -> str:
     """Return the verdict on a product: wide, even, gains or loses."""
-    if product.wide:
+    if product.why_wide:
         return "wide"
     if abs(product.gain - 1) < EVEN_GAIN:
         return "even"
@@ -194,7 +198,7 @@ def table(judged: Sequence[Product], other_flops: float) -> list[str]:
     rows = [("weight", "products", "", "share", "speed", "")]
     for product in judged:
         share = f"{product.flops / total:.1%}"
-        gain = "" if product.wide else f"{product.gain:.2f}"
+        gain = "" if product.why_wide else f"{product.gain:.2f}"
         count = f"x {product.count}"
         rows.append((product.name, str(product.shape), count, share, gain, verdict(product)))
     share = f"{other_flops / total:.1%}"
@@ -245,7 +249,8 @@ def _note_lines(judged: Sequence[Product], config: RunConfig, other_flops: float
     """Return lines on the total speedup and advice."""
     total = speedup(judged, other_flops)
     lines = [f"together   {total:.2f} times as fast, counting matrix products only"]
-    lines += [f"wide       {product.name}: {product.wide}" for product in judged if product.wide]
+    wide = [product for product in judged if product.why_wide]
+    lines += [f"wide       {product.name}: {product.why_wide}" for product in wide]
     losing = [f'"{product.name}"' for product in judged if verdict(product) == "loses"]
     if losing:
         lines.append(

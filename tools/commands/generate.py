@@ -114,7 +114,8 @@ def main(args: argparse.Namespace) -> int:
             _print_json(prompt, generation)
             continue
         if len(prompts) > 1:
-            print(f"{'' if number == 1 else chr(10)}--- prompt {number} of {len(prompts)}")
+            blank_line = "\n" if number > 1 else ""
+            print(f"{blank_line}--- prompt {number} of {len(prompts)}")
         _stream(prompt, generation)
     _note_slid_windows(model, generations)
     return 0
@@ -184,11 +185,11 @@ def _stream(prompt: str, generation: Generation) -> None:
     """Print a prompt and its continuation, piece by piece as it is generated."""
     # the text goes on where the prompt ends
     print(prompt, end="", flush=True)
+    # a text from anywhere must not steer the terminal
+    escapes = sys.stdout.isatty()
     for piece in generation:
-        # a text from anywhere must not steer the terminal
-        print(
-            escape_control_characters(piece) if sys.stdout.isatty() else piece, end="", flush=True
-        )
+        shown = escape_control_characters(piece) if escapes else piece
+        print(shown, end="", flush=True)
     print()
 
 
@@ -206,12 +207,13 @@ def _print_json(prompt: str, generation: Generation) -> None:
 def _note_slid_windows(model: LoadedModel[CachedStage], generations: list[Generation]) -> None:
     """Say on stderr if texts were longer than the model's positions, as nothing in a text shows
     it."""
-    if any(generation.slid for generation in generations):
-        positions = model.stage.config.max_positions
-        # else the note could stand above the text
-        sys.stdout.flush()
-        print(
-            f"note: the model has {positions} positions (model.max_positions): beyond them, each "
-            f"token was chosen from the newest {positions} tokens alone",
-            file=sys.stderr,
-        )
+    if not any(generation.slid for generation in generations):
+        return
+    positions = model.stage.config.max_positions
+    # else the note could stand above the text
+    sys.stdout.flush()
+    print(
+        f"note: the model has {positions} positions (model.max_positions): beyond them, each "
+        f"token was chosen from the newest {positions} tokens alone",
+        file=sys.stderr,
+    )

@@ -135,19 +135,26 @@ def _measure_text(source: Source) -> TextSizes:
     total_chars = source.total_chars() if counted_chars is None else counted_chars
     pieces, complete = _sample_pieces(source, total_chars)
     sampled_chars = sum(map(len, pieces))
-    chars = counted_chars or (sampled_chars if complete else _estimate_chars(source, pieces))
+    if counted_chars:
+        chars = counted_chars
+    elif complete:
+        chars = sampled_chars
+    else:
+        chars = _estimate_chars(source, pieces)
     least_chars = chars or sampled_chars
     vocab_size = next(size for least, size in VOCABULARY_SIZES if least_chars >= least)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
         path = _train_tokenizer(lines or pieces, vocab_size, Path(folder) / "tried")
         tokenizer = load_tokenizer(path)
-        tokens = sum(len(tokenizer.encode(text)) for text in pieces)
+        sampled_tokens = sum(len(tokenizer.encode(text)) for text in pieces)
+    # as many tokens a character in the whole text as in the sample
+    tokens = round(sampled_tokens * least_chars / max(1, sampled_chars))
     return TextSizes(
-        sampled_chars,
-        chars,
-        tokenizer.vocab_size,
-        round(tokens * least_chars / max(1, sampled_chars)),
-        _first_words(pieces),
+        looked_at=sampled_chars,
+        chars=chars,
+        vocab_size=tokenizer.vocab_size,
+        tokens=tokens,
+        begins=_first_words(pieces),
     )
 
 
@@ -197,14 +204,17 @@ def _sample_pieces(source: Source, total: int | None) -> tuple[list[str], bool]:
         return [text for _, text in source], True
     sampled_files = files
     if len(files) > MAX_FILES:
-        sampled_files = [files[i * len(files) // MAX_FILES] for i in range(MAX_FILES)]
+        # evenly spaced over the list
+        sampled_files = [files[n * len(files) // MAX_FILES] for n in range(MAX_FILES)]
     share = SAMPLED_CHARS // len(sampled_files)
     complete = len(sampled_files) == len(files)
     pieces = list[str]()
     for file in sampled_files:
-        of_file = [text for _, text in replace(source, files=(file,), max_chars=share)]
-        complete &= sum(map(len, of_file)) < share
-        pieces += of_file
+        file_source = replace(source, files=(file,), max_chars=share)
+        file_pieces = [text for _, text in file_source]
+        # a file that fills its share may be longer
+        complete &= sum(map(len, file_pieces)) < share
+        pieces += file_pieces
     return pieces, complete
 
 
@@ -214,10 +224,10 @@ def _estimate_chars(source: Source, pieces: list[str]) -> int | None:
     total = source.total_chars()
     if total is None:
         return None
-    # the sizes of files are bytes: characters as many as the pieces have of their bytes
+    # the sizes of files are bytes, of which all have as many characters as the pieces
     chars = sum(map(len, pieces))
-    encoded = sum(len(text.encode(errors="surrogatepass")) for text in pieces)
-    return max(chars, round(total * chars / max(1, encoded)))
+    nbytes = sum(len(text.encode(errors="surrogatepass")) for text in pieces)
+    return max(chars, round(total * chars / max(1, nbytes)))
 
 
 def _train_tokenizer(texts: list[str], size: int, prefix: Path) -> Path:

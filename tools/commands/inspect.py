@@ -22,6 +22,7 @@ from models.config import ModelConfig
 from tools.commands.options import add_vocab
 from tools.console.progress_bar import bytes_progress
 from tools.console.tables import add_json, print_result, print_table
+from tools.console.wrapped import INDENT
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
 from tools.convert.hf.vocabulary import folder_notes
@@ -145,7 +146,9 @@ def describe(source: Source) -> str:
         lines.append(f"not read   {facts.unread}")
     lines += [f"note       {note}" for note in _notes(source)]
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
-    return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **WHOLE_WORDS) for line in lines)
+    indent = " " * INDENT
+    filled = [fill(line, WIDTH, subsequent_indent=indent, **WHOLE_WORDS) for line in lines]
+    return "\n".join(filled)
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -160,7 +163,8 @@ def _kind_line(source: Source, kind: str) -> str:
     elements = sum(prod(source.shapes[key]) for key in keys)
     nbytes = sum(_nbytes(source, key) for key in keys)
     by_dtype = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
-    return f"{kind:11}{elements:,} elements in {len(keys)} tensors, {nbytes:,} bytes ({by_dtype})"
+    counts = f"{elements:,} elements in {len(keys)} tensors, {nbytes:,} bytes ({by_dtype})"
+    return f"{kind:{INDENT}}{counts}"
 
 
 def shown_keys(model: ModelConfig) -> dict[str, Any]:
@@ -201,7 +205,8 @@ def _digests(source: Source, report: Any) -> tuple[list[_TensorEntry], dict[str,
     by_kind = dict[str, str]()
     for kind in sorted(source.kinds, reverse=True):  # weights first
         # in the order of keys, for the order of tensors depends on the format
-        lines = "".join(f"{key} {digest_of[key]}\n" for key in sorted(source.keys(kind)))
+        keys = sorted(source.keys(kind))
+        lines = "".join(f"{key} {digest_of[key]}\n" for key in keys)
         by_kind[kind] = hashlib.sha256(lines.encode()).hexdigest()
     return tensors, by_kind
 

@@ -40,21 +40,21 @@ def main(args: argparse.Namespace) -> int:
     width = None
     if sys.stdout.isatty():
         width = min(MAX_WIDTH, get_terminal_size().columns)
-    return print_result(
-        args, lambda: document(args.words), lambda: print(describe_keys(args.words, width))
-    )
+
+    def show() -> None:
+        print(describe_keys(args.words, width))
+
+    return print_result(args, lambda: document(args.words), show)
 
 
 def document(words: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys that `words` ask for, for programs: default and help by dotted key.
 
     default: as TOML; null if there is none, or if it is required or derived. Raises UserError as
-        `described` does.
+        `describe_keys` does.
     """
-    fields = dict[str, dict[str, Any]]()
-    for key in keys_of(_matching_tables([*key_tables()], words)):
-        fields[key.name] = _key_fields(key)
-    return {"keys": fields}
+    tables = _matching_tables(list(key_tables()), words)
+    return {"keys": {key.name: _key_fields(key) for key in keys_of(tables)}}
 
 
 def _key_fields(key: Key) -> dict[str, Any]:
@@ -68,8 +68,9 @@ def describe_keys(words: Sequence[str] = (), width: int | None = None) -> str:
 
     Raises UserError for a word that no table and no key has in its name.
     """
-    tables = _matching_tables([*key_tables()], words)
-    return "\n\n".join("\n".join(_table_lines(table, width)) for table in tables)
+    tables = _matching_tables(list(key_tables()), words)
+    texts = ["\n".join(_table_lines(table, width)) for table in tables]
+    return "\n\n".join(texts)
 
 
 def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTable]:
@@ -80,9 +81,9 @@ def _matching_tables(tables: list[KeyTable], words: Sequence[str]) -> list[KeyTa
     wanted = set[str]()
     problems = list[str]()
     for word in words:
-        matches = _matching_keys(tables, word)
-        wanted |= matches
-        if not matches:
+        matching_keys = _matching_keys(tables, word)
+        wanted |= matching_keys
+        if not matching_keys:
             problems.append(_unknown_word(word, tables))
     if problems:
         raise UserError(*problems)
@@ -100,7 +101,9 @@ def _matching_keys(tables: Sequence[KeyTable], word: str) -> set[str]:
     """
     word = word.strip("[]").lower()
     keys = [key.name for key in keys_of(tables)]
-    if any(word == table.name for table in tables):
+    table_names = [table.name for table in tables]
+    if word in table_names:
+        # "checkpoint" is a table, and a part of other keys' names
         return {key for key in keys if word in key.split(".", 1)}
     return {key for key in keys if word in key}
 
@@ -123,7 +126,8 @@ def _table_lines(table: KeyTable, width: int | None) -> Iterator[str]:
     # for grep: everything about a key in its line
     if width is None:
         yield f"[{table.name}]  {table.subject}"
-        yield from (f"{key.name:34}{key.default:16}{key.help}" for key in table.keys)
+        for key in table.keys:
+            yield f"{key.name:34}{key.default:16}{key.help}"
         return
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)
     yield from wrap(f"[{table.name}]  {table.subject}", subsequent_indent="    ")

@@ -62,18 +62,18 @@ from tools.verify.parity.runs import (
     LayoutLimits,
     alone,
     changes,
-    clipped,
     epsilon,
     in_float64,
-    kept,
     made_ready,
-    planned,
+    make_plan,
+    state_epsilons,
     tokens_per_expert,
+    with_clipping,
     with_random_tokens,
 )
 from tools.verify.parity.summary import show
 
-RANKS = 4  # ranks of the largest default layout
+RANKS = 4  # ranks of the largest layout if --layouts names none
 LOCAL_LAUNCHER = Launcher()
 AXES = ("tensor", "pipeline", "data", "context", "expert")
 # keys that the small run changes although no number depends on them
@@ -104,15 +104,20 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     add_overrides(parser, "; before options")
     parser.add_argument(
-        "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
+        "--layouts",
+        nargs="+",
+        metavar="tp=2,pp=2",
+        default=[],
         help="layouts to compare; further keys of [parallel] may follow, as in "
-            f"tp=2,pp=2,schedule=zb-v; default: all that fit, of 2 to {RANKS} ranks",
-    )  # fmt: skip
+        f"tp=2,pp=2,schedule=zb-v; default: all that fit, of 2 to {RANKS} ranks",
+    )
     parser.add_argument(
-        "--precision", choices=("float64", "configured", "both"), default="float64",
-        help=("precision of the comparison: float64, the run's own (configured) or both (default: "
-            "float64)"),
-    )  # fmt: skip
+        "--precision",
+        choices=("float64", "configured", "both"),
+        default="float64",
+        help="precision of the comparison: float64, the run's own (configured) or both (default: "
+        "float64)",
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -199,6 +204,7 @@ def certify(
     # the run to compare: small, and without what takes time and changes no number
     ready = made_ready(config, limits, args.full, args.steps, folder / "run")
     if not args.full:
+        # one step more, which is skipped
         ready = with_random_tokens(ready, args.steps + 1, folder)
     # known before anything runs, so that a wrong --layouts costs no time
     layouts, misfits = fitting_layouts(ready, requested, explicit=bool(args.layouts))
@@ -206,26 +212,29 @@ def certify(
     report_progress("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
+    # one step tells the gradient norm and the tensors, by which clipping and the skipped step are
+    # planned
     probe_plan = Plan(1, small=not args.full)
     probe = launcher.alone(Run(in_float64(alone(ready)), probe_plan, folder / "probe"))
     if not args.full:
-        ready = clipped(ready, probe)
-    plan = planned(ready, probe, args.steps, args.full)
+        ready = with_clipping(ready, probe)
+    plan = make_plan(ready, probe, args.steps, args.full)
 
     exact = alone(in_float64(ready))
     # what is right: one process in float64
-    truth = launcher.alone(Run(exact, plan, folder / "truth"))
+    float64_record = launcher.alone(Run(exact, plan, folder / "float64"))
     # the same run from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(plan, shaken=EPSILON["fp64"])
     shaken = launcher.alone(Run(exact, shaken_plan, folder / "shaken"))
     references = list[Reference]()
     if args.precision != "configured":
-        references.append(Reference("float64", in_float64(ready), plan, truth, Noise(shaken)))
+        noise = Noise(perturbed_run=shaken)
+        references.append(Reference("float64", in_float64(ready), plan, float64_record, noise))
     if args.precision != "float64":
-        references.append(_own_precision(ready, plan, truth, folder, launcher))
+        references.append(_own_precision(ready, plan, float64_record, folder, launcher))
 
     changed = {} if args.full else _relevant_changes(changes(config, ready))
-    certified = certificate(args.file, config, alone(ready), changed, plan, truth, shaken)
+    certified = certificate(args.file, config, alone(ready), changed, plan, float64_record, shaken)
     entries = list(_compare_layouts(layouts, references, folder, report_progress, launcher))
     for layout, reason in misfits:
         entries += [not_tried(layout, reference.name, reason) for reference in references]
@@ -241,17 +250,17 @@ def _overall_verdict(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def _own_precision(
-    ready: RunConfig, plan: Plan, truth: Record, folder: Path, launcher: Launcher
+    ready: RunConfig, plan: Plan, float64_record: Record, folder: Path, launcher: Launcher
 ) -> Reference:
-    """Carry out the run on one process in its own precision. truth: the same in float64."""
+    """Carry out the run on one process in its own precision. float64_record: of the same run in
+    float64."""
     record = launcher.alone(Run(alone(ready), plan, folder / "own"))
     noise = Noise(
-        None,
-        truth,
-        perturbed_runs(ready, plan, folder, launcher),
-        epsilon(ready),
-        tokens_per_expert(ready),
-        kept(ready),
+        float64_run=float64_record,
+        perturbed_draws=perturbed_runs(ready, plan, folder, launcher),
+        epsilon=epsilon(ready),
+        expert_tokens=tokens_per_expert(ready),
+        state_epsilons=state_epsilons(ready),
     )
     return Reference(ready.precision.compute, ready, plan, record, noise)
 
@@ -287,20 +296,26 @@ def fitting_layouts(
     does.
     """
     layouts = [fitted(config, keys) for keys in requested]
-    reasons = {layout.name: layout_problems(config, layout.parallel) for layout in layouts}
-    if explicit and any(reasons.values()):
-        problems = list[str]()
-        for name, of_layout in reasons.items():
-            problems += [f"--layouts {name}: {problem}" for problem in of_layout]
-        raise UserError(*problems)
-    fits = [layout for layout in layouts if not reasons[layout.name]]
+    problems_of = {layout.name: layout_problems(config, layout.parallel) for layout in layouts}
+    if explicit and any(problems_of.values()):
+        lines = list[str]()
+        for name, problems in problems_of.items():
+            lines += [f"--layouts {name}: {problem}" for problem in problems]
+        raise UserError(*lines)
+    fits = list[Layout]()
+    misfits = list[tuple[Layout, str]]()
+    for layout in layouts:
+        problems = problems_of[layout.name]
+        if problems:
+            misfits.append((layout, problems[0]))
+        else:
+            fits.append(layout)
     if not fits:
         raise UserError(
             Problem.of("command.no_layout_fits", ranks=RANKS),
-            *(f"{name}: {of_layout[0]}" for name, of_layout in reasons.items()),
+            *(f"{layout.name}: {reason}" for layout, reason in misfits),
         )
-    misfits = [layout for layout in layouts if reasons[layout.name]]
-    return fits, [(layout, reasons[layout.name][0]) for layout in misfits]
+    return fits, misfits
 
 
 def _compare_layouts(
@@ -319,14 +334,15 @@ def _compare_layouts(
     def ranks_of(layout: Layout) -> int:
         return layout.ranks
 
-    for ranks, of_ranks in groupby(sorted(layouts, key=ranks_of), key=ranks_of):
-        group = list(of_ranks)
+    by_ranks = sorted(layouts, key=ranks_of)
+    for ranks, layouts_of_group in groupby(by_ranks, key=ranks_of):
+        group = list(layouts_of_group)
         pairs = list(product(group, references))
         group_folder = folder / f"ranks{ranks}"
         runs = list[Run]()
-        for i, (layout, reference) in enumerate(pairs):
+        for number, (layout, reference) in enumerate(pairs):
             config = reference.config.model_copy(update={"parallel": layout.parallel})
-            runs.append(Run(config, reference.plan, group_folder / f"{i:03}"))
+            runs.append(Run(config, reference.plan, group_folder / f"{number:03}"))
         names = "; ".join(layout.name for layout in group)
         report_progress(f"{len(runs)} runs of {ranks} ranks: {names}")
         if ranks > 1:
@@ -344,10 +360,17 @@ def _compare(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
     """Return the entry of a run that has finished."""
     record = gather(run.folder)
     # updates by the recorded gradients: an error of a gradient is not one of the update as well
-    again = updates(alone(run.config), corpus_of(run.config), record)
-    norm = run.config.optimizer.norm
-    differences = compare(record, reference.record, reference.noise, norm, again)
-    compared = Compared(layout, reference.name, run.config, differences, record, reference.record)
+    repeated = updates(alone(run.config), corpus_of(run.config), record)
+    norm_order = run.config.optimizer.norm
+    differences = compare(record, reference.record, reference.noise, norm_order, repeated)
+    compared = Compared(
+        layout=layout,
+        precision=reference.name,
+        run=run.config,
+        differences=differences,
+        ours=record,
+        theirs=reference.record,
+    )
     return entry(compared)
 
 

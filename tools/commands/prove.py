@@ -53,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "prove", help="prove that a run repeats and resumes bit for bit", description=__doc__
     )
+    # `run` is the function that carries out a command
     parser.add_argument("run_", metavar="RUN", help="run directory or run file")
     add_overrides(parser)
     parser.add_argument(

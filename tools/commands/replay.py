@@ -74,6 +74,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
     layout = ""
     if saved.world_size > 1:
+        # without the number of ranks
         layout, _, _ = in_words(saved.parallel).partition(" =")
     start_name = "" if start is None else start.name
     return Replay(step, start_name, microbatch, samples, trace, layout)
@@ -151,7 +152,7 @@ def _trace_step(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
     """Return the first micro-batch that was not finite, or the last one, and its trace; suspects
     are traced first."""
     share = trainer.share(trainer.corpus.train, event["first_sample"])
-    step = event["step"] - 1
+    step = event["step"] - 1  # engines count steps from 0
     scale = float(event["loss_scale"])
     traced: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
@@ -171,6 +172,10 @@ def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
     size = config.train.micro_batch
     accused = list[int]()
     for offender in event["offenders"]:
-        if offender.get("samples"):
-            accused.append((offender["samples"][0] - event["first_sample"]) // size)
-    yield from dict.fromkeys([*accused, *range(event["num_samples"] // size)])
+        # those of the micro-batch in which it began; absent if that was not traced
+        samples = offender.get("samples")
+        if samples:
+            sample_in_batch = samples[0] - event["first_sample"]
+            accused.append(sample_in_batch // size)
+    all_microbatches = range(event["num_samples"] // size)
+    yield from dict.fromkeys([*accused, *all_microbatches])

@@ -199,16 +199,17 @@ def _document(report: _ScheduleReport, predicted: Sequence[Span]) -> dict[str, A
     holds = _held_microbatches(report)
     ranks = list[dict[str, Any]]()
     for rank in range(len(report.schedule.programs)):
-        sizes = None
+        bytes_by_kind = None
         if report.bytes:
-            sizes = {**asdict(report.bytes[rank]), "total": report.bytes[rank].total}
+            rank_bytes = report.bytes[rank]
+            bytes_by_kind = {**asdict(rank_bytes), "total": rank_bytes.total}
         ranks.append(
             {
                 "rank": rank,
                 "stages": _stages_of(report.schedule, rank),
                 "waits": waits[rank],
                 "holds": holds[rank],
-                "bytes": sizes,
+                "bytes": bytes_by_kind,
             }
         )
     return {
@@ -249,12 +250,16 @@ def _report_of_options(args: argparse.Namespace) -> _ScheduleReport:
     }
     ranks = len(schedule.programs)
     stages_per_rank = len(schedule.rank_of_stage) // ranks
+
+    def time_of(instruction: Instruction) -> float:
+        return times.get(instruction.op, 0.0)
+
     return _ScheduleReport(
-        Path(args.own).name if args.own else args.kind,
-        "" if args.own else args.kind,
-        schedule,
-        _with_transfers(lambda instruction: times.get(instruction.op, 0.0), args.transfer),
-        Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),
+        name=Path(args.own).name if args.own else args.kind,
+        kind="" if args.own else args.kind,
+        schedule=schedule,
+        cost=_with_transfers(time_of, args.transfer),
+        sizes=Sizes(ranks, schedule.microbatches, stages_per_rank, forward, of_input, of_weight),
         measured=_measured_spans(schedule, args.measured),
     )
 
@@ -295,25 +300,27 @@ def _report_of_run(config: RunConfig, args: argparse.Namespace) -> _ScheduleRepo
         return costs[instruction.stage].flops(instruction) / mean_forward
 
     ranks = len(schedule.programs)
+    # in FLOPs, of which the textbook's formulas take ratios
     sizes = Sizes(
         ranks,
         schedule.microbatches,
         len(costs) // ranks,
-        sum(cost.forward for cost in costs),
-        sum(cost.input for cost in costs),
-        sum(cost.weight for cost in costs),
+        F=sum(cost.forward for cost in costs),
+        I=sum(cost.input for cost in costs),
+        W=sum(cost.weight for cost in costs),
     )
+    recorded = Path(config.train.folder) / TIMELINE
     return _ScheduleReport(
-        Path(args.file).name,
-        "" if parallel.schedule_file else parallel.schedule,
-        schedule,
-        _with_transfers(relative_time, args.transfer),
-        sizes,
-        "mean forwards",
-        _stage_table(schedule, costs, kept_activations, model.mtp_layers),
-        rank_bytes,
-        f"{target.name}: {describe_fit(rank_bytes, target)}" if rank_bytes else "",
-        _measured_spans(schedule, args.measured, Path(config.train.folder) / TIMELINE),
+        name=Path(args.file).name,
+        kind="" if parallel.schedule_file else parallel.schedule,
+        schedule=schedule,
+        cost=_with_transfers(relative_time, args.transfer),
+        sizes=sizes,
+        unit="mean forwards",
+        table=_stage_table(schedule, costs, kept_activations, model.mtp_layers),
+        bytes=rank_bytes,
+        fits=f"{target.name}: {describe_fit(rank_bytes, target)}" if rank_bytes else "",
+        measured=_measured_spans(schedule, args.measured, recorded),
     )
 
 
@@ -418,7 +425,7 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
     sizes = report.sizes
     panel = Panel("", predicted, sizes.p)
     # the mean over ranks, which differ where the last stage has a head
-    work = sum(span.end - span.start for span in panel.computed) / sizes.p
+    mean_work = _work(predicted, sizes.p) / sizes.p
     most_held = max(_held_microbatches(report))
     textbook_bubble = ""
     textbook_held = ""
@@ -430,8 +437,8 @@ def _fact_lines(report: _ScheduleReport, predicted: Sequence[Span]) -> Iterator[
         "during its work, over that work"
     )
     yield (
-        f"step    {panel.length:.4g} {report.unit}, {panel.length / work - 1:.1%} more than the "
-        "mean work of a rank"
+        f"step    {panel.length:.4g} {report.unit}, {panel.length / mean_work - 1:.1%} more than "
+        "the mean work of a rank"
     )
     yield (
         f"memory  {most_held:.3g}{textbook_held}: the most micro-batches whose activations a rank "
@@ -464,8 +471,9 @@ def _byte_columns(rank_bytes: RankBytes) -> tuple[str, ...]:
     """Return the columns KINDS_OF_BYTES of a rank."""
     optimizer = rank_bytes.masters + rank_bytes.moments
     named = (rank_bytes.weights, rank_bytes.gradients, optimizer, rank_bytes.activations)
-    counts = (*named, rank_bytes.total - sum(named), rank_bytes.total)
-    return tuple(size(count) for count in counts)
+    other = rank_bytes.total - sum(named)
+    columns = (*named, other, rank_bytes.total)
+    return tuple(size(nbytes) for nbytes in columns)
 
 
 def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path) -> None:
@@ -475,9 +483,9 @@ def _write_output(report: _ScheduleReport, predicted: Sequence[Span], path: Path
         write_trace(path, predicted, f"{_title(report)} (predicted, 1 s is one of {report.unit})")
     else:
         # a picture, .svg or .png
-        draw(
-            _title(report), [*_fact_lines(report, predicted)], _timeline_panels(report, predicted)
-        ).save(path)
+        facts = list(_fact_lines(report, predicted))
+        panels = _timeline_panels(report, predicted)
+        draw(_title(report), facts, panels).save(path)
 
 
 def _timeline_panels(report: _ScheduleReport, predicted: Sequence[Span]) -> list[Panel]:

@@ -350,6 +350,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
+    # samples of one micro-batch of every replica
     unit = train.micro_batch * parallel.data
     if train.global_batch % unit:
         yield Problem.of(
@@ -378,7 +379,8 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
         yield Problem.of("config.source_and_blend", source=data.source)
-    weights = [part.weight for part in data.blend] or [1]
+    # without a blend there is nothing to refuse
+    weights = [dataset.weight for dataset in data.blend] or [1]
     for problem in _problems_of(shares, weights):
         yield problem.within("data.blend: ")
 
@@ -389,8 +391,7 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 
 def _validation_names(data: Data) -> Iterator[str]:
-    # further sets beside the held-out part
-    names = [part.name for part in data.validation]
+    names = [dataset.name for dataset in data.validation]
     for name in dict.fromkeys(names):
         # a name becomes part of keys in metrics.jsonl and of tags of trackers
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):

@@ -6,6 +6,7 @@ other tables, such as `parallel.zero`, which the run file may then not contradic
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megaprec.dialects.translate import DIALECTS
@@ -105,21 +106,25 @@ def _tree(leaves: Mapping[str, Setting]) -> Any:
     """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
     tree: dict[str, Any] = {"": {}}
     for path, leaf in leaves.items():
-        *tables, last = ["", *path.split(".")] if path else [""]
+        # the table itself is at "", the path of its key "a.b" is "", "a", "b"
+        names = ["", *path.split(".")] if path else [""]
+        *tables, last = names
         node = tree
         for table in tables:
             if not isinstance(node.get(table), dict):
                 node[table] = {}
             node = node[table]
         # a table is there already if one of its keys came before it
-        if not (leaf.value == {} and isinstance(node.get(last), dict)):
-            node[last] = leaf.value
+        is_empty_table = leaf.value == {}
+        if is_empty_table and isinstance(node.get(last), dict):
+            continue
+        node[last] = leaf.value
     return tree[""]
 
 
 def _native_conflicts(settings: Mapping[str, Setting], name: str) -> Iterator[Problem]:
     """Yield a problem for each native key beside a dialect, which decides it."""
-    native_keys = {key for keys in KEYS.values() for key in keys}.difference(NATIVE_ONLY)
+    native_keys = set(chain.from_iterable(KEYS.values())).difference(NATIVE_ONLY)
     for key, setting in settings.items():
         if key in native_keys:
             yield Problem.of(
@@ -134,7 +139,8 @@ def _native_conflicts(settings: Mapping[str, Setting], name: str) -> Iterator[Pr
 def _add_zero_of_nxd(settings: Mapping[str, Setting], leaves: dict[str, Setting]) -> None:
     """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
     # a dialect that is no table is refused as it is
-    is_table = leaves.get("", Setting({}, "")).value == {}
+    whole = leaves.get("")
+    is_table = whole is None or whole.value == {}
     if is_table and _ZERO_OF_NXD not in leaves:
         zero = settings.get("parallel.zero", Setting(Parallel().zero, "default"))
         leaves[_ZERO_OF_NXD] = Setting(zero.value, f"parallel.zero, {zero.origin}")

@@ -68,7 +68,7 @@ class EffectRule:
     keys, deciders: dotted, separated by spaces.
     only_with: the value of the one decider with which the keys have an effect; None: any but 0 and
         false.
-    holds: says of other rules whether the keys have an effect.
+    holds: says whether the keys have an effect, where that is more than a value of one decider.
     """
 
     keys: str
@@ -252,19 +252,19 @@ def effectless(tables: Tables, written: Collection[str]) -> Iterator[str]:
     """
     reported = set[str]()
     for rule in EFFECT_RULES:
-        idle_keys = [
-            key
-            for key in rule.keys.split()
-            if key in written and key not in reported and _differs_from_default(tables, key)
-        ]
-        # who knows what a custom model reads
-        if tables.model.factory:
-            idle_keys = [key for key in idle_keys if not key.startswith("model.")]
-        if not idle_keys or rule.has_effect(tables):
+        changed_keys = list[str]()
+        for key in rule.keys.split():
+            # who knows what a custom model reads
+            is_unknown = tables.model.factory and key.startswith("model.")
+            if key not in written or key in reported or is_unknown:
+                continue
+            if _differs_from_default(tables, key):
+                changed_keys.append(key)
+        if not changed_keys or rule.has_effect(tables):
             continue
         # one reason is enough: a key is named once
-        reported.update(idle_keys)
-        yield _effectless_line(tables, idle_keys, rule.deciders.split())
+        reported.update(changed_keys)
+        yield _effectless_line(tables, changed_keys, rule.deciders.split())
     if "optimizer.groups" in written:
         yield from _effectless_groups(tables)
 

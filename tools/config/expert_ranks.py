@@ -40,8 +40,8 @@ def expert_layout(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
 
 def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless the ranks of a stage can hold the experts evenly."""
-    in_slices = expert_slices(parallel)
-    problem = describe_misfit(parallel.copies, parallel.tensor, parallel.expert, in_slices)
+    slices = expert_slices(parallel)
+    problem = describe_misfit(parallel.copies, parallel.tensor, parallel.expert, slices)
     if model.experts % parallel.expert:
         yield Problem.of(
             "config.experts_undivided",
@@ -53,13 +53,13 @@ def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
         yield Problem.of(
             "config.experts_misfit",
             expert=parallel.expert,
-            expert_tensor=in_slices,
+            expert_tensor=slices,
             problem=problem,
             possible=_possible(model, parallel),
         )
     elif parallel.zero and parallel.zero_size > 1:
         try:
-            sharing_replicas(parallel.tensor, parallel.zero_size, parallel.expert, in_slices)
+            sharing_replicas(parallel.tensor, parallel.zero_size, parallel.expert, slices)
         except UserError as error:
             for problem in error.problems:
                 yield problem.within(f"parallel.zero_size {parallel.zero_size}: ")
@@ -68,11 +68,12 @@ def _spread_problems(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
 def _possible(model: ModelConfig, parallel: Parallel) -> str:
     """Return the end of a line that names the values of parallel.expert that would fit, "" if there
     are none."""
+    slices = expert_slices(parallel)
     possible = list[str]()
     for ranks in range(1, model.experts + 1):
         if model.experts % ranks:
             continue
-        if not describe_misfit(parallel.copies, parallel.tensor, ranks, expert_slices(parallel)):
+        if not describe_misfit(parallel.copies, parallel.tensor, ranks, slices):
             possible.append(str(ranks))
     return f": {', '.join(possible)} would" if possible else ""
 
@@ -130,16 +131,18 @@ def nearest_expert_keys(parallel: Parallel, tensor: int, copies: int) -> dict[st
     copies: the data x context ranks, each of which has all weights of a stage in `tensor` slices.
     """
     # 0 stands for as many slices as tensor-parallel ranks, whatever these become
-    in_slices = gcd(parallel.expert_tensor, tensor) if parallel.expert_tensor else 0
-    ranks_of_experts = copies * tensor // (in_slices or tensor)
-    return {"expert_tensor": in_slices, "expert": gcd(parallel.expert, ranks_of_experts)}
+    expert_tensor = gcd(parallel.expert_tensor, tensor) if parallel.expert_tensor else 0
+    slices = expert_tensor or tensor
+    # the ranks of a stage over those that share an expert
+    ranks_of_experts = copies * tensor // slices
+    return {"expert_tensor": expert_tensor, "expert": gcd(parallel.expert, ranks_of_experts)}
 
 
 def possible_expert_keys(
     parallel: Parallel, experts: int, tensor: int, copies: int
 ) -> Iterator[dict[str, int]]:
-    """Yield the keys of experts that fit other axes: first `nearest`, then experts in `tensor`
-    slices, and whole ones.
+    """Yield the keys of experts that fit other axes: first those of `nearest_expert_keys`, then
+    experts in `tensor` slices, and whole ones.
 
     experts: those of a layer, spread over each number of ranks that divides them; 0: the model has
         none.
@@ -147,9 +150,10 @@ def possible_expert_keys(
     yield nearest_expert_keys(parallel, tensor, copies)
     # 0: in `tensor` slices; 1: whole experts
     divisors = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0]
-    for expert, in_slices in product(divisors, (0, 1)):
-        if not describe_misfit(copies, tensor, expert, in_slices or tensor):
-            yield {"expert_tensor": in_slices, "expert": expert}
+    for expert, expert_tensor in product(divisors, (0, 1)):
+        slices = expert_tensor or tensor
+        if not describe_misfit(copies, tensor, expert, slices):
+            yield {"expert_tensor": expert_tensor, "expert": expert}
 
 
 def _is_changed(parallel: Parallel, key: str) -> bool:

@@ -80,7 +80,9 @@ def _is_equal(of_weights: Any, chosen: Any) -> bool:
     their default."""
     if not isinstance(of_weights, BaseModel) or not isinstance(chosen, Mapping):
         # TOML has lists where the model has tuples
-        return of_weights == (tuple(chosen) if isinstance(chosen, list) else chosen)
+        if isinstance(chosen, list):
+            chosen = tuple(chosen)
+        return of_weights == chosen
     defaults = {
         name: field.default
         for name, field in type(of_weights).model_fields.items()

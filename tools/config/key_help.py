@@ -34,14 +34,15 @@ class KeyTable:
 
 def key_tables() -> Iterator[KeyTable]:
     """Yield the tables of a run file with all their keys, in the order of the file."""
-    for table, kind in tables_of_a_run().items():
+    for table, table_class in tables_of_a_run().items():
+        keys: list[Key] = []
         # the preset is no field: it is resolved before the table is read
-        first = [Key("model.preset", "none", PRESET)] if kind is ModelConfig else []
-        keys = [
-            Key(f"{table}.{name}", _default(field), field.description or "")
-            for name, field in kind.model_fields.items()
-        ]
-        yield KeyTable(table, (kind.__doc__ or "").splitlines()[0], (*first, *keys))
+        if table_class is ModelConfig:
+            keys.append(Key("model.preset", "none", PRESET))
+        for name, field in table_class.model_fields.items():
+            keys.append(Key(f"{table}.{name}", _default(field), field.description or ""))
+        subject = (table_class.__doc__ or "").splitlines()[0]
+        yield KeyTable(table, subject, tuple(keys))
 
 
 def keys_of(tables: Iterable[KeyTable]) -> Iterator[Key]:

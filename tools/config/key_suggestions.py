@@ -12,7 +12,7 @@ from typing import get_origin
 from pydantic.fields import FieldInfo
 
 from megaprec.errors import closest, did_you_mean
-from tools.config.wrong_values import inside_of
+from tools.config.wrong_values import example_in_help
 from tools.console.toml import Setting, toml
 from tools.interop.arguments import deepspeed, megatron
 
@@ -75,15 +75,16 @@ def _keys_of_others() -> dict[str, tuple[str, ...]]:
     A key of DeepSpeed is known by its path, its last word if that is no common one, and its table.
     """
     arguments = megatron.READ.values()
-    found = {argument.kept: argument.keys for argument in arguments}
-    found |= {argument.name: argument.keys for argument in arguments}
+    keys_by_name = {argument.kept: argument.keys for argument in arguments}
+    keys_by_name |= {argument.name: argument.keys for argument in arguments}
     for path, keys in deepspeed.READ.items():
         table, _, _ = path.partition(".")
         _, _, last = path.rpartition(".")
         for name in (path, last, table):
+            # single words, such as "type", mean something else in other tables
             if name in (path, table) or "_" in last:
-                found.setdefault(name, keys)
-    return found
+                keys_by_name.setdefault(name, keys)
+    return keys_by_name
 
 
 KEYS: Mapping[str, tuple[str, ...]] = _keys_of_others()
@@ -119,12 +120,13 @@ def _unknown_key(key: str, setting: Setting, known_fields: Mapping[str, FieldInf
     """Return the line about a key of a known table, or without a table; "" if it is known."""
     table, dot, name = key.partition(".")
     printed = f"{key} = {toml(setting.value)} ({setting.origin})"
-    of_table = _keys_of(table, known_fields)
-    if not dot and of_table:
-        return f"{printed}: a table, not a key; give keys of it, as {of_table[0]}"
-    outer, _, part = key.rpartition(".")
+    keys_of_table = _keys_of(table, known_fields)
+    if not dot and keys_of_table:
+        return f"{printed}: a table, not a key; give keys of it, as {keys_of_table[0]}"
+    # a key inside the value of a known key
+    outer, _, inner = key.rpartition(".")
     if outer in known_fields:
-        example = f"{{{part} = {toml(setting.value)}, ...}}"
+        example = f"{{{inner} = {toml(setting.value)}, ...}}"
         remedy = _as_a_whole(outer, known_fields[outer], example)
         return f"{key} ({setting.origin}): {outer} {remedy}"
     if key in known_fields:
@@ -134,10 +136,10 @@ def _unknown_key(key: str, setting: Setting, known_fields: Mapping[str, FieldInf
 
 def _as_a_whole(key: str, field: FieldInfo | None, example: str) -> str:
     """Return how a key is given that someone gave a part of. example: that part, as a table."""
-    if field is None or inside_of(field, "{").startswith("{"):
+    if field is None or example_in_help(field, "{").startswith("{"):
         return f"is given as a whole, like '{key}={example}'"
     if get_origin(field.annotation) is tuple:
-        return f"is a list, given as a whole, like '{key}={inside_of(field, '[')}'"
+        return f"is a list, given as a whole, like '{key}={example_in_help(field, '[')}'"
     return f"has no keys of its own: give {key}=VALUE"
 
 
@@ -151,7 +153,8 @@ def _suggestion(table: str, name: str, known_keys: Collection[str]) -> str:
     """
     first = name.partition(".")[0]
     # of keys with the same name the last counts: those of `table`
-    keys = {key.partition(".")[2]: key for key in (*known_keys, *_keys_of(table, known_keys))}
+    candidates = (*known_keys, *_keys_of(table, known_keys))
+    keys = {key.partition(".")[2]: key for key in candidates}
     if first in keys:
         return f"; did you mean {keys[first]}?"
     if answer := _answer(name) or _answer(first):
@@ -164,7 +167,9 @@ def _answer(name: str) -> str:
     """Return the end of a line about a name of another system; "" if it is none."""
     # options of command lines have dashes
     name = name.replace("-", "_")
-    keys = [key for key, names in ELSEWHERE.items() if name in names] or KEYS.get(name)
+    keys = [key for key, names in ELSEWHERE.items() if name in names]
+    if not keys:
+        keys = KEYS.get(name)
     if keys:
         return f"; did you mean {' or '.join(keys)}?"
     reason = _reason(name)

@@ -57,6 +57,7 @@ def fit_layout(config: RunConfig, keys: Mapping[str, Any]) -> FittingLayout | No
     given_keys = {**dict.fromkeys(AXES, 1), **keys}
     copies = given_keys["data"] * given_keys["context"]
     expert_keys = nearest_expert_keys(config.parallel, given_keys["tensor"], copies)
+    # the later ones are stronger
     wanted = run_keys | expert_keys | given_keys
     tied = [key for key in TIED_KEYS if run_keys[key] and key not in keys]
     # each try validates the whole table, but there are three such keys at most
@@ -98,7 +99,8 @@ def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
         range(1, parallel.context + 1),
     )
     replicas = [(prod(sizes), sizes) for sizes in possible]
-    # the largest replica needs the least memory per rank
+    # The largest replica needs the least memory per rank. Of equal ones the order of AXES decides:
+    # most tensor-parallel ranks first.
     for replica_ranks, sizes in sorted(replicas, reverse=True):
         most_replicas = ranks // replica_ranks
         for data in range(most_replicas, 0, -1):

@@ -82,7 +82,9 @@ def recipe_of(fp8: FP8, dialect: FP8Recipe | None = None) -> FP8Recipe | None:
     if fp8.kind == "none":
         return None
     stated = {name: getattr(fp8, name) for name in FP8_KEYS}
-    return FP8Recipe(**stated) if dialect is None else replace(dialect, **stated)
+    if dialect is None:
+        return FP8Recipe(**stated)
+    return replace(dialect, **stated)
 
 
 def plan_of(precision: Precision, fp8: FP8, dialect: PrecisionPlan | None = None) -> PrecisionPlan:
@@ -100,14 +102,16 @@ def plan_of(precision: Precision, fp8: FP8, dialect: PrecisionPlan | None = None
         values[name] = widest if dtype == torch.float32 else dtype
     if dialect is not None:
         values["cast_inputs"] = dialect.cast_inputs
+    # split masters are FP32 in parts: the bf16 weight and 16 bits more
     masters = {"fp32": widest, "split": torch.float32, "none": values["parameters"]}
+    dialect_recipe = dialect.fp8 if dialect is not None else None
     return PrecisionPlan(
         **values,
         masters=masters[precision.masters],
         remainders=precision.masters == "split",
         sensitive=widest,
         scaling=loss_scaling(precision),
-        fp8=recipe_of(fp8, dialect and dialect.fp8),
+        fp8=recipe_of(fp8, dialect_recipe),
     )
 
 
@@ -133,6 +137,7 @@ def with_origins(plan: PrecisionPlan, origins: Mapping[str, str]) -> PrecisionPl
     deciders: dict[str, str] = {}
     for name, keys in KEYS.items():
         if not keys:
+            # only a dialect decides it
             deciders[name] = origins.get(name, "default")
             continue
         # the field whose value this one has, as long as no key of its own is given
@@ -157,7 +162,8 @@ def origins_of(settings: Mapping[str, Setting], dialect: PrecisionPlan | None) -
     has no native key."""
     origins = {key: setting.origin for key, setting in settings.items()}
     if dialect is not None:
-        origins |= {name: dialect.origin[name] for name, keys in KEYS.items() if not keys}
+        without_key = [name for name, keys in KEYS.items() if not keys]
+        origins |= {name: dialect.origin[name] for name in without_key}
     return origins
 
 
@@ -168,7 +174,8 @@ def native_settings(plan: PrecisionPlan) -> dict[str, Setting]:
     for field, keys in KEYS.items():
         for key in keys:
             origins.setdefault(key, plan.origin[field])
-    return {key: Setting(value, origins[key]) for key, value in native_keys_of(plan).items()}
+    native_keys = native_keys_of(plan)
+    return {key: Setting(value, origins[key]) for key, value in native_keys.items()}
 
 
 def native_keys_of(plan: PrecisionPlan) -> dict[str, Any]:

@@ -82,9 +82,9 @@ def layer_spans(counts: Mapping[int, int]) -> Iterator[tuple[str, int]]:
     counts: elements by layer.
     """
     # layer minus its rank among the layers is the same within a range without gaps
-    numbered = enumerate(sorted(counts))
-    for _, numbered_run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
-        layers = [layer for _, layer in numbered_run]
+    ranked_layers = enumerate(sorted(counts))
+    for _, group in groupby(ranked_layers, key=lambda pair: pair[1] - pair[0]):
+        layers = [layer for _, layer in group]
         first = layers[0]
         last = layers[-1]
         span = f"{first}-{last}" if last > first else f"{first}"
@@ -120,6 +120,7 @@ def _in_fp8(recipe: FP8Recipe, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
     if not name.endswith(".weight") or any(part in name for part in NOT_LINEAR):
         return False
+    # embedding and head are in no layer; a recipe that calibrates watches wide products
     return layer >= 0 and not excluded_by(recipe, name, layers) and not recipe.calibrating
 
 
@@ -133,7 +134,7 @@ def _row(name: str, elements: int, dtypes: dict[str, str]) -> Row:
         "parameter": size("parameter"),
         "gradient": size("gradient"),
         "master": size("master"),
-        "moment": 2 * size("moment"),
+        "moment": 2 * size("moment"),  # AdamW has two
     }
     if dtypes["master"] == dtypes["parameter"]:
         sizes["master"] = 0  # the parameter is its own master

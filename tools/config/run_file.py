@@ -247,7 +247,8 @@ def _cached_plan(
 ) -> PrecisionPlan:
     """Return the plan of both tables, which is asked for again with each instruction that is
     timed."""
-    return with_origins(plan_of(*tables, dialect), dict(origins))
+    precision, fp8 = tables
+    return with_origins(plan_of(precision, fp8, dialect), dict(origins))
 
 
 class RunFile:
@@ -304,15 +305,17 @@ class RunFile:
         problems = list(self.problems)
         if isinstance(initial, UserError):
             init_from = settings["train.init_from"]
+            prefix = f"train.init_from ({init_from.origin}): "
             hint = working_directory_hint(init_from.origin, init_from.value)
-            begin = f"train.init_from ({init_from.origin}): "
-            problems += (problem.within(begin, hint) for problem in initial.problems)
+            problems += (problem.within(prefix, hint) for problem in initial.problems)
         elif initial is not None:
             problems += add_initial_model(settings, initial)
+        # a model has as many positions as a sequence has tokens, unless anything says otherwise
         length = settings.get("train.seq_length")
         if length is not None and isinstance(length.value, int):
             settings.setdefault("model.max_positions", Setting(length.value, "train.seq_length"))
 
+        # of the keys that both decide, those of the run file are stronger
         plan = self._dialect.plan
         if plan is not None:
             settings = native_settings(plan) | settings
@@ -364,9 +367,9 @@ def run_file_in(folder: Path, written_by_run: bool = False) -> Path | None:
 
 def is_resolved(path: Path) -> bool:
     """Return True if the run file is one that a run wrote."""
-    begin = SAVED.encode()
+    mark = SAVED.encode()
     with reading(path) as file:
-        return file.read(len(begin)) == begin
+        return file.read(len(mark)) == mark
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -386,25 +389,28 @@ def load_precision(
 
     Raises UserError with all problems.
     """
-    given_keys = set(settings)
+    users_keys = set(settings)
     dialect = resolve_dialect(settings, None)
     removed_problems, _ = take_removed(settings)
     problems = [*removed_problems, *dialect.problems]
     # keys that a dialect adds are not of the user
-    given = {key: setting for key, setting in settings.items() if key in given_keys}
-    problems += unknown_key_problems(given, _known_fields())
-    kinds = {"precision": Precision, "fp8": FP8}
+    users_settings = {key: setting for key, setting in settings.items() if key in users_keys}
+    problems += unknown_key_problems(users_settings, _known_fields())
+    table_classes = {"precision": Precision, "fp8": FP8}
     native = settings if dialect.plan is None else native_settings(dialect.plan) | settings
-    tables, type_problems = _read_tables(native, kinds)
+    tables, type_problems = _read_tables(native, table_classes)
     problems += [*type_problems, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
     precision = Precision.model_validate(tables["precision"])
     fp8 = FP8.model_validate(tables["fp8"])
-    plan = with_origins(plan_of(precision, fp8, dialect.plan), origins_of(native, dialect.plan))
-    others = {
-        key: setting for key, setting in settings.items() if key.partition(".")[0] not in kinds
-    }
+    plan = plan_of(precision, fp8, dialect.plan)
+    plan = with_origins(plan, origins_of(native, dialect.plan))
+    others: dict[str, Setting] = {}
+    for key, setting in settings.items():
+        table, _, _ = key.partition(".")
+        if table not in table_classes:
+            others[key] = setting
     return plan, others, dialect.notes
 
 
@@ -420,7 +426,9 @@ def read_run_settings(
 
 
 def _read_tables(
-    settings: Mapping[str, Setting], kinds: Mapping[str, type[BaseModel]], incomplete: str = ""
+    settings: Mapping[str, Setting],
+    table_classes: Mapping[str, type[BaseModel]],
+    incomplete: str = "",
 ) -> tuple[dict[str, BaseModel], list[str]]:
     """Return the tables that can be read, and the problems of the others.
 
@@ -429,36 +437,36 @@ def _read_tables(
     """
     tables = dict[str, BaseModel]()
     problems = list[str]()
-    for table, kind in kinds.items():
-        values = {
-            name: settings[f"{table}.{name}"].value
-            for name in kind.model_fields
-            if f"{table}.{name}" in settings
-        }
+    for table, table_class in table_classes.items():
+        values: dict[str, Any] = {}
+        for name in table_class.model_fields:
+            setting = settings.get(f"{table}.{name}")
+            if setting is not None:
+                values[name] = setting.value
         # missing keys have defaults; pydantic reports those that have none
         try:
-            tables[table] = kind.model_validate(values)
+            tables[table] = table_class.model_validate(values)
         except ValidationError as error:
             report_missing = table != incomplete
-            problems += explain(table, kind, error, settings, report_missing)
+            problems += explain(table, table_class, error, settings, report_missing)
     return tables, problems
 
 
 def tables_of_a_run() -> dict[str, type[BaseModel]]:
     """Return the class of each table of a run file, by name."""
-    tables = dict[str, type[BaseModel]]()
+    table_classes = dict[str, type[BaseModel]]()
     for name, field in RunConfig.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tables[name] = kind
-    return tables
+        table_class = field.annotation
+        if isinstance(table_class, type) and issubclass(table_class, BaseModel):
+            table_classes[name] = table_class
+    return table_classes
 
 
 def _fields() -> dict[str, FieldInfo]:
     """Return the field of every dotted key but model.preset."""
     fields = dict[str, FieldInfo]()
-    for table, kind in tables_of_a_run().items():
-        for name, field in kind.model_fields.items():
+    for table, table_class in tables_of_a_run().items():
+        for name, field in table_class.model_fields.items():
             fields[f"{table}.{name}"] = field
     return fields
 
@@ -511,9 +519,9 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _other_system_message(path: Path, text: str) -> str:
     """Return the line that names whose file it is; "" if that is not known, or if it is a run
     file."""
-    kind = whose_file(path, text)
-    if kind is not None and kind is not RUN:
-        return kind.of(path)
+    owner = whose_file(path, text)
+    if owner is not None and owner is not RUN:
+        return owner.of(path)
     if path.suffix.lower() in (".sh", ".bash", ".slurm", ".sbatch"):
         return Problem.of("config.shell_script", path=path)
     return ""
@@ -543,8 +551,9 @@ def _override_value(key: str, text: str) -> Any:
     wants_text = key == "model.preset" or (field is not None and field.annotation is str)
     if wants_text and not isinstance(parsed.get("value"), str):
         return text
-    # a line break in the text can begin further keys
-    return parsed["value"] if parsed.keys() == {"value"} else text
+    # a line break in the text can begin further keys: then all of it is the value
+    has_further_keys = parsed.keys() != {"value"}
+    return text if has_further_keys else parsed["value"]
 
 
 def _two_sources(settings: Mapping[str, Setting]) -> Iterator[str]:
@@ -575,9 +584,9 @@ def _replace_model(settings: dict[str, Setting]) -> Iterator[str]:
     for key in [*settings]:
         table, _, name = key.partition(".")
         setting = settings[key]
-        # what concerns training alone, and a vocabulary that the preset leaves open
-        stays = name == "preset" or name in TRAINING_ONLY_KEYS or setting.origin == "command line"
-        stays = stays or (name == "vocab" and "vocab" not in preset)
+        is_typed = setting.origin == "command line"
+        is_open_vocab = name == "vocab" and "vocab" not in preset
+        stays = name == "preset" or name in TRAINING_ONLY_KEYS or is_typed or is_open_vocab
         if table != "model" or stays:
             continue
         del settings[key]

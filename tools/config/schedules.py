@@ -20,9 +20,8 @@ from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.verify import check
 from tools.config.settings import Parallel
 
-ANNOUNCED_PASSES = (
-    4096  # forward passes of a schedule whose building takes so long that a line says so
-)
+# forward passes of a schedule whose building takes so long that a line says so
+ANNOUNCED_PASSES = 4096
 
 
 @lru_cache(maxsize=8)
@@ -97,8 +96,7 @@ def stage_count(parallel: Parallel, microbatches: int) -> int:
     schedule is made."""
     if parallel.schedule_file:
         return len(_schedule_of_file(parallel, microbatches).rank_of_stage)
-    # a schedule for thousands of micro-batches takes seconds to plan: its stages are counted
-    # without
+    # counted without the schedule, which takes seconds to plan for thousands of micro-batches
     _require_chunks(parallel)
     kind = parallel.schedule
     if problems := schedule_problems(kind, parallel.pipeline, microbatches, parallel.chunks):

@@ -14,7 +14,7 @@ from megaprec.dialects.reading import literals_of
 from megaprec.errors import Problem, UserError, did_you_mean
 from tools.console.toml import Setting, toml
 
-MAX_INTEGER = 2**63 - 1  # the largest integer
+MAX_INTEGER = 2**63 - 1  # TOML promises no larger ones, and torch has none
 PLAIN_MESSAGES = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -28,7 +28,8 @@ def too_large(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a problem for each value with an integer that needs more than 64 bits."""
     for key, setting in settings.items():
         numbers = [*_integers(setting.value)]
-        if any(not -MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in numbers):
+        fits = [-MAX_INTEGER - 1 <= number <= MAX_INTEGER for number in numbers]
+        if not all(fits):
             yield Problem.of(
                 "config.integer_too_large",
                 key=key,
@@ -41,14 +42,17 @@ def _integers(value: Any) -> Iterator[int]:
     # True and False are integers, and fit
     if isinstance(value, int):
         yield value
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _integers(inner)
+    elif isinstance(value, list):
+        for inner in value:
             yield from _integers(inner)
 
 
 def explain(
     table: str,
-    kind: type[BaseModel],
+    table_class: type[BaseModel],
     error: ValidationError,
     settings: Mapping[str, Setting],
     report_missing: bool,
@@ -58,7 +62,7 @@ def explain(
 
     report_missing: report missing keys as well.
     """
-    for finding in _join_alternatives(kind, error.errors(include_url=False)):
+    for finding in _join_alternatives(table_class, error.errors(include_url=False)):
         cause = finding.get("ctx", {}).get("error")
         # a validator of ours, whose problems are lines already
         if isinstance(cause, UserError):
@@ -71,13 +75,13 @@ def explain(
                     "config.key_missing",
                     table=table,
                     name=name,
-                    description=kind.model_fields[name].description,
+                    description=table_class.model_fields[name].description,
                     hint=hint,
                 )
         elif finding["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{finding['loc'][0]}"
             setting = settings[key]
-            requirement = _requirement(finding) + _example(kind, finding)
+            requirement = _requirement(finding) + _example(table_class, finding)
             yield Problem.of(
                 "config.wrong_value",
                 key=key,
@@ -88,33 +92,35 @@ def explain(
 
 
 def _join_alternatives(
-    kind: type[BaseModel], findings: Sequence[ErrorDetails]
+    table_class: type[BaseModel], findings: Sequence[ErrorDetails]
 ) -> Iterator[ErrorDetails]:
     """Yield the findings, those about a value that may have one of several types as one: pydantic
     has one for each."""
-    for key, of_key in groupby(findings, lambda finding: finding["loc"][:1]):
-        field = kind.model_fields.get(str(key[0])) if key else None
+    for key, findings_of_key in groupby(findings, lambda finding: finding["loc"][:1]):
+        # a finding about the table as a whole has no key
+        field = table_class.model_fields.get(str(key[0])) if key else None
         if field is None or get_origin(field.annotation) not in (Union, UnionType):
-            yield from of_key
+            yield from findings_of_key
             continue
         # without the name of the type, which pydantic puts behind the key
-        alternatives = [_requirement({**finding, "loc": key}) for finding in of_key]
+        alternatives = [_requirement({**finding, "loc": key}) for finding in findings_of_key]
         words = [alternative.removeprefix("must be ") for alternative in alternatives[1:]]
         message = " or ".join([alternatives[0], *words])
         yield {"type": "union", "loc": key, "msg": message, "input": None}
 
 
-def _example(kind: type[BaseModel], finding: ErrorDetails) -> str:
+def _example(table_class: type[BaseModel], finding: ErrorDetails) -> str:
     """Return an example of a key that holds a table or a list, if its value is none or has items of
-    another kind."""
-    field = kind.model_fields[str(finding["loc"][0])]
-    example = inside_of(field, "[" if get_origin(field.annotation) is tuple else "{")
+    another type."""
+    field = table_class.model_fields[str(finding["loc"][0])]
+    bracket = "[" if get_origin(field.annotation) is tuple else "{"
+    example = example_in_help(field, bracket)
     if example and finding["type"] in ("model_type", "tuple_type"):
         return f", like {example}"
     return ""
 
 
-def inside_of(field: FieldInfo, bracket: str) -> str:
+def example_in_help(field: FieldInfo, bracket: str) -> str:
     """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's
     default; else ""."""
     # descriptions show a table as "such as {...}", and a list anywhere

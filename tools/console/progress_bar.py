@@ -78,12 +78,12 @@ def build_progress(
                 start_time = now
             else:
                 seconds = max(now - start_time, 1e-3)
-                text_parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tokens/s")
+                speed = (tokens - first_tokens) / seconds
+                text_parts.append(f"{speed:,.0f} tokens/s")
             # the newest figures are the last parts
             width = console.width - BAR_WIDTH - WIDTH_BESIDE
-            progress_bar.update(
-                task_id, completed=chars, description=last_parts_that_fit(text_parts, width)
-            )
+            description = last_parts_that_fit(text_parts, width)
+            progress_bar.update(task_id, completed=chars, description=description)
             if not console.is_terminal and now - last_line > PLAIN_SECONDS:
                 last_line = now
                 _print_plain(console, f"{chars / 1e6:,.0f} M characters  {'  '.join(text_parts)}")

@@ -4,15 +4,25 @@
 import math
 from collections.abc import Sequence
 
+SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+FLOP_UNITS = ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
+# with their seconds, the longest first
+LONG_UNITS = (
+    ("days", 86400.0),
+    ("h", 3600.0),
+    ("min", 60.0),
+)
+
 
 def size(amount: float) -> str:
     """Return a number of bytes: 17 B, 2.41 MiB, 13.6 GiB."""
-    return _scaled(amount, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return _scaled(amount, 1024, SIZE_UNITS)
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return a number of things: 1 rank, 2 ranks, 3 micro-batches (of "micro-batch" and "es")."""
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+    ending = "" if number == 1 else plural
+    return f"{number:,} {noun}{ending}"
 
 
 def enumerated(words: Sequence[str]) -> str:
@@ -32,17 +42,17 @@ def first_of(names: Sequence[str], most: int) -> str:
 
 def flops(amount: float) -> str:
     """Return a number of floating-point operations: 3.21 MFLOP, 1.25 TFLOP."""
-    return _scaled(
-        amount, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP")
-    )
+    return _scaled(amount, 1000, FLOP_UNITS)
 
 
 def duration(seconds: float) -> str:
     """Return a time: 45.0 µs, 12.3 ms, 4.56 s, 7.80 min, 3.40 h, 12.0 days."""
     # from two of a unit on, for 1.2 h says less than 72 min
-    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= (1 if unit == "s" else 2) * length:
+    for unit, length in LONG_UNITS:
+        if seconds >= 2 * length:
             return f"{_short(seconds / length)} {unit}"
+    if seconds >= 1:
+        return f"{_short(seconds)} s"
     if 0 < seconds < 1e-4:
         return f"{_short(seconds * 1e6)} µs"
     return f"{_short(seconds * 1e3)} ms"
@@ -72,6 +82,7 @@ def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
 
 def _short(value: float) -> str:
     """Return a number in three digits; more if it is above 1,000."""
+    # limits by the rounded number: 99.96 is shown as 100, not as 100.0
     if value >= 99.95:
         return f"{value:,.0f}"
     if value >= 9.995:

@@ -14,9 +14,9 @@ def say(text: str, file: TextIO | None = None) -> None:
     one."""
     stream = file or sys.stdout
     if stream.isatty():
-        text = "\n".join(
-            wrapped(text_line, get_terminal_size().columns) for text_line in text.split("\n")
-        )
+        columns = get_terminal_size().columns
+        lines = [wrapped(text_line, columns) for text_line in text.split("\n")]
+        text = "\n".join(lines)
     print(text, file=stream, flush=True)
 
 
@@ -40,11 +40,13 @@ def wrapped_parts(text_line: str, max_width: int) -> str:
     they fit."""
     if len(text_line) <= max_width:
         return text_line
-    line_parts = text_line.split("  ")
-    for i, part in enumerate(line_parts):
-        if len(part) <= max_width - INDENT:
-            line_parts[i] = part.replace(" ", NO_BREAK_SPACE)
-    return wrapped("  ".join(line_parts), max_width).replace(NO_BREAK_SPACE, " ")
+    line_parts: list[str] = []
+    for part in text_line.split("  "):
+        fits = len(part) <= max_width - INDENT
+        # held together until the line is broken
+        line_parts.append(part.replace(" ", NO_BREAK_SPACE) if fits else part)
+    broken = wrapped("  ".join(line_parts), max_width)
+    return broken.replace(NO_BREAK_SPACE, " ")
 
 
 def last_parts_that_fit(line_parts: list[str], max_width: int) -> str:

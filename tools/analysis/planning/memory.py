@@ -61,9 +61,8 @@ class RankBytes:
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind."""
-        return {
-            part.name: getattr(self, part.name) for part in fields(self) if part.name != "logits"
-        }
+        kinds = [kind.name for kind in fields(self) if kind.name != "logits"]
+        return {kind: getattr(self, kind) for kind in kinds}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class MemoryModel:
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[ActivationBytes]:
         """Return what each stage keeps of a micro-batch."""
-        virtual, lanes = in_virtual_ranks(config)
+        virtual, virtual_ranks = in_virtual_ranks(config)
         parallel = virtual.parallel
         stage_memory = StageMemory(
             config.sized_model,
@@ -100,7 +99,8 @@ class MemoryModel:
             halves=bool(parallel.schedule_file) or parallel.schedule in SPLIT,
         )
         stage_memory = _first_equal(stage_memory)
-        return [_times(lanes, stage_memory.activation_bytes(cost.cut)) for cost in costs]
+        of_virtual_rank = [stage_memory.activation_bytes(cost.cut) for cost in costs]
+        return [_times(virtual_ranks, kept) for kept in of_virtual_rank]
 
     def of(self, config: RunConfig, passes: PlannedPasses) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
@@ -121,7 +121,7 @@ class MemoryModel:
         for stage, rank in enumerate(rank_of_stage):
             buffers[rank] += kept[stage].buffers
 
-        _, lanes = in_virtual_ranks(config)
+        _, virtual_ranks = in_virtual_ranks(config)
         canonical = config.canonical_shards > 0
         waiting = num_waiting_sums(config.num_microbatches) if canonical else 0
         # sums of canonical numerics need the gradients of each replica
@@ -130,17 +130,18 @@ class MemoryModel:
         copies_to_save = on_cpu and config.checkpoint.background
         return [
             RankBytes(
-                weights=lanes * state.weights,
-                gradients=lanes * state.gradients,
-                masters=lanes * state.masters,
-                moments=lanes * state.moments,
+                weights=virtual_ranks * state.weights,
+                gradients=virtual_ranks * state.gradients,
+                masters=virtual_ranks * state.masters,
+                moments=virtual_ranks * state.moments,
                 activations=peaks[rank],
                 logits=logits_bytes(config) if rank == rank_of_stage[-1] else 0,
                 buffers=buffers[rank],
-                communication=lanes * (state.gradients if gathers else state.reduction),
-                sums=lanes * state.gradients * waiting,
+                communication=virtual_ranks * (state.gradients if gathers else state.reduction),
+                sums=virtual_ranks * state.gradients * waiting,
+                # of one block at a time, of whichever virtual rank it is
                 optimizer=state.update,
-                save=lanes * state.saved if copies_to_save else 0,
+                save=virtual_ranks * state.saved if copies_to_save else 0,
                 process=PROCESS if on_cpu else 0,
             )
             for rank, state in enumerate(states)
@@ -154,9 +155,9 @@ def _first_equal(stage_memory: StageMemory) -> StageMemory:
     return stage_memory
 
 
-def _times(lanes: int, kept: ActivationBytes) -> ActivationBytes:
-    """Return what `lanes` virtual ranks keep, each as much as `kept`."""
-    sizes = {part.name: lanes * getattr(kept, part.name) for part in fields(kept)}
+def _times(count: int, kept: ActivationBytes) -> ActivationBytes:
+    """Return what `count` virtual ranks keep, each as much as `kept`."""
+    sizes = {kind.name: count * getattr(kept, kind.name) for kind in fields(kept)}
     return ActivationBytes(**sizes)
 
 
@@ -197,9 +198,9 @@ def peak_bytes(
     config: RunConfig, passes: PlannedPasses, kept: Sequence[ActivationBytes]
 ) -> list[int]:
     """Return the peak of each pipeline rank's activations in a step."""
-    virtual, lanes = in_virtual_ranks(config)
+    virtual, virtual_ranks = in_virtual_ranks(config)
     parallel = virtual.parallel
-    message = lanes * message_bytes(
+    message = virtual_ranks * message_bytes(
         config.sized_model, config.plan, virtual.engine_options, parallel.tensor, parallel.context
     )
     schedule = passes.schedule
@@ -222,6 +223,6 @@ def logits_bytes(config: RunConfig) -> int:
     """Return the bytes of one micro-batch's logits on a rank of the last stage."""
     parallel = config.parallel
     tokens = config.train.seq_length // parallel.context * config.train.micro_batch
-    # the vocabulary is padded until the ranks share it evenly
+    # rounded up: the vocabulary is padded until the ranks share it evenly
     vocab_rows = -(-config.sized_model.vocab // parallel.tensor)
     return tokens * vocab_rows * config.plan.compute_dtype("head.weight").itemsize

@@ -17,8 +17,9 @@ from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.console.units import duration, flops, size
 
-STATE = ("weights", "gradients", "masters", "moments", "activations")
-OTHERS = {
+# kinds of bytes with a column of their own, and those that share the column "other"
+MAIN_KINDS = ("weights", "gradients", "masters", "moments", "activations")
+OTHER_KINDS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
     "sums": "sums of micro-batches",
@@ -67,19 +68,24 @@ def _modes(parallel: Parallel) -> Iterator[str]:
 
 def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
     """Yield the table of bytes by pipeline rank, and the verdict."""
-    rows: list[tuple[str, ...]] = [("rank", *STATE, "other", "total")]
-    for first, last, rank_bytes in _equal_runs(planned.ranks):
+    rows: list[tuple[str, ...]] = [("rank", *MAIN_KINDS, "other", "total")]
+    for first, last, rank_bytes in _group_equal(planned.ranks):
         by_kind = rank_bytes.by_kind()
         numbers = str(first) if first == last else f"{first}-{last}"
-        state = [size(by_kind[kind]) for kind in STATE]
-        rows.append((numbers, *state, size(_other(by_kind)), size(rank_bytes.total)))
+        sizes = [size(by_kind[kind]) for kind in MAIN_KINDS]
+        other = size(_other(by_kind))
+        rows.append((numbers, *sizes, other, size(rank_bytes.total)))
     yield "bytes of a rank, by pipeline rank; activations at their peak"
     yield from aligned(rows)
     by_kind = planned.ranks[planned.fullest].by_kind()
-    others = [f"{words} {size(by_kind[kind])}" for kind, words in OTHERS.items() if by_kind[kind]]
+    others: list[str] = []
+    for kind, description in OTHER_KINDS.items():
+        if by_kind[kind]:
+            others.append(f"{description} {size(by_kind[kind])}")
     if others:
         yield f"other      {', '.join(others)}"
-    logits = planned.ranks[-1].logits or max(rank.logits for rank in planned.ranks)
+    # of the rank of the last stage, which in some schedules is not the last rank
+    logits = max(rank.logits for rank in planned.ranks)
     if logits:
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
     yield f"verdict    {describe_fit(planned.ranks, target)}"
@@ -87,7 +93,7 @@ def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
 
 def _other(by_kind: Mapping[str, int]) -> int:
     """Return the bytes of the kinds that tables show together."""
-    return sum(by_kind[kind] for kind in OTHERS)
+    return sum(by_kind[kind] for kind in OTHER_KINDS)
 
 
 def describe_fit(ranks: Sequence[RankBytes], target: Target) -> str:
@@ -110,8 +116,9 @@ def summary_line(config: RunConfig) -> str:
     target = target_of(config)
     planned = plan_run(config, MemoryModel(target.device), None)
     by_kind = planned.ranks[planned.fullest].by_kind()
-    shown = {kind: by_kind[kind] for kind in STATE} | {"other": _other(by_kind)}
-    parts = ", ".join(f"{kind} {size(count)}" for kind, count in shown.items())
+    shown = {kind: by_kind[kind] for kind in MAIN_KINDS}
+    shown["other"] = _other(by_kind)
+    parts = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in shown.items())
     available = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
     line = f"{size(planned.total)}{available} a rank: {parts}"
     if target.verdict(planned.total) == "does not fit":
@@ -126,7 +133,7 @@ def prediction_lines(
     traffic = predicted.traffic
     speed = rates(config, predicted, assumed)
     run_seconds = config.train.steps * predicted.seconds
-    within = "tensor and context" if traffic.cp else "tensor"
+    axes_of_passes = "tensor and context" if traffic.cp else "tensor"
     by_axis = {
         "tensor": traffic.tp,
         "context": traffic.cp,
@@ -134,21 +141,24 @@ def prediction_lines(
         "data": traffic.dp,
         "experts": traffic.experts,
     }
-    sent = [f"{size(count)} over {axis}" for axis, count in by_axis.items() if count]
+    sent = [f"{size(nbytes)} over {axis}" for axis, nbytes in by_axis.items() if nbytes]
     yield "prediction, not a measurement"
     yield (
         f"step       {duration(predicted.seconds)}: products {duration(predicted.compute)}, "
-        f"{within} traffic {duration(predicted.tp)},"
+        f"{axes_of_passes} traffic {duration(predicted.tp)},"
     )
     yield (
         f"           replicas {duration(predicted.dp)}; ranks wait {predicted.idle:.1%} of the "
         "passes"
     )
     yield f"sends      a rank, a step: {', '.join(sent) or 'nothing'}"
-    of_rank = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
-    yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {of_rank}"
-    spent = f"{run_seconds / 3600 * config.world_size:,.1f} rank-hours"
-    yield f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {spent}"
+    rank_speed = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
+    yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {rank_speed}"
+    rank_hours = run_seconds / 3600 * config.world_size
+    yield (
+        f"run        {config.train.steps:,} steps in {duration(run_seconds)}: {rank_hours:,.1f} "
+        "rank-hours"
+    )
     yield (
         f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a "
         "rank,"
@@ -163,16 +173,17 @@ def prediction_lines(
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
     """Return tokens a second of the run, and model TFLOP/s and MFU of a rank."""
     tokens = config.tokens_per_step / predicted.seconds
-    of_token = training_flops(config.sized_model, config.train.seq_length)
-    tflops = tokens * of_token / config.world_size / 1e12
+    # of the model, without what is recomputed: as MFU is defined
+    token_flops = training_flops(config.sized_model, config.train.seq_length)
+    tflops = tokens * token_flops / config.world_size / 1e12
     return {"tokens_per_s": tokens, "tflops": tflops, "mfu": tflops / assumed.tflops}
 
 
 def layout_lines(
-    found: LayoutSearch, ranks: int, target: Target, assumed: Assumptions
+    result: LayoutSearch, ranks: int, target: Target, assumed: Assumptions
 ) -> Iterator[str]:
-    """Yield the table of the layouts that fit."""
-    has_context = any(planned.config.parallel.context > 1 for planned in found.layouts)
+    """Yield the table of the layouts that fit. target, assumed: of one of the `ranks` ranks."""
+    has_context = any(planned.config.parallel.context > 1 for planned in result.layouts)
     axes = [axis for axis in AXES if has_context or axis != "context"]
     yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
     if target.device == "cpu":
@@ -180,19 +191,19 @@ def layout_lines(
             f"each has a share of {target.name}: {size(target.memory)}, "
             f"{flops(assumed.tflops * 1e12)}/s"
         )
-    if not found.layouts:
-        yield none_found(found, ranks)
+    if not result.layouts:
+        yield none_found(result, ranks)
         return
-    smallest = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
-    yield f"{found.too_large} others do not fit{smallest}, {found.slower} are slower"
-    has_experts = found.layouts[0].config.model.experts > 0
+    smallest = f" (the smallest needs {size(result.smallest)})" if result.too_large else ""
+    yield f"{result.too_large} others do not fit{smallest}, {result.slower} are slower"
+    has_experts = result.layouts[0].config.model.experts > 0
     if has_experts:
         yield "experts: the ranks over which they are spread x the slices of each"
     columns = ["layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU"]
     if has_experts:
         columns.insert(1, "experts")
     rows = [tuple(columns)]
-    for planned in found.layouts:
+    for planned in result.layouts:
         cells = _layout_cells(planned, axes, assumed)
         rows.append(tuple(cells[column] for column in columns))
     yield from aligned(rows)
@@ -203,24 +214,26 @@ def _layout_cells(planned: Planned, axes: Sequence[str], assumed: Assumptions) -
     parallel = planned.config.parallel
     predicted = planned.prediction
     assert predicted is not None  # layouts are searched with a peak speed
-    traffic = predicted.traffic
+    sent = sum(astuple(predicted.traffic))
+    mfu = rates(planned.config, predicted, assumed)["mfu"]
+    axis_sizes = [str(getattr(parallel, axis)) for axis in axes]
     return {
-        "layout": " x ".join(str(getattr(parallel, axis)) for axis in axes),
+        "layout": " x ".join(axis_sizes),
         "experts": f"{parallel.expert} x {expert_slices(parallel)}",
         "recompute": parallel.recompute,
         "sequence": "yes" if parallel.sequence else "no",
         "memory": size(planned.total),
         "waits": f"{predicted.idle:.1%}",
-        "sends": size(sum(astuple(traffic))),
+        "sends": size(sent),
         "step": duration(predicted.seconds),
-        "MFU": f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
+        "MFU": f"{mfu:.1%}",
     }
 
 
-def none_found(found: LayoutSearch, ranks: int) -> str:
+def none_found(result: LayoutSearch, ranks: int) -> str:
     """Return why no layout was found."""
-    if found.too_large:
-        least = f"the smallest of {found.too_large} needs {size(found.smallest)} a rank"
+    if result.too_large:
+        least = f"the smallest of {result.too_large} needs {size(result.smallest)} a rank"
         return f"no layout of {ranks:,} ranks fits: {least}"
     return (
         f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the "
@@ -231,9 +244,9 @@ def none_found(found: LayoutSearch, ranks: int) -> str:
 def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:
     """Return a plan as plain values, for JSON."""
     predicted = planned.prediction
-    ranks = [
-        {**rank.by_kind(), "logits": rank.logits, "total": rank.total} for rank in planned.ranks
-    ]
+    ranks: list[dict[str, int]] = []
+    for rank in planned.ranks:
+        ranks.append({**rank.by_kind(), "logits": rank.logits, "total": rank.total})
     data: dict[str, Any] = {
         "parallel": planned.config.parallel.model_dump(),
         "ranks": ranks,
@@ -256,10 +269,10 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _equal_runs(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
-    """Yield runs of neighbouring ranks with the same bytes: first, last, and the bytes."""
+def _group_equal(ranks: Sequence[RankBytes]) -> Iterator[tuple[int, int, RankBytes]]:
+    """Yield groups of neighbouring ranks with the same bytes: first, last, and the bytes."""
     first = 0
     for rank_bytes, equal_ranks in groupby(ranks):
-        last = first + len([*equal_ranks]) - 1
-        yield first, last, rank_bytes
-        first = last + 1
+        num_ranks = len(list(equal_ranks))
+        yield first, first + num_ranks - 1, rank_bytes
+        first += num_ranks

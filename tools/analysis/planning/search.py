@@ -24,7 +24,7 @@ from tools.config.settings import Parallel
 
 ORIGIN = "megaprec plan"
 MOST_LAYOUTS = 10  # that are found
-# tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
+# Tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter
 # parts
 LONG = 8192
 NO_RECOMPUTE: dict[str, Any] = {
@@ -99,10 +99,9 @@ def search(
     planned_layouts = list[Planned]()  # those that fit, fastest first
     too_large = list[int]()  # bytes of those that do not fit
     slower = 0
-    timed = [
-        (least_seconds(layout, assumed), layout)
-        for layout in candidates(config, ranks, assumed.machine)
-    ]
+    timed: list[tuple[float, RunConfig]] = []
+    for layout in candidates(config, ranks, assumed.machine):
+        timed.append((least_seconds(layout, assumed), layout))
     # fastest first, so that most others are found to be slower without a closer look
     timed.sort(key=lambda pair: pair[0])
     for number, (least_time, layout) in enumerate(timed):
@@ -112,8 +111,8 @@ def search(
             too_large.append(least)
             continue
         if len(planned_layouts) >= MOST_LAYOUTS:
-            slowest = planned_layouts[MOST_LAYOUTS - 1]
-            if least_time > _speed_then_size(slowest)[0]:
+            slowest_time, _ = _speed_then_size(planned_layouts[MOST_LAYOUTS - 1])
+            if least_time > slowest_time:
                 slower += 1
                 continue
         planned = plan_run(layout, memory, assumed)
@@ -131,7 +130,7 @@ def search(
 def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfig]:
     """Yield the run in each layout of `ranks` ranks that its rules allow."""
     parallel = config.parallel
-    current = {key: getattr(parallel, key) for key in RECOMPUTE[0]}
+    current_recompute = {key: getattr(parallel, key) for key in RECOMPUTE[0]}
     seen = set[str]()
     for axes in _axes(config, ranks, machine):
         tensor = axes["tensor"]
@@ -141,9 +140,10 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
         if tensor > 1:
             sequence_choices.append(True)
         expert_choices = possible_expert_keys(parallel, config.model.experts, tensor, copies)
-        recompute_choices = (current, *RECOMPUTE)
+        recompute_choices = (current_recompute, *RECOMPUTE)
         choices = product(expert_choices, recompute_choices, sequence_choices)
         for experts, recompute, sequence in choices:
+            # a schedule from a file is one for a number of ranks and micro-batches
             keys = {**axes, **experts, **recompute, "sequence": sequence, "schedule_file": ""}
             fitting = fit_layout(config, keys)
             if fitting is None:
@@ -173,9 +173,10 @@ def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int
 
 
 def _identity(parallel: Parallel) -> str:
-    """Return a text that is the same for the same layout, however the slices of experts are
-    said."""
-    return parallel.model_copy(update={"expert_tensor": expert_slices(parallel)}).model_dump_json()
+    """Return a text that is the same for the same layout, whether the slices of experts are given
+    or left to the default."""
+    spelled_out = parallel.model_copy(update={"expert_tensor": expert_slices(parallel)})
+    return spelled_out.model_dump_json()
 
 
 def least_bytes(config: RunConfig) -> int:
@@ -187,6 +188,7 @@ def least_bytes(config: RunConfig) -> int:
     # on each rank, and divided among ranks that share state
     local, sharded = plan.bytes_per_parameter(moments)
     if plan.fp8:
+        # which weights have FP8 codes is not known here: the smaller of both is a lower bound
         fp8_local, fp8_sharded = plan.bytes_per_parameter(moments, True)
         local = min(local, fp8_local)
         sharded = min(sharded, fp8_sharded)

@@ -11,6 +11,8 @@ data, evaluation and saves are not counted.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megaprec.comm.axis import AXES
 from models.estimate.flops import StageCost
 from models.estimate.memory import message_bytes
@@ -24,7 +26,9 @@ from tools.config.expert_ranks import expert_replicas, expert_slices, replicas_s
 from tools.config.run_file import RunConfig
 from tools.config.schedules import pipeline_schedule
 
-MANY = 1024  # forward passes; of a longer schedule only the first micro-batches are simulated
+# Forward passes. Of a longer schedule only the first micro-batches are simulated, for a search
+# simulates the schedule of each layout.
+MOST_SIMULATED = 1024
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,18 @@ def passes_of(config: RunConfig) -> PlannedPasses:
     parallel = config.parallel
     microbatches = config.num_microbatches
     pipeline = parallel.pipeline
+    # Once the pipeline is full a schedule repeats itself: `period` further micro-batches tell how
+    # long each takes. With these counts a long step is foretold to 2 % in every kind of schedule
+    # (tests/planning).
     if parallel.schedule in ("gpipe", "1f1b"):
-        # they repeat themselves once the pipeline is full
         until_regular = pipeline + 4
         period = 8
     else:
+        # interleaved schedules take micro-batches in groups of as many as there are ranks
         until_regular = 2 * pipeline
         period = pipeline
-    is_short = pipeline * microbatches <= MANY or microbatches <= until_regular + period
+    has_few_passes = pipeline * microbatches <= MOST_SIMULATED
+    is_short = has_few_passes or microbatches <= until_regular + period
     if parallel.schedule_file or is_short:
         schedule = config.schedule
         costs = config.stage_costs(config.sized_model, schedule.rank_of_stage)
@@ -184,8 +192,10 @@ def predict(
         context_bytes[span.rank] += context
         expert_bytes[span.rank] += experts
 
-    # a long step is longer by what some more micro-batches of the simulated one take each
-    repeats = 1 + passes.more / schedule.microbatches  # passes of the step, in those simulated
+    # all micro-batches of the step over those simulated: products and traffic grow with them
+    repeats = 1 + passes.more / schedule.microbatches
+    # the time does not, for filling the pipeline is a part of it: each further micro-batch takes as
+    # long as one of those by which `longer` is longer
     passes_seconds = max(span.end for span in spans)
     if passes.longer:
         longer_seconds = max(span.end for span in simulate(passes.longer, costs.seconds))
@@ -194,9 +204,9 @@ def predict(
         passes_seconds += passes.more * added_seconds / added_microbatches
     mean_compute = repeats * sum(compute_seconds) / num_ranks
     mean_traffic = repeats * sum(traffic_seconds) / num_ranks
-    # an activation and a gradient of each micro-batch at each border of stages
-    borders = len(passes.costs) / num_ranks
-    messages = 2 * costs.message_bytes * config.num_microbatches * borders
+    # an activation and a gradient of each micro-batch for each stage of a rank
+    stages_per_rank = len(passes.costs) / num_ranks
+    messages = 2 * costs.message_bytes * config.num_microbatches * stages_per_rank
     traffic = Traffic(
         tp=repeats * max(tensor_bytes),
         pp=messages if num_ranks > 1 else 0.0,
@@ -239,6 +249,7 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
     instruction_costs = _InstructionCosts(config, costs, assumed)
 
     def seconds_of_rank(op: Op) -> float:
+        """Return the time that the mean rank needs for an operation of a micro-batch."""
         instructions = [Instruction(op, cost.cut.stage) for cost in costs]
         return sum(map(instruction_costs.seconds, instructions)) / pipeline
 
@@ -250,11 +261,14 @@ def least_seconds(config: RunConfig, assumed: Assumptions) -> float:
         I=seconds_of_rank(Op.BACKWARD_INPUT),
         W=seconds_of_rank(Op.BACKWARD_WEIGHT),
     )
-    passes = sizes.work * (1 + TEXTBOOK[parallel.schedule].bubble.value(sizes))
+    bubble = TEXTBOOK[parallel.schedule].bubble.value(sizes)
+    passes_seconds = sizes.work * (1 + bubble)
     elements = sum(_elements(config)) / pipeline
+    # with FP8 some weights may travel as codes of a byte: this is a lower bound
     weights = elements * (1 if plan.fp8 else plan.parameters.itemsize)
     sent = _replica_bytes(config, elements * plan.gradients.itemsize, weights)
-    return _step_seconds(config, assumed, passes, sent / instruction_costs.links["dp"])
+    reduction_seconds = sent / instruction_costs.links["dp"]
+    return _step_seconds(config, assumed, passes_seconds, reduction_seconds)
 
 
 def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
@@ -262,15 +276,15 @@ def _link(config: RunConfig, axis: str, assumed: Assumptions) -> float:
     and pp."""
     parallel = config.parallel
     sequence_ranks = parallel.tensor * parallel.context
-    # neighbouring ranks among which an axis lies
-    spans = {
+    # how many neighbouring ranks hold all ranks of an axis
+    extents = {
         "tp": parallel.tensor,
         "cp": sequence_ranks,
         "dp": sequence_ranks * parallel.data,
         "pp": config.world_size,
         "experts": parallel.expert * expert_slices(parallel),
     }
-    return assumed.fast if spans[axis] <= assumed.machine else assumed.slow
+    return assumed.fast if extents[axis] <= assumed.machine else assumed.slow
 
 
 def _bytes_of(op: Op, forward: float, input_gradient: float, weight_gradient: float = 0.0) -> float:
@@ -306,12 +320,14 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # a gather or a scatter of one activation
     activation = _local_tokens(config) * model.hidden * config.plan.compute.itemsize
     transfer = activation * (1 - 1 / parallel.tensor)
+    # after the embedding, and for the input gradient of the head
     at_ends = (1 if parallel.sequence else 2) * transfer
     expert_layers = _expert_layers(config, cost)
     # layers that sum nothing over tp
     unsummed = 0
     if parallel.sequence and expert_slices(parallel) == 1 and not model.shared_experts:
         unsummed = expert_layers
+    # of each of a layer's two blocks a gather and a scatter, or an all-reduce, which is both
     forward = (4 * layers - unsummed) * transfer
     recomputed = config.recompute.count_whole_layers(layers) / layers
     # the input gradient reverses the forward's transfers; a recomputed layer makes them again
@@ -323,6 +339,7 @@ def _tensor_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     weight_gradient = 0.0
     if parallel.sequence:
         weight_gradient = (2 * layers - expert_layers + cut.last) * transfer
+    # last, for a recomputed layer repeats neither the embedding's transfer nor the head's
     forward += cut.first * at_ends + (cut.last and parallel.sequence) * transfer
     return _bytes_of(op, forward, input_gradient, weight_gradient)
 
@@ -371,8 +388,9 @@ def _context_bytes(config: RunConfig, cost: StageCost, op: Op) -> float:
     # elements of keys and values
     elements = 2 * heads * model.head_dim * _local_tokens(config)
     of_layer = elements * config.plan.attention.itemsize * others
+    # in a ring a gradient takes one hop more than its keys, back to their rank
     gradient_hops = parallel.context if config.engine_options.ring else others
-    gradients_of_layer = elements * 4 * gradient_hops
+    gradients_of_layer = elements * torch.float32.itemsize * gradient_hops
     recomputed = config.recompute.count_whole_layers(layers)
     if "attention" in config.recompute.modules:
         recomputed += layers
@@ -388,6 +406,7 @@ def _replica_bytes(config: RunConfig, gradients: float, weights: float) -> float
     """
     parallel = config.parallel
     plan = config.plan
+    # gradients are held in one dtype and may travel in another
     travelling = gradients * plan.reduce.itemsize / plan.gradients.itemsize
     expert_elements, other_elements = _elements(config)
     expert_share = expert_elements / (expert_elements + other_elements)

@@ -21,8 +21,8 @@ RIGHT = 26.0
 TOP = 12.0
 BOTTOM = 24.0
 LABEL_HEIGHT = 16.0  # of the label below the ticks
-# A longer series is thinned to one stretch for so many pixels; of each stretch the lowest and the
-# highest value are drawn.
+# A longer series is thinned: of each stretch of so many pixels the lowest and the highest value are
+# drawn, so that no spike is lost.
 STRETCH_WIDTH = 2.0
 # the least distance of two ticks: labels of six characters fit in, and two rows of digits
 X_TICK_SPACING = 45.0
@@ -69,7 +69,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Crosses:
-    """Crosses on the horizontal axis, `lift` pixels above it."""
+    """Crosses on the horizontal axis, or `lift` pixels above it, where those of other runs are."""
 
     x: Sequence[float]
     label: str = "skipped step"
@@ -159,8 +159,7 @@ class Frame:
     def __init__(self, chart: Chart, plot_area: Box) -> None:
         self.chart = chart
         self.box = plot_area
-        x_values = chain.from_iterable(series.x for series in chart.series)
-        self.x_range = chart.x_range or finite_range(x_values) or (0.0, 1.0)
+        self.x_range = chart.x_range or _x_range(chart)
         self.y_range = chart.y_range or _y_range(chart)
 
     def x_pixel(self, x_value: float) -> float:
@@ -191,6 +190,11 @@ def _share(value: float, shown_range: tuple[float, float]) -> float:
     return (value - lowest) / (highest - lowest)
 
 
+def _x_range(chart: Chart) -> tuple[float, float]:
+    values = chain.from_iterable(series.x for series in chart.series)
+    return finite_range(values) or (0.0, 1.0)  # any range will do for axes without a value
+
+
 def _y_range(chart: Chart) -> tuple[float, float]:
     """Return the lowest and the highest value of y, with a margin, in units of the axis."""
     values = chain.from_iterable(series.y for series in chart.series)
@@ -198,6 +202,7 @@ def _y_range(chart: Chart) -> tuple[float, float]:
     lowest, highest = finite_range(scaled_values) or (0.0, 1.0)
     if chart.from_zero:
         lowest = 0.0
+    # of a constant, which has no extent: half a unit
     margin = 0.06 * (highest - lowest) or 0.5
     if chart.from_zero:
         return lowest, highest + margin
@@ -229,30 +234,36 @@ class Row:
         """Return where the axes of each chart are, in a row of this width that begins at `top`."""
         cell_width = width / self.columns
         axes_width = cell_width - LEFT - RIGHT
-        axes_top = top + max(_header_height(chart, axes_width) for chart in self.charts)
+        # the axes of a row begin at one height, below the highest legend
+        headers = [_header_height(chart, axes_width) for chart in self.charts]
+        axes_top = top + max(headers)
         lefts = [column * cell_width + LEFT for column in range(len(self.charts))]
         return [Box(left, axes_top, axes_width, self.height) for left in lefts]
 
 
 def draw_rows(title: str, rows: Sequence[Row], width: float = WIDTH, right: float = 0.0) -> Drawing:
     """Return a drawing of rows of charts below each other. right: room at the right edge."""
-    drawing = Drawing(width, 0)
+    drawing = Drawing(width, height=0)
     row_top = FIRST_ROW
     if title:
-        drawing.shapes.append(Text(width / 2, 24, title, 15, anchor="middle"))
+        heading = Text(width / 2, 24, title, 15, anchor="middle")
+        drawing.shapes.append(heading)
         row_top = BELOW_TITLE
     for row in rows:
         areas = row.areas(row_top, width - right)
         for chart, area in zip(row.charts, areas, strict=True):
             drawing.shapes += draw_chart(chart, area)
-        row_top = areas[0].bottom + max(map(_footer_height, row.charts))
-    drawing.height = row_top
+        footers = [_footer_height(chart) for chart in row.charts]
+        row_top = areas[0].bottom + max(footers)
+    drawing.height = row_top  # the bottom of the last row
     return drawing
 
 
 def _header_height(chart: Chart, width: float) -> float:
     """Return the height of what stands above the axes: title and legend."""
-    rows = max(len(_legend_rows(chart, width)), bool(chart.title))
+    legend_rows = len(_legend_rows(chart, width))
+    # a title without a legend takes a row too
+    rows = max(legend_rows, bool(chart.title))
     return TOP + LEGEND_ROW * rows
 
 
@@ -277,8 +288,8 @@ def draw_chart(chart: Chart, plot_area: Box) -> Iterator[Shape]:
     for x_value in chart.resumed:
         yield Trail(frame.upright(x_value), "faint", 1.0, dash=DOTTED)
     for level in chart.levels:
-        line = frame.level(level.y)
-        yield Trail(line, level.color, 1.0, dash=level.dash)
+        ends = frame.level(level.y)
+        yield Trail(ends, level.color, 1.0, dash=level.dash)
     for series in chart.series:
         yield from _curve(frame, series)
     for crosses in chart.crosses:
@@ -305,8 +316,14 @@ def _band(frame: Frame, band: tuple[float, float]) -> Rect:
     lowest, highest = band
     bottom = frame.y_pixel(lowest)
     top = frame.y_pixel(highest)
-    height = bottom - top
-    return Rect(frame.box.left, top, frame.box.width, height, "other1", opacity=0.08)
+    return Rect(
+        frame.box.left,
+        top,
+        width=frame.box.width,
+        height=bottom - top,
+        fill="other1",
+        opacity=0.08,
+    )
 
 
 def _axes(frame: Frame) -> Iterator[Shape]:
@@ -357,6 +374,7 @@ def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
             yield y_value, label
         return
 
+    # `highest` is in units of the axis: 1 at `linear_below`, and 1 more for each power of the base
     if chart.linear_below:
         yield 0.0, "0"
         for exponent in range(math.floor(highest)):
@@ -366,6 +384,7 @@ def _y_ticks(frame: Frame) -> Iterator[tuple[float, str]]:
 
     spacing = max(1, math.ceil((highest - lowest) / tick_count))
     for exponent in range(math.ceil(lowest), math.floor(highest) + 1):
+        # multiples of the spacing: the same powers in charts of other ranges
         if exponent % spacing:
             continue
         superscript = str(exponent).translate(SUPERSCRIPTS)
@@ -378,6 +397,7 @@ def round_numbers(lowest: float, highest: float, count: int) -> list[float]:
     if highest <= lowest:
         return [lowest]
     tick_step = round_step((highest - lowest) / count)
+    # the slack keeps ticks at both ends, which rounding may put beyond them
     first = math.ceil(lowest / tick_step - 1e-9)
     last = math.floor(highest / tick_step + 1e-9)
     return [multiple * tick_step for multiple in range(first, last + 1)]
@@ -413,7 +433,13 @@ def _curve(frame: Frame, series: Series) -> Iterator[Shape]:
         corners = points
         if frame.chart.stepped:
             corners = list(_as_steps(points, frame.box.right))
-        yield Trail(corners, series.color, series.width, series.opacity, series.dash)
+        yield Trail(
+            corners,
+            color=series.color,
+            width=series.width,
+            opacity=series.opacity,
+            dash=series.dash,
+        )
     marked = [point for point in points if point]
     if series.marker == "cross":
         yield _draw_crosses(marked, series.color)
@@ -437,8 +463,14 @@ def _as_steps(points: Sequence[Point | None], end: float) -> Iterator[Point | No
 
 def _draw_dot(center: Point, color: str) -> Rect:
     x, y = center
-    diameter = 2 * DOT
-    return Rect(x - DOT, y - DOT, diameter, diameter, color, DOT)
+    return Rect(
+        x - DOT,
+        y - DOT,
+        width=2 * DOT,
+        height=2 * DOT,
+        fill=color,
+        round=DOT,
+    )
 
 
 def _draw_crosses(centers: Sequence[Point], color: str) -> Trail:
@@ -468,7 +500,7 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
             if not math.isnan(series.y[index]):
                 y_of_index[index] = series.y[index]
         if not y_of_index:
-            yield series.x[start], math.nan
+            yield series.x[start], math.nan  # the gap stays
             continue
         lowest = min(y_of_index, key=y_of_index.__getitem__)
         highest = max(y_of_index, key=y_of_index.__getitem__)
@@ -478,17 +510,34 @@ def _thinned_points(series: Series, max_stretches: int) -> Iterator[tuple[float,
 
 def _legend_entries(chart: Chart) -> list[Series]:
     """Return what the legend names, each as a series without values that looks like it."""
+    no_values: tuple[float, ...] = ()
     entries = list(chart.series)
     for level in chart.levels:
-        entries.append(Series(level.label, (), (), level.color, 1.2, dash=level.dash))
+        line = Series(
+            level.label,
+            no_values,
+            no_values,
+            color=level.color,
+            width=1.2,
+            dash=level.dash,
+        )
+        entries.append(line)
     if chart.resumed:
-        entries.append(Series("resumed", (), (), "faint", 1.2, dash=DOTTED))
+        line = Series("resumed", no_values, no_values, "faint", 1.2, dash=DOTTED)
+        entries.append(line)
     for crosses in chart.crosses:
         if crosses.x:
-            sign = Series(crosses.label, (), (), crosses.color, marker="cross", joined=False)
-            entries.append(sign)
+            cross = Series(
+                crosses.label,
+                no_values,
+                no_values,
+                color=crosses.color,
+                marker="cross",
+                joined=False,
+            )
+            entries.append(cross)
     for hint in chart.hints:
-        entries.append(Series(hint, (), (), joined=False))
+        entries.append(Series(hint, no_values, no_values, joined=False))
     return [entry for entry in entries if entry.label]
 
 
@@ -496,6 +545,7 @@ def _legend_rows(chart: Chart, width: float) -> list[list[Series]]:
     """Return the entries of the legend, in rows that fit beside the title; none for one curve
     alone."""
     entries = _legend_entries(chart) if chart.has_legend else []
+    # the title names a curve that is alone
     if len(entries) < 2 and not chart.levels and not chart.hints:
         return []
     # the title stands on the left of the lowest row
@@ -534,8 +584,14 @@ def _legend_entry(entry: Series, sign_left: float, baseline: float) -> Iterator[
     sign_right = text_left - 5
     middle = baseline - 4  # of the height of letters
     if entry.joined:
-        line = [(sign_left, middle), (sign_right, middle)]
-        yield Trail(line, entry.color, entry.width, entry.opacity, entry.dash)
+        ends = [(sign_left, middle), (sign_right, middle)]
+        yield Trail(
+            ends,
+            color=entry.color,
+            width=entry.width,
+            opacity=entry.opacity,
+            dash=entry.dash,
+        )
     elif entry.marker:
         center = (sign_left + sign_right) / 2
         yield _draw_crosses([(center, middle)], entry.color)

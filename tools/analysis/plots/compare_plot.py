@@ -85,7 +85,12 @@ class Curve:
 
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
     """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
-    return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
+
+    def order(curve: Curve) -> float:
+        # NaN has no place in an order
+        return math.inf if math.isnan(curve.final) else curve.final
+
+    return sorted(curves, key=order)
 
 
 def draw(curves: Sequence[Curve], path: Path, x_axis: Over, against: Curve | None) -> None:
@@ -101,8 +106,9 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     crosses: list[Crosses] = []
     colors = [COLORS[curve_number % len(COLORS)] for curve_number in range(len(curves))]
     for curve_number, (curve, line_color) in enumerate(zip(curves, colors, strict=True)):
+        x_values = positions(curve.records, x_axis)
         losses = values(curve.records, "loss")
-        series += _smoothed_series(positions(curve.records, x_axis), losses, line_color)
+        series += _smoothed_series(x_values, losses, line_color)
         # each run's crosses a little above those of the run before
         skipped = skipped_positions(curve.records, x_axis)
         crosses.append(Crosses(skipped, "", line_color, lift=8.0 * curve_number))
@@ -119,8 +125,11 @@ def _draw_together(curves: Sequence[Curve], x_axis: Over) -> Drawing:
     right = names_width + FINALS_WIDTH
     row = Row([chart], 1, 440)
     drawing = draw_rows("", [row], width, right)
+    # the axes that were drawn, to find the ends of the lines
     (area,) = row.areas(FIRST_ROW, width - right)
-    drawing.shapes += _label_ends(Frame(chart, area), curves, colors, width - MARGIN)
+    frame = Frame(chart, area)
+    finals_end = width - MARGIN
+    drawing.shapes += _label_ends(frame, curves, colors, finals_end)
     return drawing
 
 
@@ -138,6 +147,7 @@ def _label_ends(
     """Yield the name and the final loss of each run beside the end of its line, far enough from the
     other names."""
     area = frame.box
+    # from the top down: each label may push those below it
     ends = sorted(_line_ends(frame, curves, colors), key=lambda end: end.height)
     label_heights: list[float] = []
     for end in ends:
@@ -168,7 +178,8 @@ def _line_ends(frame: Frame, curves: Sequence[Curve], colors: Sequence[str]) -> 
 
 def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | None) -> Drawing:
     """Return a drawing with a chart for each run, all on the same axes."""
-    charts = [_single_chart(curve, x_axis, against or curves[0], bool(against)) for curve in curves]
+    reference = against or curves[0]  # curves are sorted: that of the lowest loss
+    charts = [_single_chart(curve, x_axis, reference, bool(against)) for curve in curves]
     charts = _with_common_axes(charts)
     rows: list[Row] = []
     for start in range(0, len(charts), COLUMNS):
@@ -176,7 +187,8 @@ def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
         for number, chart in enumerate(charts[start : start + COLUMNS], start):
             # the lowest chart of each column names the axis
             is_lowest = number + COLUMNS >= len(charts)
-            in_row.append(replace(chart, x_label=axis_label(x_axis) if is_lowest else ""))
+            x_label = axis_label(x_axis) if is_lowest else ""
+            in_row.append(replace(chart, x_label=x_label))
         rows.append(Row(in_row, COLUMNS, 150))
     if against:
         quantity = f"loss minus that of {against.name}"
@@ -188,11 +200,15 @@ def _draw_separately(curves: Sequence[Curve], x_axis: Over, against: Curve | Non
 
 def _with_common_axes(charts: Sequence[Chart]) -> list[Chart]:
     """Return the charts with axes that fit the means of all of them."""
+    # the last series of a chart is its own mean; single steps may leave the axes
     means = [chart.series[-1] for chart in charts]
-    loss_range = finite_range(chain.from_iterable(mean.y for mean in means))
-    if loss_range is None or loss_range[0] == loss_range[1]:
+    losses = chain.from_iterable(mean.y for mean in means)
+    loss_range = finite_range(losses)
+    if loss_range is None:
         return list(charts)
     lowest, highest = loss_range
+    if lowest == highest:
+        return list(charts)
     margin = 0.1 * (highest - lowest)
     y_range = (lowest - margin, highest + margin)
     x_range = finite_range(chain.from_iterable(mean.x for mean in means))
@@ -209,28 +225,23 @@ def _single_chart(curve: Curve, x_axis: Over, reference: Curve, subtract: bool) 
     if subtract:
         steps = [record["step"] for record in reference.records]
         loss_of_step = dict(zip(steps, reference_losses, strict=True))
-        losses = [
-            loss - loss_of_step.get(record["step"], math.nan)
-            for record, loss in zip(curve.records, losses, strict=True)
-        ]
+        # by step, for runs may have lost records; a step that only one has leaves a gap
+        expected = [loss_of_step.get(record["step"], math.nan) for record in curve.records]
+        losses = [loss - other for loss, other in zip(losses, expected, strict=True)]
         levels.append(Level(0.0))
     else:
         mean = smoothed(reference_losses, mean_width(len(reference_losses)))
         series.append(Series("", positions(reference.records, x_axis), mean, "faint", 1.0))
     series += _smoothed_series(x_values, losses, "main")
-    return Chart(
-        f"{curve.name}  {curve.final:.4f}",
-        series,
-        [Crosses(skipped_positions(curve.records, x_axis), "")],
-        levels=levels,
-    )
+    skipped = Crosses(skipped_positions(curve.records, x_axis), label="")
+    return Chart(f"{curve.name}  {curve.final:.4f}", series, [skipped], levels=levels)
 
 
 def _smoothed_series(
-    x_values: Sequence[float], y: Sequence[float], line_color: str
+    x_values: Sequence[float], y_values: Sequence[float], line_color: str
 ) -> Iterator[Series]:
     """Yield the values of each step, if there are many, and the mean over neighbouring ones."""
-    width = mean_width(len(y))
+    width = mean_width(len(y_values))
     if width > 1:
-        yield Series("", x_values, y, line_color, 0.8, opacity=0.22)
-    yield Series("", x_values, smoothed(y, width), line_color)
+        yield Series("", x_values, y_values, line_color, 0.8, opacity=0.22)
+    yield Series("", x_values, smoothed(y_values, width), line_color)

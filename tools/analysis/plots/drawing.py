@@ -28,7 +28,7 @@ PALETTE = {
     "other3": "#7a5230",
     "red": "#d62728",
 }
-DPI = 100
+DPI = 100  # of matplotlib's figure: a pixel of a drawing is a hundredth of its inch
 ALIGNMENTS = {"start": "left", "middle": "center", "end": "right"}  # of SVG, of matplotlib
 POINTS_PER_PIXEL = 72 / DPI  # matplotlib sets type and line widths in points
 
@@ -122,13 +122,12 @@ def text_width(text: str, size: float) -> float:
 def to_svg(drawing: Drawing) -> str:
     """Return the text of an SVG file."""
     size = f'width="{drawing.width:g}" height="{drawing.height:g}"'
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {drawing.width:g} '
-        f'{drawing.height:g}"'
-    )
-    shapes = [_svg(shape, is_themed=False) for shape in drawing.shapes]
+    view_box = f'viewBox="0 0 {drawing.width:g} {drawing.height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view_box} font-family="{FONT}">'
     background = f'<rect {size} fill="#ffffff"/>'
-    return "\n".join([f'{head} font-family="{FONT}">', background, *shapes, "</svg>"]) + "\n"
+    shapes = [_svg(shape, is_themed=False) for shape in drawing.shapes]
+    lines = [head, background, *shapes, "</svg>"]
+    return "\n".join(lines) + "\n"
 
 
 def to_themed_svg(drawing: Drawing, label: str) -> str:
@@ -205,6 +204,7 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     figure = Figure(figsize=(drawing.width / DPI, drawing.height / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
+    # y grows downwards
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
 

@@ -48,10 +48,8 @@ def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
         Row([_lost_chart(events)], 1, 210),
     ]
     alarmed = sum(bool(event["alarms"]) for event in events)
-    title = (
-        f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} "
-        "alarms"
-    )
+    run_name = folder.resolve().name
+    title = f"{run_name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} alarms"
     draw_rows(title, rows).save(folder / PICTURE)
     return folder / PICTURE
 
@@ -71,8 +69,9 @@ def _gap_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
             "alarm", _steps(alarmed), alarmed_gaps, "red", marker="cross", joined=False
         )
         series.append(crosses)
+    limits = (-percent_limit, percent_limit)
     text = f"±{percent_limit:g} %"
-    return _with_limits("loss gap, %", series, (-percent_limit, percent_limit), text, [Level(0.0)])
+    return _with_limits("loss gap, %", series, limits, text, [Level(0.0)])
 
 
 def _with_limits(
@@ -94,25 +93,25 @@ def _with_limits(
     finite_limits = [alarm_limit for alarm_limit in limits if math.isfinite(alarm_limit)]
     lowest_value = min(values, default=0.0)
     highest_value = max(values, default=0.0)
-    extent = max(highest_value - lowest_value, 1e-12)
-    with_limits = max(highest_value, *finite_limits) - min(lowest_value, *finite_limits)
-    if with_limits > LONGEST_STRETCH * extent:
-        hint = f"alarms begin at {text}, outside of this picture"
-        return Chart(title, series, levels=levels, hints=[hint])
+    extent = max(highest_value - lowest_value, 1e-12)  # not 0, or no limit of a constant is shown
     # the axis must reach the limits, which are no values of a series
     lowest_shown = min(lowest_value, *finite_limits)
     highest_shown = max(highest_value, *finite_limits)
+    if highest_shown - lowest_shown > LONGEST_STRETCH * extent:
+        hint = f"alarms begin at {text}, outside of this picture"
+        return Chart(title, series, levels=levels, hints=[hint])
     margin = 0.06 * (highest_shown - lowest_shown)
-    drawn_limits = [
+    drawn_limits: list[Level] = []
+    for alarm_limit in finite_limits:
         # named once in the legend
-        Level(alarm_limit, "red", "" if number else f"limit of alarms: {text}", DASHED)
-        for number, alarm_limit in enumerate(finite_limits)
-    ]
+        label = "" if drawn_limits else f"limit of alarms: {text}"
+        drawn_limits.append(Level(alarm_limit, "red", label, DASHED))
+    lower_limit, upper_limit = limits
     return Chart(
         title,
         series,
         levels=[*levels, *drawn_limits],
-        band=(max(limits[0], lowest_shown), min(limits[1], highest_shown)),
+        band=(max(lower_limit, lowest_shown), min(upper_limit, highest_shown)),
         y_range=(lowest_shown - margin, highest_shown + margin),
     )
 
@@ -120,29 +119,30 @@ def _with_limits(
 def _cosine_chart(events: Sequence[Event], alarm_limit: float) -> Chart:
     """Return a chart with a curve per layer, the lowest cosine of its weights, in which the lowest
     layer of all is named."""
-    worst_cosines = [_worst_of_layers(event) for event in events]
+    by_event = [lowest_cosines(event) for event in events]
     numbers: set[int] = set()
-    lowest: list[tuple[float, int, int]] = []  # (cosine, step, layer)
-    for event, by_layer in zip(events, worst_cosines, strict=True):
+    points: list[tuple[float, int, int]] = []  # (cosine, step, layer)
+    for event, by_layer in zip(events, by_event, strict=True):
         numbers.update(by_layer)
         for layer, cosine in by_layer.items():
             if not math.isnan(cosine):
-                lowest.append((cosine, event["step"], layer))
+                points.append((cosine, event["step"], layer))
     layers = sorted(numbers)
     # of the layers that the legend names
-    spacing = -(-(len(layers) - 1) // (MAX_NAMED - 1)) or 1
+    spacing = max(1, math.ceil((len(layers) - 1) / (MAX_NAMED - 1)))
     series: list[Series] = []
     for layer in layers:
         is_named = layer % spacing == 0 or layer == layers[-1]
-        cosines = [by_layer.get(layer, math.nan) for by_layer in worst_cosines]
+        label = f"layer {layer}" if is_named else ""
+        cosines = [by_layer.get(layer, math.nan) for by_layer in by_event]
         color = _layer_color(layer / max(1, *layers))
-        series.append(Series(f"layer {layer}" if is_named else "", _steps(events), cosines, color))
-    chart = _with_limits(
-        "lowest cosine of a layer's gradients", series, (alarm_limit, math.inf), f"{alarm_limit:g}"
-    )
-    if not lowest:
+        series.append(Series(label, _steps(events), cosines, color))
+    title = "lowest cosine of a layer's gradients"
+    limits = (alarm_limit, math.inf)  # a cosine has no upper limit
+    chart = _with_limits(title, series, limits, f"{alarm_limit:g}")
+    if not points:
         return chart
-    cosine, step, layer = min(lowest)
+    cosine, step, layer = min(points)
     return replace(chart, notes=[(step, cosine, f"layer {layer}: {cosine:.3f}")])
 
 
@@ -152,16 +152,21 @@ def _layer_color(share: float) -> str:
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
-def _worst_of_layers(event: Event) -> dict[int, float]:
-    """Return the lowest cosine of each layer's weights; layers without weights are left out."""
-    worst_cosines: dict[int, float] = {}
-    for name, cosine in event["cosines"].items():
+def lowest_cosines(event: Event) -> dict[int, float]:
+    """Return the lowest cosine of each layer's weights, NaN if none of them has one; layers without
+    weights are left out."""
+    by_layer: dict[int, float] = {}
+    for name, recorded in event["cosines"].items():
         match = re.match(r"layers\.(\d+)\.", name)
-        if match:
-            layer = int(match[1])
-            # in this order: min(x, NaN) is x
-            worst_cosines[layer] = min(finite_or_nan(cosine), worst_cosines.get(layer, math.nan))
-    return worst_cosines
+        if match is None:
+            continue
+        layer = int(match[1])
+        cosine = finite_or_nan(recorded)
+        lowest = by_layer.get(layer, math.nan)
+        # a gradient that is zero has no cosine: NaN must not replace a number
+        if math.isnan(lowest) or cosine < lowest:
+            by_layer[layer] = cosine
+    return by_layer
 
 
 def _lost_chart(events: Sequence[Event]) -> Chart:
@@ -180,11 +185,16 @@ def _lost_series(events: Sequence[Event]) -> Iterator[Series]:
     are any."""
     for kind, dash in (("saturated", ()), ("underflowed", DOTTED)):
         for role, color in ROLE_COLORS.items():
-            percentages = [100 * _largest(event[kind], f".{role}") for event in events]
+            percentages = [100 * _largest_ratio(event[kind], role) for event in events]
             if any(percentages):
-                yield Series(f"{role}s {kind}", _steps(events), percentages, color, 1.3, dash=dash)
+                label = f"{role}s {kind}"
+                yield Series(label, _steps(events), percentages, color, 1.3, dash=dash)
 
 
-def _largest(ratios: dict[str, float | str], ending: str) -> float:
-    of_ending = [finite_or_nan(ratio) for name, ratio in ratios.items() if name.endswith(ending)]
-    return max(of_ending, default=0.0)
+def _largest_ratio(ratios: dict[str, float | str], role: str) -> float:
+    """Return the largest of the ratios of all products' tensors of this role."""
+    of_role: list[float] = []
+    for name, ratio in ratios.items():
+        if name.endswith(f".{role}"):  # "<weight>.<role>"
+            of_role.append(finite_or_nan(ratio))
+    return max(of_role, default=0.0)

@@ -100,7 +100,8 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
     right_ends = [LEFT + TRACK]
     for panel in panels:
         right_ends += _column_ends(panel)
-    drawing = Drawing(max(right_ends) + MARGIN, 0)
+    width = max(right_ends) + MARGIN
+    drawing = Drawing(width, height=0)
     drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
     top_edge = 60.0
     for line in lines:
@@ -141,8 +142,8 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
             stages = _stages_of(panel.of_rank(rank))
             has_chunks |= len(stages) > 1
     entries = [look for op, look in LOOKS.items() if op in present]
-    left_edge = MARGIN
     entries += [("waiting", WAITING), ("held", HELD)]
+    left_edge = MARGIN
     baseline = top_edge + 12
     for name, fill_color in entries:
         yield Rect(left_edge, top_edge, 14, 14, fill_color, 3)
@@ -154,6 +155,7 @@ def _legend(panels: Sequence[Panel], top_edge: float) -> Iterator[Shape]:
 
 
 def _stages_of(spans: Sequence[Span]) -> list[int]:
+    """Return the stages that a rank computes, the first one first."""
     return sorted({span.instruction.stage for span in spans})
 
 
@@ -220,10 +222,16 @@ def _row(panel: Panel, rank: int, row_top: float, pixels_per_unit: float) -> Ite
         # the rank goes wrong after its last computation
         end_time = _last_end(spans, default=panel.start)
         x = _x_of(panel, end_time, pixels_per_unit)
-        mark_top = row_top - 4
-        mark_height = ROW + 8  # beyond the blocks above and below
-        note = panel.marks[rank].note
-        yield Rect(x, mark_top, width=4, height=mark_height, fill=RED, round=2, tip=note)
+        mark = panel.marks[rank]
+        yield Rect(
+            x,
+            row_top - 4,
+            width=4,
+            height=ROW + 8,  # beyond the blocks above and below
+            fill=RED,
+            round=2,
+            tip=mark.note,
+        )
 
 
 def _block(
@@ -239,11 +247,20 @@ def _block(
     if width <= 0:
         return
     _, base_color = LOOKS[instruction.op]
-    fill_color = _lighten(base_color, min(0.55, 0.33 * chunk))
+    # no lighter than this: further stages would be white
+    whiteness = min(0.55, 0.33 * chunk)
+    fill_color = _lighten(base_color, whiteness)
     # a little narrower, so that blocks of one colour stay apart
     drawn_width = max(width - 0.8, 0.4)
-    tip = f"{instruction}  {duration:.4g}"
-    yield Rect(block_left + 0.4, row_top, drawn_width, ROW, fill_color, 2, tip)
+    yield Rect(
+        block_left + 0.4,
+        row_top,
+        width=drawn_width,
+        height=ROW,
+        fill=fill_color,
+        round=2,
+        tip=f"{instruction}  {duration:.4g}",
+    )
 
     if instruction.op is Op.REDUCE:
         return  # it is of all micro-batches
@@ -253,9 +270,15 @@ def _block(
     size = min(11.0, digit_width / 0.64)
     if size >= 7:  # smaller digits cannot be read
         center = block_left + width / 2
-        baseline = row_top + ROW / 2 + 0.36 * size
-        ink = "#ffffff" if chunk == 0 else INK
-        yield Text(center, baseline, label, size, ink, "middle")
+        baseline = row_top + ROW / 2 + 0.36 * size  # digits are 0.72 of their size high
+        yield Text(
+            center,
+            baseline,
+            label,
+            size,
+            color="#ffffff" if chunk == 0 else INK,
+            anchor="middle",
+        )
 
 
 def _held_columns(
@@ -269,9 +292,15 @@ def _held_columns(
             continue
         height = num_held * height_of_one
         left = _x_of(panel, start, pixels_per_unit)
-        width = (end - start) * pixels_per_unit + 0.3  # no gap to the next column
-        tip = f"{num_held} held"
-        yield Rect(left, bottom - height, width, height, HELD, tip=tip)
+        width = (end - start) * pixels_per_unit
+        yield Rect(
+            left,
+            bottom - height,
+            width=width + 0.3,  # no gap to the next column
+            height=height,
+            fill=HELD,
+            tip=f"{num_held} held",
+        )
 
 
 def _held_activations(spans: Sequence[Span]) -> list[tuple[float, int]]:
@@ -287,7 +316,9 @@ def _held_activations(spans: Sequence[Span]) -> list[tuple[float, int]]:
     for time, change in sorted(changes):
         num_held_now += change
         counts.append((time, num_held_now))
-    return [*counts, (_last_end(spans, default=0.0), num_held_now)]
+    # a last point, so that each count has an end
+    end = _last_end(spans, default=0.0)
+    return [*counts, (end, num_held_now)]
 
 
 def _lighten(fill_color: str, share: float) -> str:
@@ -303,16 +334,16 @@ def _lighten(fill_color: str, share: float) -> str:
 def as_text(panel: Panel, width: int) -> str:
     """Return the panel as lines of at most `width` characters; the length of a block is its
     duration."""
-    longest = panel.length or 1.0
-    shortest = longest
+    total = panel.length or 1.0
+    shortest = total
     for span in panel.computed:
         if span.instruction.op in COMPUTATIONS:
             shortest = min(shortest, span.end - span.start)
     available = width - 9  # beside the name of the rank
-    block_width = min(3, int(available * shortest / longest))  # of the shortest computation
+    block_width = min(3, int(available * shortest / total))  # of the shortest computation
     # one cell is too narrow for a name: the scale is then free, and the line is filled
     fits = block_width > 1
-    columns = round(longest / shortest * block_width) if fits else available
+    columns = round(total / shortest * block_width) if fits else available
     lines: list[str] = []
     for rank in range(panel.ranks):
         cells = _row_text(panel, rank, columns, needs_gap=not fits)
@@ -324,12 +355,13 @@ def _row_text(panel: Panel, rank: int, columns: int, needs_gap: bool) -> str:
     """Return the blocks of a rank in so many characters, with dots where it waits."""
     cells = ["."] * columns
     spans = panel.of_rank(rank)
+    stages = _stages_of(spans)
     cells_per_unit = columns / (panel.length or 1.0)
     for span in spans:
         # both ends are rounded, not the width: blocks then meet without gap or overlap
         start = round((span.start - panel.start) * cells_per_unit)
         stop = round((span.end - panel.start) * cells_per_unit)
-        is_first_stage = span.instruction.stage == _stages_of(spans)[0]
+        is_first_stage = span.instruction.stage == stages[0]
         block_text = _block_text(span, stop - start, is_first_stage, needs_gap)
         cells[start:stop] = block_text
     return "".join(cells)

@@ -46,7 +46,8 @@ class Pictures:
 
 @dataclass(frozen=True)
 class _Quantity:
-    """A field of metrics.jsonl. factor: to the unit of the title. base: see `Chart`."""
+    """A field of metrics.jsonl. factor: to the unit of the title. smooth: it is measured, and has
+    noise. from_zero, base, stepped: as of a `Chart`."""
 
     key: str
     title: str
@@ -80,8 +81,9 @@ def plot_run(folder: Path, x_axis: Over = "steps") -> Path | None:
     shown = pictures(records, x_axis, resumes)
     skipped = len(_skipped_records(records))
     steps = counted(len(records), "step")
-    title = f"{folder.resolve().name}: {steps}, {skipped:,} skipped"
-    drawing = draw_rows("; ".join([title, *shown.remarks]), list(_rows(shown)))
+    run_name = folder.resolve().name
+    title = "; ".join([f"{run_name}: {steps}, {skipped:,} skipped", *shown.remarks])
+    drawing = draw_rows(title, list(_rows(shown)))
     drawing.save(folder / PLOT)
     return folder / PLOT
 
@@ -113,6 +115,7 @@ def pictures(
     """
     x_values = positions(records, x_axis)
     resumed_records = [record for record in records if record["step"] in resumes]
+    # what all charts have in common
     frame = Chart(
         "",
         (),
@@ -222,7 +225,8 @@ def mean_width(count: int) -> int:
     """Return the odd number of steps that a mean is taken of, for a run of `count` steps; 1 if it
     is a short one."""
     # a twentieth of the run, and odd, so that a mean has a middle
-    width = min(MAX_MEAN_WIDTH, count // 20 // 2 * 2 + 1)
+    twentieth = count // 20
+    width = min(MAX_MEAN_WIDTH, twentieth // 2 * 2 + 1)
     return width if width >= 3 else 1
 
 
@@ -243,18 +247,20 @@ def _series(
     width = mean_width(len(y_values)) if quantity.smooth else 1
     if width == 1:
         return [Series("each step", x_values, y_values)], ""
+    each_step = Series("each step", x_values, y_values, width=0.9, opacity=0.3)
     mean = Series(f"mean of {width} steps", x_values, smoothed(y_values, width))
-    return [Series("each step", x_values, y_values, width=0.9, opacity=0.3), mean], ""
+    return [each_step, mean], ""
 
 
 def _held_out_series(records: Sequence[Record], x_values: Sequence[float]) -> Iterator[Series]:
     """Yield a curve for the held-out text, and for each set of data.validation."""
+    # by field, the x and the records of the steps after which it was evaluated
     curves: dict[str, tuple[list[float], list[Record]]] = {}
-    for position, record in zip(x_values, records, strict=True):
+    for x_value, record in zip(x_values, records, strict=True):
         for field_name in record:
             if field_name == "eval_loss" or field_name.startswith(VALIDATION_PREFIX):
                 evaluated_x, evaluated = curves.setdefault(field_name, ([], []))
-                evaluated_x.append(position)
+                evaluated_x.append(x_value)
                 evaluated.append(record)
     for number, (field_name, (evaluated_x, evaluated)) in enumerate(curves.items()):
         label = field_name.removeprefix(VALIDATION_PREFIX)

@@ -57,25 +57,21 @@ def differences(run_names: Sequence[str], runs: Sequence[Run]) -> Iterator[str]:
 
     # Digests of files can be compared only if they are known of all runs.
     by_files = all(compared.identity is not None for compared in known)
+    tokenizers = {compared.name: _tokenizer_facts(compared, by_files) for compared in known}
     yield from _compare_facts(
         (
             "losses are per token of different tokenizers; bits per byte of `megaprec evaluate` "
             "can be compared"
         ),
-        {compared.name: _tokenizer_facts(compared, by_files) for compared in known},
+        tokenizers,
     )
-    yield from _compare_facts(
-        "losses are of different text",
-        {compared.name: _text_facts(compared, by_files) for compared in known},
-    )
-    yield from _compare_facts(
-        "losses are of samples of another kind",
-        {compared.name: _key_facts(compared, SAMPLE_KEYS) for compared in known},
-    )
-    yield from _compare_facts(
-        "held-out losses are of different text",
-        {compared.name: _held_out_facts(compared) for compared in known if _is_evaluated(compared)},
-    )
+    texts = {compared.name: _text_facts(compared, by_files) for compared in known}
+    yield from _compare_facts("losses are of different text", texts)
+    samples = {compared.name: _key_facts(compared, SAMPLE_KEYS) for compared in known}
+    yield from _compare_facts("losses are of samples of another kind", samples)
+    evaluated = [compared for compared in known if _is_evaluated(compared)]
+    held_out = {compared.name: _held_out_facts(compared) for compared in evaluated}
+    yield from _compare_facts("held-out losses are of different text", held_out)
     newest_steps = dict[str, int]()
     steps_as_facts = dict[str, Facts]()
     for run_name, run in zip(run_names, runs, strict=True):

@@ -27,11 +27,10 @@ def page(certificate: Certificate) -> str:
     digests = (
         f"Run sha256 {configuration['sha256']}, as compared {configuration['sha256_as_compared']}."
     )
+    verdict_class = CSS_CLASSES[certificate["verdict"]]
+    conclusion_text = html(conclusion(certificate))
     parts = [
-        Html(
-            f'<p class="verdict {CSS_CLASSES[certificate["verdict"]]}">'
-            f"{html(conclusion(certificate))}</p>"
-        ),
+        Html(f'<p class="verdict {verdict_class}">{conclusion_text}</p>'),
         paragraph(f"{configuration['model']}. {digests} {versions}."),
         *_section("Layouts", _layouts_table(certificate["layouts"])),
     ]

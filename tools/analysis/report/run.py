@@ -42,7 +42,9 @@ class Run:
             problem = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
             raise UserError.of("report.not_a_run", folder=folder, problem=problem)
         lines = read_lines(folder / EVENTS)
-        return cls(folder, records, [line.record for line in lines if line.record is not None])
+        # `notes` tells of damaged lines
+        events = [line.record for line in lines if line.record is not None]
+        return cls(folder, records, events)
 
     @property
     def name(self) -> str:
@@ -71,7 +73,8 @@ class Run:
         """Every key of the run file, with its origin."""
         if self.run_file is None:
             return []
-        return [*_read_keys(read_whole(self.run_file).decode(errors="replace"))]
+        text = read_whole(self.run_file).decode(errors="replace")
+        return list(_read_keys(text))
 
     @cached_property
     def config(self) -> RunConfig | str:
@@ -87,12 +90,15 @@ class Run:
         """Return a JSON file of the folder; None if there is none that can be read."""
         path = self.folder / file_name
         try:
-            return parse_json(read_whole(path)) if _is_readable(path) else None
+            if not _is_readable(path):
+                return None
+            return parse_json(read_whole(path))
         except (OSError, ValueError):
             return None
 
 
 def _is_readable(path: Path) -> bool:
+    """Return True if a path is a regular file of a size that the report reads."""
     return path.is_file() and path.stat().st_size < LARGEST_FILE
 
 

@@ -404,7 +404,8 @@ def _abnormal_end(run: Run) -> Iterator[Html]:
         return  # no record: it ended in order
     rows = list[Row]()
     for record in records:
-        rows.append((record.rank.rank, record.rank.host, record.verdict or record.ended))
+        rank = record.rank
+        rows.append((rank.rank, rank.host, record.verdict or record.ended))
     yield table(("rank", "host", "abnormal end"), rows)
 
 

@@ -16,7 +16,7 @@ import torch
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.verify.parity.borders import BACKWARD, FORWARD, BorderValues
-from tools.verify.parity.certificate import PROVEN, WRONG, Compared, entry
+from tools.verify.parity.certificate import NOT_TRIED, PROVEN, WRONG, Compared, entry
 from tools.verify.parity.compare import Difference, compare
 from tools.verify.parity.layouts import Layout
 from tools.verify.parity.noise import Noise
@@ -30,8 +30,8 @@ Take = Callable[[Run], Record]
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both
-    runs. folder: empty."""
+    """Steps to take again. a, b: the runs, ready to be taken. plan: the steps. names: of both runs,
+    as the user gave them. folder: empty."""
 
     a: RunConfig
     b: RunConfig
@@ -39,17 +39,27 @@ class Replay:
     names: tuple[str, str]
     folder: Path
 
-    def run(self, name: str, run_config: RunConfig, plan: Plan | None = None) -> Run:
+    def recorded_run(self, name: str, run_config: RunConfig, plan: Plan | None = None) -> Run:
+        """Return a run that is to be taken. plan: that of the replay if none is given."""
+        # a launch keeps files beside the folder of its run: NAME is for this run alone
         return Run(run_config, plan or self.plan, self.folder / name / "run")
 
 
 def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
-    """Return the entry of the first bit that differs between both runs, in their own precision."""
-    # a step of one process tells in which order borders are passed
+    """Return the entry of the first bit that differs between both runs, in their own precision.
+
+    take: carries out a run and returns its record.
+    """
+    # A rank of a pipeline passes the borders of its own stages only. Their order over the whole
+    # model is that of one process, of which one step is enough.
     one_step = replace(replay.plan, steps=1)
-    order = take(replay.run("order", alone(replay.a), one_step))
-    first_record = merge_ranks(take(replay.run("a", replay.a)), order)
-    second_record = take(replay.run("b", replay.b))
+    order_run = replay.recorded_run("order", alone(replay.a), one_step)
+    order = take(order_run)
+    first_run = replay.recorded_run("a", replay.a)
+    # `compare` takes a reference of one process
+    first_record = merge_ranks(take(first_run), order)
+    second_run = replay.recorded_run("b", replay.b)
+    second_record = take(second_run)
     # the states of one run are what the other's updates must give
     states: dict[str, Tensors] = {}
     for kind, tensors in first_record.tensors.items():
@@ -63,31 +73,44 @@ def located_bits(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
 
 
 def located_in_float64(replay: Replay, take: Take = run_and_gather) -> dict[str, Any]:
-    """Return the entry of the first run that differs from one process in float64, of B if neither
-    does."""
+    """Return the entry of the run that differs from one process in float64, of both the one that
+    does so in the earlier step.
+
+    take: carries out a run and returns its record.
+    """
     one_process = alone(in_float64(replay.a))
-    reference = take(replay.run("truth", one_process))
+    reference_run = replay.recorded_run("reference", one_process)
+    reference = take(reference_run)
     # the same from weights moved by rounding: how far float64 itself carries
     shaken_plan = replace(replay.plan, shaken=EPSILON["fp64"])
-    noise = Noise(take(replay.run("shaken", one_process, shaken_plan)))
+    shaken_run = replay.recorded_run("shaken", one_process, shaken_plan)
+    noise = Noise(perturbed_run=take(shaken_run))
     start = Path(replay.plan.start) if replay.plan.start else None
     corpus = corpus_of(one_process)
     entries: list[dict[str, Any]] = []
     for name, run_config in zip(replay.names, (replay.a, replay.b), strict=True):
-        run = replay.run(f"float64 {len(entries)}", in_float64(run_config))
+        run = replay.recorded_run(f"float64 {len(entries)}", in_float64(run_config))
         candidate = take(run)
+        # from the candidate's own gradients: Adam makes a full step of what is only rounding
         repeated = updates(one_process, corpus, candidate, start)
         norm_order = run_config.optimizer.norm
         differences = compare(candidate, reference, noise, norm_order, repeated)
         compared = f"{name} against one process"
         entries.append(_entry(run.config, differences, candidate, reference, compared))
-    return min(entries, key=_entry_rank)
+    return decisive_entry(entries)
 
 
-def _entry_rank(entry: Mapping[str, Any]) -> tuple[bool, int]:
-    """Order entries: those with a difference first, by its step."""
-    first_difference = entry.get("first", {})
-    return entry["verdict"] != WRONG, first_difference.get("step", 0)
+def decisive_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entry that decides for all: that of the earliest difference, without one an entry
+    that was not tried, otherwise the first."""
+    # runs agree only if each of them is proven
+    verdict_order = (WRONG, NOT_TRIED, PROVEN)
+
+    def rank(entry: Mapping[str, Any]) -> tuple[int, int]:
+        first_difference = entry.get("first", {})
+        return verdict_order.index(entry["verdict"]), first_difference.get("step", 0)
+
+    return min(entries, key=rank)
 
 
 def _entry(
@@ -100,18 +123,21 @@ def _entry(
     """Return the certificate's entry of a comparison, with the sample and micro-batch of its first
     difference."""
     comparison = Compared(
-        Layout(compared, run_config.parallel),
-        str(run_config.precision.compute),
-        run_config,
-        differences,
-        candidate,
-        reference_record,
+        layout=Layout(compared, run_config.parallel),
+        precision=str(run_config.precision.compute),
+        run=run_config,
+        differences=differences,
+        ours=candidate,
+        theirs=reference_record,
     )
     fields = entry(comparison)
-    first_difference = next((difference for difference in differences if difference.fails), None)
-    if first_difference is not None:
-        fields["first"] |= _locate_sample(first_difference, run_config, candidate, reference_record)
-    return fields | {"compared": compared, "equal": fields["verdict"] == PROVEN}
+    failed = [difference for difference in differences if difference.fails]
+    if failed:
+        location = _locate_sample(failed[0], run_config, candidate, reference_record)
+        fields["first"] |= location
+    fields["compared"] = compared
+    fields["equal"] = fields["verdict"] == PROVEN
+    return fields
 
 
 def _locate_sample(
@@ -122,7 +148,9 @@ def _locate_sample(
     if first_difference.quantity not in (FORWARD, BACKWARD):
         return {}
     border = (first_difference.quantity, first_difference.name)
+    # the reference is one process, or was merged as if it were
     (reference,) = reference_record.borders[border]
+    # a replica takes consecutive samples of the batch, and a micro-batch consecutive ones of these
     samples_per_replica = run_config.train.global_batch // run_config.parallel.data
     for values in candidate.borders[border]:
         if values.rank not in first_difference.ranks:
@@ -140,7 +168,7 @@ def _differing_sample(
     difference: Difference, values: BorderValues, reference: BorderValues
 ) -> int | None:
     """Return the first sample whose values on this rank are not those of the reference."""
-    step = difference.step - 1
+    step = difference.step - 1  # differences count steps from 1, values from 0
     # a rank saw its part of the sequence; one process saw all of it
     columns = [reference.positions.index(position) for position in values.positions]
     for row, sample_id in enumerate(values.samples):
@@ -149,7 +177,8 @@ def _differing_sample(
         reference_row = reference.samples.index(sample_id)
         expected = reference.values[step, reference_row][columns]
         error = (values.values[step, row] - expected).norm()
-        is_near = error <= difference.bound * expected.norm()
+        allowed_error = difference.bound * expected.norm()
+        is_near = error <= allowed_error
         if not is_near:  # NaN is not near
             return sample_id
     return None
@@ -165,27 +194,32 @@ def merge_ranks(record: Record, order: Record) -> Record:
     for border in order.borders:
         if border in record.borders:
             borders[border] = [_merge_values(record.borders[border])]
+    # In one process the output of a stage is the very input of the next: aliases are its too.
     return replace(record, borders=borders, aliases=order.aliases)
 
 
-def _merge_values(ranks: Sequence[BorderValues]) -> BorderValues:
+def _merge_values(values_of_ranks: Sequence[BorderValues]) -> BorderValues:
     """Return the values of several ranks as those of one; where ranks saw the same, the first
     counts."""
     all_samples: set[int] = set()
     all_positions: set[int] = set()
-    for border_values in ranks:
+    for border_values in values_of_ranks:
         all_samples.update(border_values.samples)
         all_positions.update(border_values.positions)
     samples = sorted(all_samples)
     positions = sorted(all_positions)
-    shape = (len(ranks[0].values), len(samples), len(positions))
+    first_rank = values_of_ranks[0]
+    num_steps = len(first_rank.values)
+    shape = (num_steps, len(samples), len(positions))
     merged = torch.full(shape, torch.nan, dtype=torch.float64)
     # backwards, so that the first rank's values are written last
-    for border_values in reversed(ranks):
+    for border_values in reversed(values_of_ranks):
         rows = [samples.index(sample_id) for sample_id in border_values.samples]
         columns = [positions.index(position) for position in border_values.positions]
-        merged[:, torch.tensor(rows)[:, None], torch.tensor(columns)] = border_values.values
-    return BorderValues(ranks[0].rank, samples, positions, merged)
+        row_indices = torch.tensor(rows)[:, None]  # a column: both together index a block
+        column_indices = torch.tensor(columns)
+        merged[:, row_indices, column_indices] = border_values.values
+    return BorderValues(first_rank.rank, samples, positions, merged)
 
 
 def require_comparable(a: RunConfig, b: RunConfig) -> None:

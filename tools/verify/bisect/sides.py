@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.checkpoint.atomic import checkpoints
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.config.run_file import RunConfig, run_file_in
@@ -38,8 +38,9 @@ from tools.verify.prove.first_difference import Parting, by_step, first_parting
 from tools.verify.prove.proof import is_canonical
 
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
-# keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
-ROUNDING = (
+# Keys that decide how numbers are rounded and in which order they are added. So do those of the
+# layout, unless both runs are canonical.
+ROUNDING_KEYS = (
     "precision.*",
     "fp8.*",
     "train.numerics",
@@ -48,9 +49,10 @@ ROUNDING = (
     "train.threads",
     "train.compile",
 )
-SCHEDULE = ("lr.*", "train.steps")
-# of FREELY: no number of a resume depends on them as such, but of a run
-ACTING = ("train.init_from", *SCHEDULE)
+SCHEDULE_KEYS = ("lr.*", "train.steps")
+# Of KEYS_WITHOUT_EFFECT, which are those of a resume: numbers of a whole run depend on its first
+# weights and its rates.
+KEYS_OF_WHOLE_RUNS = ("train.init_from", *SCHEDULE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,12 @@ class Side:
         if num_others:
             yield f"{path}: {num_others} of {len(lines)} lines are no digests: not used"
 
-    def checkpoint_steps(self) -> dict[int, Path]:
+    def checkpoints_by_step(self) -> dict[int, Path]:
         """Return the checkpoints by step."""
-        if self.folder is None or latest(self.folder / "checkpoints") is None:
+        if self.folder is None:
             return {}
-        return {
-            read_progress(Store(path)).step: path
-            for path in checkpoints(self.folder / "checkpoints")
-        }
+        paths = checkpoints(self.folder / "checkpoints")
+        return {read_progress(Store(path)).step: path for path in paths}
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,15 @@ class Records:
 def must_be_equal(first_run: RunConfig, second_run: RunConfig) -> bool:
     """Return True if every bit of the two runs must be equal: in one layout, or in any if both are
     canonical."""
-    rounding: list[str] = [*ROUNDING]
+    rounding_keys = [*ROUNDING_KEYS]
     if not (is_canonical(first_run) and is_canonical(second_run)):
-        rounding.append("parallel.*")
-    keys = [difference.key for difference in _different_keys(first_run, second_run)]
-    return not any(
-        _matches(dotted_key, rounding) and not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
-        for dotted_key in keys
-    )
+        rounding_keys.append("parallel.*")
+    for dotted_key, _, _ in _different_keys(first_run, second_run):
+        # some keys of a table, such as parallel.zero, change no number
+        has_effect = not _matches(dotted_key, KEYS_WITHOUT_EFFECT)
+        if has_effect and _matches(dotted_key, rounding_keys):
+            return False
+    return True
 
 
 def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
@@ -148,20 +149,20 @@ def other_keys(first_run: RunConfig, second_run: RunConfig) -> list[str]:
     Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary
     that is theirs and keys of the learning rate that give the same rates.
     """
-    free = [
-        "parallel.*",
-        *(dotted_key for dotted_key in KEYS_WITHOUT_EFFECT if dotted_key not in ACTING),
-    ]
-    if same_rates(
-        Rates.of(first_run.lr, first_run.train),
-        Rates.of(second_run.lr, second_run.train),
-        TrainState(),
-    ):
-        free += SCHEDULE
+    ignored_keys = ["parallel.*"]
+    for pattern in KEYS_WITHOUT_EFFECT:
+        if pattern not in KEYS_OF_WHOLE_RUNS:
+            ignored_keys.append(pattern)
+    first_rates = Rates.of(first_run.lr, first_run.train)
+    second_rates = Rates.of(second_run.lr, second_run.train)
+    # before the first step: the rates of all steps are compared
+    if same_rates(first_rates, second_rates, TrainState()):
+        ignored_keys += SCHEDULE_KEYS
     lines: list[str] = []
     for dotted_key, first_value, second_value in _different_keys(first_run, second_run):
+        # a vocabulary of 0 is that of the data
         is_vocab_of_data = dotted_key == "model.vocab" and "0" in (first_value, second_value)
-        if not _matches(dotted_key, free) and not is_vocab_of_data:
+        if not _matches(dotted_key, ignored_keys) and not is_vocab_of_data:
             lines.append(f"{dotted_key}: {first_value} | {second_value}")
     return lines
 
@@ -172,16 +173,15 @@ def _matches(dotted_key: str, patterns: Sequence[str]) -> bool:
 
 def other_tokens(first_corpus: Corpus, second_corpus: Corpus) -> list[str]:
     """Return a line for each data set of other tokens, and one for another tokenizer."""
-    if first_corpus.identity is None or second_corpus.identity is None:
+    first_data = first_corpus.identity
+    second_data = second_corpus.identity
+    if first_data is None or second_data is None:
         return []
-    if len(first_corpus.identity.sets) != len(second_corpus.identity.sets):
-        counts = f"{len(first_corpus.identity.sets)} data sets | {len(second_corpus.identity.sets)}"
+    if len(first_data.sets) != len(second_data.sets):
+        counts = f"{len(first_data.sets)} data sets | {len(second_data.sets)}"
         return [f"data.blend: {counts}"]
-    lines = [
-        difference.line
-        for difference in other_sets(first_corpus.identity, second_corpus.identity, " | ")
-    ]
-    if first_corpus.identity.tokenizer != second_corpus.identity.tokenizer:
+    lines = [difference.line for difference in other_sets(first_data, second_data, " | ")]
+    if first_data.tokenizer != second_data.tokenizer:
         names = f"{_tokenizer_name(first_corpus)} | {_tokenizer_name(second_corpus)}"
         lines.append(f"data.tokenizer: {names} (other contents)")
     return lines
@@ -202,11 +202,12 @@ class _KeyDifference(NamedTuple):
 def _different_keys(first_run: RunConfig, second_run: RunConfig) -> Iterator[_KeyDifference]:
     for (table, first_table), (_, second_table) in zip(first_run, second_run, strict=True):
         for key_name, value in first_table:
-            if value != getattr(second_table, key_name):
-                dotted_key = f"{table}.{key_name}"
-                yield _KeyDifference(
-                    dotted_key, first_run.value(dotted_key), second_run.value(dotted_key)
-                )
+            if value == getattr(second_table, key_name):
+                continue
+            dotted_key = f"{table}.{key_name}"
+            ours = first_run.value(dotted_key)
+            theirs = second_run.value(dotted_key)
+            yield _KeyDifference(dotted_key, ours, theirs)
 
 
 def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records:
@@ -227,10 +228,10 @@ def compare_records(first_side: Side, second_side: Side, exact: bool) -> Records
     if metrics.parting and (parting is None or metrics.parting.step < parting.step):
         return metrics
     # steps that only the metrics can vouch for
-    beyond = sum(
-        step > max(common_steps) for step in first_side.metrics.keys() & second_side.metrics.keys()
-    )
-    return Records("digests", len(common_steps), parting, beyond)
+    newest_digest = max(common_steps)
+    metrics_steps = first_side.metrics.keys() & second_side.metrics.keys()
+    num_beyond = sum(step > newest_digest for step in metrics_steps)
+    return Records("digests", len(common_steps), parting, num_beyond)
 
 
 def _compare_metrics(first_side: Side, second_side: Side, exact: bool) -> Records:
@@ -282,9 +283,8 @@ def _are_near(first_value: Any, second_value: Any, tolerance: float) -> bool:
     not at all."""
     are_numbers = isinstance(first_value, float) and isinstance(second_value, float)
     if are_numbers and math.isfinite(first_value) and math.isfinite(second_value):
-        return abs(first_value - second_value) <= tolerance * max(
-            abs(first_value), abs(second_value)
-        )
+        larger = max(abs(first_value), abs(second_value))
+        return abs(first_value - second_value) <= tolerance * larger
     return repr(first_value) == repr(second_value)  # NaN equals NaN
 
 
@@ -306,8 +306,8 @@ def common_start(first_side: Side, second_side: Side, before: int, exact: bool) 
 
     exact: the checkpoints must hold the same bits.
     """
-    first_checkpoints = first_side.checkpoint_steps()
-    second_checkpoints = second_side.checkpoint_steps()
+    first_checkpoints = first_side.checkpoints_by_step()
+    second_checkpoints = second_side.checkpoints_by_step()
     passed_over: list[str] = []
     for step in sorted(first_checkpoints.keys() & second_checkpoints.keys(), reverse=True):
         if step >= before:
@@ -329,17 +329,17 @@ def other_tensors(first_store: Store, second_store: Store) -> list[str]:
     bits."""
     first_tensors = first_store.index["tensors"]
     second_tensors = second_store.index["tensors"]
+    # moments come before weights, as in `first_parting`: an update computes them first
     stored_names = sorted(
         {*first_tensors, *second_tensors},
         key=lambda stored_name: (stored_name.startswith("weight/"), stored_name),
     )
-    return [
-        stored_name
-        for stored_name in stored_names
-        if stored_name not in first_tensors
-        or stored_name not in second_tensors
-        or not _same_bits(stored_name, first_store, second_store)
-    ]
+    different: list[str] = []
+    for stored_name in stored_names:
+        in_both = stored_name in first_tensors and stored_name in second_tensors
+        if not in_both or not _same_bits(stored_name, first_store, second_store):
+            different.append(stored_name)
+    return different
 
 
 def _same_bits(stored_name: str, first_store: Store, second_store: Store) -> bool:

@@ -67,7 +67,7 @@ def _measure_offset() -> dict[str, float]:
     for _ in range(READINGS):
         answer = torch.zeros(1, dtype=torch.float64)
         before = wall()
-        start = time.monotonic()
+        start = time.monotonic()  # the wall clock may be set meanwhile
         dist.send(torch.zeros(1, dtype=torch.float64), 0)
         dist.recv(answer, 0)
         # Rank 0 has read its clock half of the way, give or take the other half.
@@ -100,11 +100,10 @@ def _judge_offsets(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _judge_file_times(answers: Sequence[Answer]) -> Iterator[Finding]:
-    behind = {
-        answer["host"]: answer["behind_files"]
-        for answer in answers
-        if answer["behind_files"] > TOLERANCE
-    }
+    behind: dict[str, float] = {}  # by host: its ranks have one clock
+    for answer in answers:
+        if answer["behind_files"] > TOLERANCE:
+            behind[answer["host"]] = answer["behind_files"]
     for host, seconds in behind.items():
         message = f"the clock of {host} is {seconds:.0f} s behind the time of installed files"
         yield wrong("clocks", message, REMEDY)

@@ -122,8 +122,8 @@ def _free_problems(free_bytes: int, needed: int) -> Iterator[Problem]:
 
 
 def _rename_problems(tried_folder: Path, disk: Disk) -> Iterator[Problem]:
-    if found_contents := torn_renames(tried_folder, disk):
-        yield Problem(f"rename is not atomic: a reader found {found_contents}", POSIX_REMEDY)
+    if seen_fault := torn_renames(tried_folder, disk):
+        yield Problem(f"rename is not atomic: a reader found {seen_fault}", POSIX_REMEDY)
     if fault_reason := _folder_rename_fault(tried_folder, disk):
         yield Problem(f"a folder cannot be renamed ({fault_reason})", POSIX_REMEDY)
 
@@ -132,21 +132,20 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
     """Return what a reader saw that was neither the old nor the new content, "" if nothing."""
     target = tried_folder / "name"
     over = Event()
-    found_contents = list[str]()
-    contents = [bytes([letter]) * CONTENT_BYTES for letter in b"ab"]
+    seen_faults = list[str]()
+    contents = [b"a" * CONTENT_BYTES, b"b" * CONTENT_BYTES]
     target.write_bytes(contents[0])
 
     def read_repeatedly() -> None:
-        while not over.is_set() and not found_contents:
+        while not over.is_set() and not seen_faults:
             try:
                 content = target.read_bytes()
             except FileNotFoundError:
-                found_contents.append("no file")
+                seen_faults.append("no file")
                 return
             if content not in contents:
-                found_contents.append(
-                    f"{len(content)} of {CONTENT_BYTES} bytes, or both contents mixed"
-                )
+                fault = f"{len(content)} of {CONTENT_BYTES} bytes, or both contents mixed"
+                seen_faults.append(fault)
 
     reader = Thread(target=read_repeatedly, daemon=True)
     reader.start()
@@ -154,11 +153,11 @@ def torn_renames(tried_folder: Path, disk: Disk) -> str:
     for number in range(RENAMES):
         (tried_folder / "new").write_bytes(contents[number % 2])
         disk.rename(tried_folder / "new", target)
-        if found_contents:
+        if seen_faults:
             break
     over.set()
     reader.join()
-    return found_contents[0] if found_contents else ""
+    return seen_faults[0] if seen_faults else ""
 
 
 def _folder_rename_fault(tried_folder: Path, disk: Disk) -> str:
@@ -238,6 +237,7 @@ def filesystem_of(tried_folder: Path) -> str:
     deepest = ""
     filesystem_kind = ""
     for line in lines:
+        # device, mount point, type, options
         _, mount_point, mount_kind, *_ = line.split()
         above = mount_point == "/" or path == mount_point or path.startswith(mount_point + "/")
         if above and len(mount_point) > len(deepest):

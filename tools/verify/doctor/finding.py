@@ -118,11 +118,13 @@ def in_words(findings: Sequence[Finding]) -> str:
         return f"{counted(verdict_counts[WRONG], 'thing')} {verb} wrong"
 
     if verdict(findings) == NOT_TRIED:
-        # dict.fromkeys: each check once, in the order of the table
-        missing = dict.fromkeys(
-            finding.check for finding in findings if finding.verdict == NOT_TRIED and finding.needed
-        )
-        return f"nothing is wrong, but {', '.join(missing)} could not be tried"
+        missing: list[str] = []
+        for finding in findings:
+            if finding.verdict == NOT_TRIED and finding.needed:
+                missing.append(finding.check)
+        # each check once, in the order of the table
+        names = ", ".join(dict.fromkeys(missing))
+        return f"nothing is wrong, but {names} could not be tried"
 
-    not_tried = f", {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
-    return f"all is well: {counted(verdict_counts[OK], 'check')} ok{not_tried}"
+    untried = f", {verdict_counts[NOT_TRIED]} not tried" if verdict_counts[NOT_TRIED] else ""
+    return f"all is well: {counted(verdict_counts[OK], 'check')} ok{untried}"

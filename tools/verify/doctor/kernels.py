@@ -56,10 +56,12 @@ def _try_flash_attention(device: torch.device) -> Trial:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+    # the plain formula, in float64
     products = query.double() @ key.double().transpose(-1, -2)
     scores = products / 8.0  # the root of the head size
     causal = torch.ones(128, 128, dtype=torch.bool, device=device).tril()
-    probabilities = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    masked = scores.masked_fill(~causal, -torch.inf)
+    probabilities = masked.softmax(-1)
     expected = probabilities @ value.double()
     return _compare(flash, expected)
 
@@ -87,6 +89,7 @@ def _try_mx_products(device: torch.device) -> Trial:
 
 def _try_scaled_products(kind: Any, device: torch.device) -> Trial:
     kernel, refusal_reason = choose_kernel(kind, torch.float8_e4m3fn, False, torch.bfloat16, device)
+    # and it is right: `choose_kernel` has tried it
     if kernel is not None:
         return Trial(HERE, "")
     if "is wrong by" in refusal_reason:

@@ -156,7 +156,8 @@ def speeds(pair: Pair) -> dict[str, float]:
         if agreed >= LEAST_BANDWIDTH[pair.device]:
             break
 
-    if agreed * 1.0 > FLOAT_BYTES * LARGE_MESSAGE:  # the large message takes less than 1.0 s
+    # It takes less than a second, by the bandwidth on which both ranks agree: both send it or none.
+    if agreed > FLOAT_BYTES * LARGE_MESSAGE:
         large = torch.zeros(LARGE_MESSAGE, device=pair.device)
         seconds = min(pair.there_and_back(large) for _ in range(3))
         bandwidth = FLOAT_BYTES * LARGE_MESSAGE / seconds
@@ -216,15 +217,15 @@ def _time_sum(context: RankContext, axis: Axis) -> float:
 def judge(answers: Sequence[Sequence[Record]]) -> Iterator[Finding]:
     """Yield the findings about each axis."""
     records_by_axis: dict[str, list[Record]] = {}
-    for answer in answers:
-        for link_record in answer:
-            records_by_axis.setdefault(link_record["axis"], []).append(link_record)
+    for records_of_rank in answers:
+        for record in records_of_rank:
+            records_by_axis.setdefault(record["axis"], []).append(record)
     if not records_by_axis:
         yield not_tried("links", "one rank only: it has no links")
 
     for axis, records in records_by_axis.items():
-        links = [link_record for link_record in records if "collective" not in link_record]
-        collectives = [link_record for link_record in records if "collective" in link_record]
+        links = [record for record in records if "collective" not in record]
+        collectives = [record for record in records if "collective" in record]
         problems = [*_judge_links(axis, links), *_judge_collectives(axis, collectives)]
         yield from problems or [_summarize(axis, links, collectives)]
 
@@ -235,12 +236,10 @@ def _judge_links(axis: str, links: Sequence[Record]) -> Iterator[Finding]:
         # links within a host go through memory: another kind than those between hosts
         local = _is_local(link)
         similar = [other for other in measured if _is_local(other) == local]
-        problem: str | None
-        if "error" in link:
-            problem = link["error"]
-        else:
-            problem = slow(link, similar) or None
-        if problem is not None:
+        # an error may have no text, and is a problem all the same
+        has_failed = "error" in link
+        problem = link["error"] if has_failed else slow(link, similar)
+        if has_failed or problem:
             remedy = LOCAL_REMEDY if local else REMEDY
             message = f"{_format_ends(link)}: {problem}"
             yield wrong(f"links {axis}", message, remedy, **link)
@@ -283,15 +282,15 @@ def _format_ends(link: Record) -> str:
 
 def _judge_collectives(axis: str, collectives: Sequence[Record]) -> Iterator[Finding]:
     check = f"links {axis}"
-    for link_record in collectives:
-        rank = f"rank {link_record['rank']} on {link_record['host']}"
-        if "error" in link_record:
-            yield wrong(check, f"{rank}: sums of the axis fail: {link_record['error']}", REMEDY)
+    for record in collectives:
+        rank = f"rank {record['rank']} on {record['host']}"
+        if "error" in record:
+            yield wrong(check, f"{rank}: sums of the axis fail: {record['error']}", REMEDY)
             continue
 
-        if not link_record["right"]:
+        if not record["right"]:
             problem = "a sum is wrong"
-        elif not link_record["in_order"]:
+        elif not record["in_order"]:
             problem = "gathered parts are not in the order of ranks"
         else:
             continue
@@ -303,7 +302,7 @@ def _summarize(axis: str, links: Sequence[Record], collectives: Sequence[Record]
     """Return the finding of an axis without problems, with its worst figures."""
     latency = max(link["latency_s"] for link in links)
     bandwidth = min(link["bytes_per_s"] for link in links)
-    seconds = max(link_record["sum_s"] for link_record in collectives)
+    seconds = max(record["sum_s"] for record in collectives)
     backend = "NCCL" if links[0]["device"] == "cuda" else "gloo"
     worst = f"{duration(latency)} and {size(bandwidth)}/s at worst"
     sum_time = f"a sum of {size(FLOAT_BYTES * MEDIUM_MESSAGE)} takes {duration(seconds)}"

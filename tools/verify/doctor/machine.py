@@ -223,11 +223,10 @@ def _different_gpus(answers: Sequence[Answer]) -> Iterator[Finding]:
 def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Yield a line about CPU threads: more than cores slow every rank of a host."""
     # One thread a rank is the least: then there is nothing to mend.
-    crowded = {
-        answer["host"]: answer
-        for answer in answers
-        if answer["threads"] > 1 and _all_threads(answer) > answer["cores"]
-    }
+    crowded: dict[str, Answer] = {}
+    for answer in answers:
+        if answer["threads"] > 1 and _all_threads(answer) > answer["cores"]:
+            crowded[answer["host"]] = answer
     for host, answer in crowded.items():
         threads = max(1, answer["cores"] // answer["local_ranks"])
         message = f"{_format_threads(answer)} of {host}"
@@ -235,10 +234,8 @@ def _judge_threads(answers: Sequence[Answer]) -> Iterator[Finding]:
     if not crowded:
         first_answer = answers[0]
         message = f"{_format_threads(first_answer)}, load {first_answer['load']}"
-        numbers = {
-            fact_name: first_answer[fact_name]
-            for fact_name in ("cores", "threads", "local_ranks", "load")
-        }
+        names = ("cores", "threads", "local_ranks", "load")
+        numbers = {name: first_answer[name] for name in names}
         yield ok("threads", message, **numbers)
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from tools.console.units import first_of
 from tools.verify.doctor.finding import Finding, not_tried, wrong
 
 GRACE_SECONDS = 5.0  # that an answer may be later than its rank's own limit
@@ -226,20 +227,9 @@ def format_ranks(hosts_by_rank: Mapping[int, str]) -> str:
 
     hosts_by_rank: the host of each rank, "" if it is not known.
     """
-    hosts = sorted(
-        {host_name or "a host that is not known" for host_name in hosts_by_rank.values()}
-    )
+    # each host once
+    names = {host_name or "a host that is not known" for host_name in hosts_by_rank.values()}
+    hosts = sorted(names)
     ranks = [str(rank_number) for rank_number in sorted(hosts_by_rank)]
     plural = "s" if len(ranks) > 1 else ""
-    return f"rank{plural} {_enumerate_words(ranks)} on {_enumerate_words(hosts)}"
-
-
-def _enumerate_words(words: list[str]) -> str:
-    """Return "a, b and c"; of many words the first ones and the number of the others."""
-    if len(words) > MOST_LISTED:
-        listed = ", ".join(words[:MOST_LISTED])
-        return f"{listed} and {len(words) - MOST_LISTED} more"
-    *all_but_last, last = words
-    if not all_but_last:
-        return last
-    return f"{', '.join(all_but_last)} and {last}"
+    return f"rank{plural} {first_of(ranks, MOST_LISTED)} on {first_of(hosts, MOST_LISTED)}"

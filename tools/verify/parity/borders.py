@@ -136,12 +136,10 @@ class BorderRecorder:
         for stage in stages:
             trace_modules({"": stage}, self._end_stage, self._begin_stage)
             for axis, shard in _tp_shards(stage, tp_axis):
-                trace_modules(
-                    {name: module for module, name in name_modules(shard).items()},
-                    partial(self._leave_module, axis),
-                    partial(self._enter_module, axis),
-                    self.active_modules,
-                )
+                modules = {name: module for module, name in name_modules(shard).items()}
+                enter = partial(self._enter_module, axis)
+                leave = partial(self._leave_module, axis)
+                trace_modules(modules, leave, enter, self.active_modules)
 
     def _begin_stage(self, _: str, args: Sequence[Any], kwargs: object) -> None:
         microbatch = args[1] if len(args) > 1 else None
@@ -173,9 +171,9 @@ class BorderRecorder:
         self._pass_border(tp_axis, f"{name}>in", args[0] if args else None)
 
     def _leave_module(self, tp_axis: Axis, name: str, output: Any) -> None:
-        self._pass_border(
-            tp_axis, f"{name}>out", output[0] if isinstance(output, tuple) else output
-        )
+        # a layer may return more than its activation
+        activation = output[0] if isinstance(output, tuple) else output
+        self._pass_border(tp_axis, f"{name}>out", activation)
 
     def _pass_border(self, tp_axis: Axis, border: str, activation: Any) -> None:
         """Record an activation and later its gradient, unless the same tensor was seen before."""
@@ -196,7 +194,8 @@ class BorderRecorder:
         stage_call.seen_tensors[id(activation)] = _SeenTensor(activation, label)
         self._record((FORWARD, label), tp_axis, stage_call, activation, self.direction)
         if activation.requires_grad:
-            activation.register_hook(partial(self._record_gradient, tp_axis, stage_call, label))
+            record_gradient = partial(self._record_gradient, tp_axis, stage_call, label)
+            activation.register_hook(record_gradient)
 
     def _record_gradient(
         self, tp_axis: Axis, stage_call: _StageCall, label: str, gradient: Tensor
@@ -246,19 +245,18 @@ class BorderRecorder:
         ranks, of all."""
         samples = sorted(self._samples)
         by_border: dict[Border, list[_Recorded]] = {}
-        for (kind, border, _), shard_values in self._recorded.items():
-            by_border.setdefault((kind, border), []).append(shard_values)
-        for border, values_by_shard in by_border.items():
-            # otherwise the sequence was cut over them, and their parts follow each other
-            if all(
-                shard_values.positions == values_by_shard[0].positions
-                for shard_values in values_by_shard
-            ):
-                values_by_shard = values_by_shard[:1]  # each virtual rank saw the full sequence
+        for (kind, border, _), recorded in self._recorded.items():
+            by_border.setdefault((kind, border), []).append(recorded)
+        for border, of_virtual_ranks in by_border.items():
+            first, *others = of_virtual_ranks
+            # Each virtual rank saw the full sequence. Otherwise it was cut over them, and their
+            # parts follow each other.
+            if all(recorded.positions == first.positions for recorded in others):
+                of_virtual_ranks = [first]
             token_positions: list[int] = []
-            for shard_values in values_by_shard:
-                token_positions += shard_values.positions
-            values = torch.cat([shard_values.values for shard_values in values_by_shard], dim=2)
+            for recorded in of_virtual_ranks:
+                token_positions += recorded.positions
+            values = torch.cat([recorded.values for recorded in of_virtual_ranks], dim=2)
             yield border, BorderValues(self.rank, samples, token_positions, values[:, samples])
 
 
@@ -290,13 +288,15 @@ def shared_name(module: nn.Module) -> str:
     """Return the dotted path that all parameters of a module share; "" if there is none."""
     parameter_paths: list[list[str]] = []
     for parameter in module.parameters():
-        if has_layout(parameter):
-            parameter_paths += [
-                shard_values.name.split(".")[:-1] for shard_values in layout_of(parameter).parts
-            ]
+        if not has_layout(parameter):
+            continue
+        for part in layout_of(parameter).parts:
+            *path, _ = part.name.split(".")  # without "weight" or "bias"
+            parameter_paths.append(path)
     shared_path: list[str] = []
-    for path_level in zip(*parameter_paths, strict=False):
-        if len(set(path_level)) > 1:
+    # as deep as the shortest path
+    for level_names in zip(*parameter_paths, strict=False):
+        if len(set(level_names)) > 1:
             break
-        shared_path.append(path_level[0])
+        shared_path.append(level_names[0])
     return ".".join(shared_path)

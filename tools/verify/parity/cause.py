@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from tools.config.settings import Parallel
 from tools.verify.parity.borders import BACKWARD, FORWARD
-from tools.verify.parity.compare import Difference
+from tools.verify.parity.compare import COUNTED_ONCE, Difference
 from tools.verify.parity.record import Record
 
 NEAR = 0.02  # relative distance within which a ratio is named as a factor
@@ -37,7 +37,7 @@ Phase = Literal[
     "copies",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-OF: dict[str, Phase] = {
+PHASE_OF: dict[str, Phase] = {
     "tensors": "model",
     "initial weights": "initial weights",
     "sample ids": "data",
@@ -45,7 +45,7 @@ OF: dict[str, Phase] = {
     "loss": "loss",
     BACKWARD: "backward",
     "gradient": "gradients",
-    "each element counted once": "norm",
+    COUNTED_ONCE: "norm",
     "zero count": "norm",
     "gradient norm": "norm",
     "found_inf": "decision",
@@ -80,21 +80,19 @@ def origin(differences: Sequence[Difference], reference: Record) -> Origin:
         for difference in differences
         if difference.step == first.step and difference.quantity == first.quantity
     ]
-    step_phase = OF[first.quantity]
-    if step_phase == "forward":
+    phase = PHASE_OF[first.quantity]
+    if phase == "forward":
         place = _locate_forward(first, same_quantity, reference)
-    elif step_phase == "backward":
+    elif phase == "backward":
         place = _locate_backward(first, same_quantity, reference)
-    elif step_phase == "loss":
+    elif phase == "loss":
         place = HEAD
-    elif step_phase in ("norm", "decision", "data"):
+    elif phase in ("norm", "decision", "data"):
         place = first.name
     else:
-        place = pattern(
-            [difference.name for difference in same_quantity if difference.fails],
-            len(same_quantity),
-        )
-    return Origin(step_phase, place, first.step, first)
+        failing = [difference.name for difference in same_quantity if difference.fails]
+        place = pattern(failing, len(same_quantity))
+    return Origin(phase, place, first.step, first)
 
 
 def module_of(border_name: str) -> str:
@@ -244,16 +242,14 @@ def describe_ratio(ratio: float, factors: Mapping[str, float]) -> str:
     """Return a ratio with the names of the factors that it resembles; empty if it is not finite."""
     if not math.isfinite(ratio):
         return ""
-    candidates = [
-        (f"1/{tensor_name}", 1 / expected_factor)
-        for tensor_name, expected_factor in factors.items()
-    ]
+    candidates = [(f"1/{name}", 1 / factor) for name, factor in factors.items()]
     candidates += factors.items()
+    # of what is counted twice, and of the norm of twice as many elements
     candidates += [("2", 2.0), ("1/2", 0.5), ("√2", math.sqrt(2)), ("1/√2", math.sqrt(0.5))]
-    matches = [
-        tensor_name for tensor_name, expected_factor in candidates if near(ratio, expected_factor)
-    ]
-    return f"{ratio:.6g}" + (f" ({', '.join(matches)})" if matches else "")
+    matches = [name for name, factor in candidates if near(ratio, factor)]
+    if matches:
+        return f"{ratio:.6g} ({', '.join(matches)})"
+    return f"{ratio:.6g}"
 
 
 def _layer_of(tensor_name: str) -> str | None:
@@ -263,10 +259,10 @@ def _layer_of(tensor_name: str) -> str | None:
 
 
 def _missing_tensors(case: Case) -> str | None:
-    tensor_names = [
-        difference.name for difference in case.failed if difference.quantity == "tensors"
-    ]
-    layer_numbers = {int(layer.split(".")[1]) for layer in map(_layer_of, tensor_names) if layer}
+    missing = [difference for difference in case.failed if difference.quantity == "tensors"]
+    tensor_names = [difference.name for difference in missing]
+    layers = {_layer_of(tensor_name) for tensor_name in tensor_names}
+    layer_numbers = {int(layer.split(".")[1]) for layer in layers if layer}
     if layer_numbers:
         numbers = ", ".join(map(str, sorted(layer_numbers)))
         return (
@@ -281,11 +277,9 @@ def _without_gradient(case: Case) -> str | None:
     without_gradient = [
         tensor_name for tensor_name, ratio in case.gradient_ratios.items() if ratio == 0
     ]
-    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in without_gradient}
-    if len(layer_numbers) == 1:
-        return (
-            f"no gradient reaches {layer_numbers.pop()}*: the layer is left out of the computation"
-        )
+    layers = {_layer_of(tensor_name) or tensor_name for tensor_name in without_gradient}
+    if len(layers) == 1:
+        return f"no gradient reaches {layers.pop()}*: the layer is left out of the computation"
     if without_gradient:
         others = f" and {len(without_gradient) - 1} others" if len(without_gradient) > 1 else ""
         return f"no gradient reaches {without_gradient[0]}{others}"
@@ -419,9 +413,9 @@ def _unsummed_over_tp(case: Case) -> str | None:
 
 def _single_layer(case: Case) -> str | None:
     """Return a cause if all differences are in one layer."""
-    layer_numbers = {_layer_of(tensor_name) or tensor_name for tensor_name in case.gradient_ratios}
-    if len(layer_numbers) == 1:
-        return f"all gradients that differ are of {layer_numbers.pop()}*: look there"
+    layers = {_layer_of(tensor_name) or tensor_name for tensor_name in case.gradient_ratios}
+    if len(layers) == 1:
+        return f"all gradients that differ are of {layers.pop()}*: look there"
     return None
 
 
@@ -503,6 +497,7 @@ OTHERWISE: dict[Phase, str] = {
 }
 
 Rule = Callable[[Case], str | None]
+# the more particular rules of a phase come first
 RULES: dict[Phase, tuple[Rule, ...]] = {
     "model": (_missing_tensors,),
     "forward": (_without_gradient, _stale_weights, _between_modules),

@@ -19,8 +19,8 @@ from megaprec.errors import UserError
 from tools.config.run_file import RunConfig
 from tools.console.toml import toml
 from tools.verify.parity.borders import BACKWARD, FORWARD
-from tools.verify.parity.cause import OF, describe_ratio, likely_cause, make_case
-from tools.verify.parity.compare import Difference, worst
+from tools.verify.parity.cause import PHASE_OF, describe_ratio, likely_cause, make_case
+from tools.verify.parity.compare import COUNTED_ONCE, Difference, worst
 from tools.verify.parity.layouts import Layout
 from tools.verify.parity.noise import count_rounding_elements
 from tools.verify.parity.ranks import Failure
@@ -31,8 +31,6 @@ SHOWN = 24  # number of differences of a layout that are listed
 PROVEN = "proven"
 WRONG = "wrong"
 NOT_TRIED = "not tried"
-# compares a layout's norm with its own gradients, added another way
-WITHIN = "each element counted once"
 NEEDED = ("loss", "gradient", "weights")  # quantities without which a layout is not proven
 Certificate = dict[str, Any]
 
@@ -54,7 +52,7 @@ def entry(compared: Compared) -> dict[str, Any]:
     failed = [difference for difference in compared.differences if difference.fails]
     failed_quantities = {difference.quantity for difference in failed}
     quantities: dict[str, dict[str, Any]] = {}
-    for quantity in OF:
+    for quantity in PHASE_OF:
         # what a layout must show, whether compared or not, and whatever else failed
         if quantity not in ("copies", "ranks agree") or quantity in failed_quantities:
             quantities[quantity] = _quantity_fields(compared, quantity)
@@ -65,9 +63,9 @@ def entry(compared: Compared) -> dict[str, Any]:
         "quantities": quantities,
     }
     if verdict == PROVEN:
-        fields["equal_bits"] = not any(
-            difference.error for difference in compared.differences if difference.quantity != WITHIN
-        )
+        # a norm added another way is another one in its last bits
+        between_runs = [item for item in compared.differences if item.quantity != COUNTED_ONCE]
+        fields["equal_bits"] = not any(item.error for item in between_runs)
     if verdict == NOT_TRIED:
         reasons: list[str] = []
         for quantity in NEEDED:
@@ -82,26 +80,26 @@ def entry(compared: Compared) -> dict[str, Any]:
 def _failure_fields(compared: Compared, failed: Sequence[Difference]) -> dict[str, Any]:
     """Return the fields of a layout that differs: where the difference arises, and what follows."""
     model = compared.run.model
-    difference_case = make_case(
+    case = make_case(
         compared.differences,
         compared.ours,
         compared.theirs,
-        "embedding.weight" if model.tied else "",
-        compared.layout.parallel,
-        compared.run.num_microbatches,
+        tied="embedding.weight" if model.tied else "",
+        parallel=compared.layout.parallel,
+        microbatches=compared.run.num_microbatches,
         fixed=not (model.dropout or model.attention_dropout),
     )
-    factors = difference_case.factors()
-    first_origin = difference_case.origin
+    factors = case.factors()
+    origin = case.origin
     return {
         "first": {
-            "phase": first_origin.phase,
-            "place": first_origin.place,
-            **_difference_fields(first_origin.difference, factors),
+            "phase": origin.phase,
+            "place": origin.place,
+            **_difference_fields(origin.difference, factors),
         },
         "worst": _difference_fields(worst(failed), factors),
-        "likely_cause": likely_cause(difference_case),
-        "way": list(_stations(compared.differences, first_origin.step)),
+        "likely_cause": likely_cause(case),
+        "way": list(_stations(compared.differences, origin.step)),
         "differing": [_difference_fields(difference, factors) for difference in failed[:SHOWN]],
         "num_differing": len(failed),
     }
@@ -209,7 +207,7 @@ def _stations(differences: Sequence[Difference], step: int) -> Iterator[dict[str
         of_step.setdefault(difference.quantity, []).append(difference)
         if difference.quantity in (FORWARD, "loss", BACKWARD):
             yield _station(difference, difference.name or difference.quantity)
-    for quantity in ("gradient", WITHIN, "gradient norm", "weights", "moments"):
+    for quantity in ("gradient", COUNTED_ONCE, "gradient norm", "weights", "moments"):
         of_quantity = of_step.get(quantity)
         if of_quantity:
             failed = [difference for difference in of_quantity if difference.fails]
@@ -225,7 +223,7 @@ def _station(difference: Difference, quantity_name: str) -> dict[str, Any]:
     else:
         verdict = PROVEN
     return {
-        "phase": OF[difference.quantity],
+        "phase": PHASE_OF[difference.quantity],
         "name": quantity_name,
         "verdict": verdict,
         "error": _finite(difference.error),

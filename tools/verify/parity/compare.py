@@ -11,8 +11,8 @@ a norm counts each element of the gradients once is checked to 1e-4 in the run's
 squares may be summed in FP32.
 
 Weights and moments are compared with the result of one process for the layout's own gradients
-(`again.py`). Some values must be equal to the last bit in any precision: sample ids, initial
-weights, skipped steps, the loss scale, and all copies of one element.
+(`repeated_updates`). Some values must be equal to the last bit in any precision: sample ids,
+initial weights, skipped steps, the loss scale, and all copies of one element.
 """
 
 import math
@@ -28,6 +28,8 @@ from tools.verify.parity.noise import Noise, count_zeros, error_scales, relative
 from tools.verify.parity.record import Record, Tensors
 
 EXACT = 0.0  # the bound of values that must have the same bits
+# the quantity that compares a layout's norm and zeros with its own gradients, added another way
+COUNTED_ONCE = "each element counted once"
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ def compare(
     candidate: Record,
     reference: Record,
     noise: Noise,
-    norm: float = 2.0,
+    norm_order: float = 2.0,
     repeated: Mapping[str, Tensors] | None = None,
 ) -> list[Difference]:
     """Return all comparisons of a layout with one process, in the order of a step.
 
-    norm: order of the runs' gradient norm.
+    norm_order: of the runs' gradient norm.
     repeated: the updates repeated from the gradients of `candidate` (`repeated_updates.updates`).
     """
     differences = [
@@ -75,7 +77,8 @@ def compare(
     # the reports of a step; one run may have ended early
     for step_index, reports in enumerate(zip(candidate.steps, reference.steps, strict=False)):
         number = step_index + 1
-        differences += _compare_step(_StepComparison(candidate, reference, noise, step_index), norm)
+        comparison = _StepComparison(candidate, reference, noise, step_index)
+        differences += _compare_step(comparison, norm_order)
         differences += _compare_updates(candidate, repeated or {}, noise, step_index)
         differences += _compare_copies(candidate, f"after/{step_index}/")
         scalers = [report["scaler"] for report in reports]
@@ -136,18 +139,18 @@ def _compare_initial_weights(candidate: Record, reference: Record) -> Iterator[D
     our_weights = candidate.tensors["before/weight"]
     their_weights = reference.tensors["before/weight"]
     for tensor_name in _common_tensors(our_weights, their_weights):
-        both_tensors = (our_weights[tensor_name], their_weights[tensor_name])
+        ours = our_weights[tensor_name]
+        theirs = their_weights[tensor_name]
         # scaled by itself alone: the error must be 0, so only its size in the report depends on it
-        scale = error_scales({tensor_name: both_tensors[1]})[tensor_name]
-        error = tensor_error(*both_tensors, scale)
+        scales = error_scales({tensor_name: theirs})
         yield Difference(
             "initial weights",
             tensor_name,
             step=0,
-            error=error,
+            error=tensor_error(ours, theirs, scales[tensor_name]),
             bound=EXACT,
-            ratio=_norm_ratio(*both_tensors),
-            note=_describe_largest(*both_tensors),
+            ratio=_norm_ratio(ours, theirs),
+            note=_describe_largest(ours, theirs),
         )
 
 
@@ -206,17 +209,16 @@ class _StepComparison:
         for tensor_name in names:
             if tensor_name not in common:
                 continue
-            error = tensor_error(candidate[tensor_name], expected[tensor_name], scales[tensor_name])
-            ratio = _norm_ratio(candidate[tensor_name], reference[tensor_name])
-            note = _describe_largest(candidate[tensor_name], reference[tensor_name])
+            ours = candidate[tensor_name]
+            theirs = reference[tensor_name]
             difference = Difference(
                 quantity,
                 tensor_name,
                 step=self.step + 1,
-                error=error,
+                error=tensor_error(ours, expected[tensor_name], scales[tensor_name]),
                 bound=bounds[tensor_name],
-                ratio=ratio,
-                note=note,
+                ratio=_norm_ratio(ours, theirs),
+                note=_describe_largest(ours, theirs),
             )
             yield self.judge(difference)
 
@@ -251,10 +253,10 @@ class _StepComparison:
             difference = Difference(
                 kind,
                 border,
-                self.step + 1,
-                max(errors),
-                bounds[border],
-                ratio,
+                step=self.step + 1,
+                error=max(errors),
+                bound=bounds[border],
+                ratio=ratio,
                 ranks=tuple(failing),
             )
             yield self.judge(difference)
@@ -288,7 +290,7 @@ def _select_part(
     return full_values[border_values.samples][:, columns]
 
 
-def _compare_step(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
+def _compare_step(comparison: _StepComparison, norm_order: float) -> Iterator[Difference]:
     """Compare what a step computes before its update, in the order of the computation."""
     number = comparison.step + 1
     candidate = comparison.candidate
@@ -303,8 +305,9 @@ def _compare_step(comparison: _StepComparison, norm: float) -> Iterator[Differen
     backward_order = reference.names[::-1]
     yield from comparison.tensors("gradient", tensor_kind, backward_order)
     yield from _compare_copies(candidate, tensor_kind)
+    # neither has gradients of a step that was skipped
     if tensor_kind in candidate.tensors and tensor_kind in reference.tensors:
-        yield from _compare_counts(comparison, norm)
+        yield from _compare_counts(comparison, norm_order)
         yield comparison.number("gradient norm", "grad_norm")
     our_report = candidate.steps[comparison.step]
     their_report = reference.steps[comparison.step]
@@ -329,16 +332,16 @@ def _compare_updates(
         scales = error_scales(expected)
         tensors = candidate.tensors.get(tensor_kind, {})
         for tensor_name in _common_tensors(tensors, expected):
-            both_tensors = (tensors[tensor_name], expected[tensor_name])
-            error = tensor_error(*both_tensors, scales[tensor_name])
+            ours = tensors[tensor_name]
+            theirs = expected[tensor_name]
             yield Difference(
                 quantity,
                 tensor_name,
                 step=step_index + 1,
-                error=error,
+                error=tensor_error(ours, theirs, scales[tensor_name]),
                 bound=bound,
-                ratio=_norm_ratio(*both_tensors),
-                note=_describe_largest(*both_tensors),
+                ratio=_norm_ratio(ours, theirs),
+                note=_describe_largest(ours, theirs),
             )
 
 
@@ -359,7 +362,7 @@ def _describe_largest(candidate: Tensor, reference: Tensor) -> str:
     return f"{index}: {our_value:.6g}, {their_value:.6g}"
 
 
-def _compare_counts(comparison: _StepComparison, norm: float) -> Iterator[Difference]:
+def _compare_counts(comparison: _StepComparison, norm_order: float) -> Iterator[Difference]:
     """Check that norm and zero count of the layout cover each element of its own gradients once,
     and in float64 that as many elements as in one process are zero other than by rounding.
     """
@@ -372,19 +375,18 @@ def _compare_counts(comparison: _StepComparison, norm: float) -> Iterator[Differ
 
     # the layout's own gradients, put together: each element is there once
     elements = torch.cat([gradient.flatten() for gradient in candidate.values()])
-    expected = torch.linalg.vector_norm(elements, norm).item()
+    expected = torch.linalg.vector_norm(elements, norm_order).item()
     reported = report["grad_norm"]
     error = relative_error(reported, expected)
     ratio = reported / expected if expected else math.nan
-    counted_once = "each element counted once"
-    yield Difference(counted_once, "norm", number, error, noise.norm_bound, ratio)
+    yield Difference(COUNTED_ONCE, "norm", number, error, noise.norm_bound, ratio)
 
     num_zeros = int((elements == 0).sum())
-    yield _compare_exactly(counted_once, "zeros", number, report["num_zeros"], num_zeros)
+    yield _compare_exactly(COUNTED_ONCE, "zeros", number, report["num_zeros"], num_zeros)
     if noise.float64_run is None and not noise.exact:
-        perturbed_run = noise.perturbed_run.tensors[tensor_kind] if noise.perturbed_run else None
-        our_zeros = count_zeros(candidate, reference, perturbed_run)
-        their_zeros = count_zeros(reference, reference, perturbed_run)
+        perturbed = noise.perturbed_run.tensors[tensor_kind] if noise.perturbed_run else None
+        our_zeros = count_zeros(candidate, reference, perturbed)
+        their_zeros = count_zeros(reference, reference, perturbed)
         yield _compare_exactly("zero count", "", number, our_zeros, their_zeros)
 
 
@@ -408,6 +410,9 @@ def worst(differences: Sequence[Difference]) -> Difference:
         for difference in candidates
         if difference.bound and math.isfinite(difference.error)
     ]
-    return max(
-        measured or candidates, key=lambda difference: difference.error / (difference.bound or 1.0)
-    )
+
+    def share_of_bound(difference: Difference) -> float:
+        # values that must be equal have a bound of 0
+        return difference.error / (difference.bound or 1.0)
+
+    return max(measured or candidates, key=share_of_bound)

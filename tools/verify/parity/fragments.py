@@ -56,11 +56,14 @@ def take_fragments(
         values = values_of(buffer)
         for owned in buffer.owned_pieces():
             part = owned.piece.part
-            offset = tuple(part.start if dim == part.dim else 0 for dim in range(len(part.shape)))
+            # a slice is cut along one dim
+            offset = [0] * len(part.shape)
+            if part.dim is not None:
+                offset[part.dim] = part.start
             yield Fragment(
                 name=part.name,
                 shape=part.shape,
-                offset=offset,
+                offset=tuple(offset),
                 local=part.local,
                 first=owned.in_part.start,
                 cut=part.shards > 1,

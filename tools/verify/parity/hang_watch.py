@@ -211,8 +211,10 @@ class Watch:
                 seconds = 0.0
                 last_positions = positions
                 last_used = used
+            # ranks that only sleep are no finding
             elif seconds > self.patience and any(report["waits"] for report in reports.values()):
                 self.stuck = positions
+                # a handler of another signal would not run inside of a collective
                 for report in reports.values():
                     with suppress(ProcessLookupError):
                         os.kill(report["pid"], signal.SIGKILL)
@@ -245,16 +247,17 @@ def describe_position(rank: int, position: Mapping[str, Any]) -> str:
         context.append(f"instruction {position['instruction']}")
     if "module" in position:
         context.append(position["module"])
-    return f"rank {rank} {state}{lines}" + (f" ({', '.join(context)})" if context else "")
+    in_context = f" ({', '.join(context)})" if context else ""
+    return f"rank {rank} {state}{lines}{in_context}"
 
 
 def odd_ranks(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
     """Return the ranks that wait for something else than most ranks do, or do not wait; empty if
     none stands out."""
-    kinds = {
+    waits_of = {
         rank: (position.get("collective"), position.get("instruction"), position["waits"])
         for rank, position in stuck.items()
     }
     # of two ranks that differ the first counts as the common one
-    ((common, _),) = Counter(kinds.values()).most_common(1)
-    return [rank for rank, kind in kinds.items() if kind != common]
+    ((common, _),) = Counter(waits_of.values()).most_common(1)
+    return [rank for rank, wait in waits_of.items() if wait != common]

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import parse_toml
-from tools.config.layouts import AXES
-from tools.config.layouts import fit_layout as layout_for
+from tools.config.layouts import AXES, fit_layout
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
@@ -87,7 +86,7 @@ def _value_problems(layout_text: str, table: Mapping[str, Any]) -> Iterator[str]
         Parallel.model_validate(table)
     except ValidationError as error:
         for problem in error.errors(include_url=False):
-            if problem["type"] != "extra_forbidden":  # `asked` names unknown keys
+            if problem["type"] != "extra_forbidden":  # `requested_layouts` names unknown keys
                 message = problem["msg"].replace("Input should", "must")
                 yield f'--layouts "{layout_text}": {problem["loc"][0]}: {message}'
 
@@ -97,21 +96,22 @@ def every(max_ranks: int) -> list[dict[str, Any]]:
 
     Sequences are cut over two ranks, alone and together with two ranks of each other axis.
     """
-    powers = [1 << exponent for exponent in range(max_ranks.bit_length())]
-    sizes: list[tuple[int, ...]] = []
-    for tensor_size, pipeline_size, data_size, context_size in product(powers, repeat=4):
-        ranks = tensor_size * pipeline_size * data_size * context_size
+    powers = [2**exponent for exponent in range(max_ranks.bit_length())]
+    all_sizes: list[tuple[int, ...]] = []
+    for sizes in product(powers, repeat=4):
+        *_, context = sizes
+        ranks = prod(sizes)
         # cutting sequences multiplies the layouts: with one other axis it shows its faults
-        is_wanted = context_size == 1 or (context_size == 2 and ranks <= 4)
+        is_wanted = context == 1 or (context == 2 and ranks <= 4)
         if 1 < ranks <= max_ranks and is_wanted:
-            sizes.append((tensor_size, pipeline_size, data_size, context_size))
+            all_sizes.append(sizes)
     # so that the cheapest layouts, which show most faults, are named first
-    sizes.sort(key=lambda size: (prod(size), size[3], size))
+    all_sizes.sort(key=lambda sizes: (prod(sizes), sizes[3], sizes))
     layouts: list[dict[str, Any]] = []
-    for tensor_size, pipeline_size, data_size, context_size in sizes:
-        layout = {"tensor": tensor_size, "pipeline": pipeline_size, "data": data_size}
-        if context_size > 1:
-            layout["context"] = context_size
+    for tensor, pipeline, data, context in all_sizes:
+        layout = {"tensor": tensor, "pipeline": pipeline, "data": data}
+        if context > 1:
+            layout["context"] = context
         layouts.append(layout)
     return layouts
 
@@ -122,16 +122,18 @@ def largest(layouts: Sequence[Mapping[str, Any]], axis_key: str) -> int:
 
 
 def fitted(config: RunConfig, parallel_keys: Mapping[str, Any]) -> Layout:
-    """Return the layout with these keys of [parallel]; see `tools.config.layouts.fitted`.
+    """Return the layout with these keys of [parallel]; see `tools.config.layouts.fit_layout`.
 
     A layout that the run cannot have keeps all keys, so that the reasons are those of the full
     table.
     """
-    fitting = layout_for(config, parallel_keys)
+    name = _layout_name(parallel_keys)
+    fitting = fit_layout(config, parallel_keys)
     if fitting:
-        return Layout(_layout_name(parallel_keys), fitting.parallel, fitting.left_out)
+        return Layout(name, fitting.parallel, fitting.left_out)
+    # axes that are not named are 1, other keys are the run's
     table = {**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **parallel_keys}
-    return Layout(_layout_name(parallel_keys), Parallel.model_validate(table))
+    return Layout(name, Parallel.model_validate(table))
 
 
 def _layout_name(parallel_keys: Mapping[str, Any]) -> str:

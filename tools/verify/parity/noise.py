@@ -42,7 +42,8 @@ LOW_PRECISION_NORM_TOLERANCE = 1e-4
 WIDEST_LOW_PRECISION_BOUND = 0.41
 # A tensor's norm counts as at least this fraction of the average norm of its size.
 MIN_NORM_FRACTION = 1e-3
-# The error of tensors that differ, even if the squares of the differences underflow to 0.
+# The error of tensors that differ, even if the squares of the differences underflow to 0; and what
+# an error is divided by where the reference is 0.
 SMALLEST_ERROR = 1e-300
 # In names of tensors of one expert: rounding decides which tokens it gets.
 EXPERTS = ".experts."
@@ -181,7 +182,7 @@ def relative_error(candidate: float, reference: float) -> float:
     """Return the error of `candidate` relative to `reference`. NaN equals NaN."""
     if candidate == reference or (math.isnan(candidate) and math.isnan(reference)):
         return 0.0
-    return abs(candidate - reference) / max(abs(reference), 1e-300)
+    return abs(candidate - reference) / max(abs(reference), SMALLEST_ERROR)
 
 
 def tensor_error(candidate: Tensor, reference: Tensor, scale: float) -> float:

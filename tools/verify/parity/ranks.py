@@ -169,9 +169,7 @@ def _launch(runs: Sequence[Run], run_folder: Path, patience: float) -> Failure:
 
 def _hang(stuck: Mapping[int, Mapping[str, Any]], patience: float) -> Failure:
     """Return the failure of ranks that all waited. stuck: the last position of each."""
-    positions = tuple(
-        describe_position(rank_number, stuck[rank_number]) for rank_number in sorted(stuck)
-    )
+    positions = tuple(describe_position(rank, stuck[rank]) for rank in sorted(stuck))
     odd_ranks_text = ", ".join(map(str, odd_ranks(stuck)))
     if odd_ranks_text:
         hint = f"; rank {odd_ranks_text} waits for something else than the others, or for nothing"
@@ -219,10 +217,9 @@ def carry_out(run_folder: Path, trail: Trail | None = None) -> None:
 
 def done(recorded_run: Run) -> bool:
     """Return True if every rank has written its files."""
-    return all(
-        (recorded_run.folder / f"{rank_number}.json").is_file()
-        for rank_number in range(recorded_run.config.world_size)
-    )
+    ranks = range(recorded_run.config.world_size)
+    # the last that a rank writes
+    return all((recorded_run.folder / f"{rank}.json").is_file() for rank in ranks)
 
 
 def with_vocabulary(run_config: RunConfig, corpus: Corpus) -> RunConfig:
@@ -233,9 +230,9 @@ def with_vocabulary(run_config: RunConfig, corpus: Corpus) -> RunConfig:
         "begin": "none" if corpus.begin_token is None else corpus.begin_token,
     }
     if run_config.data.blend:
+        blended = zip(run_config.data.blend, prefixes, strict=True)
         update["blend"] = tuple(
-            part.model_copy(update={"source": prefix})
-            for part, prefix in zip(run_config.data.blend, prefixes, strict=True)
+            dataset.model_copy(update={"source": prefix}) for dataset, prefix in blended
         )
     else:
         update["source"] = prefixes[0]

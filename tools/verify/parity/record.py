@@ -95,14 +95,13 @@ class GradientRecorder(StepObserver):
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, skip: Tensor) -> None:
         """Note what the update is going to be made of."""
         if not skip:
-            # the optimizer's gradients are those of the scaled loss
-            unscaled = take_fragments(
-                buffers,
-                lambda flat_buffer: (
-                    flat_buffer.local_part(flat_buffer.grads).double() / scale.double()
-                ),
-            )
-            self.gradients[self.num_steps] = list(unscaled)
+
+            def unscaled(flat_buffer: Buffer) -> Tensor:
+                # the optimizer's gradients are those of the scaled loss
+                scaled = flat_buffer.local_part(flat_buffer.grads)
+                return scaled.double() / scale.double()
+
+            self.gradients[self.num_steps] = list(take_fragments(buffers, unscaled))
         self.num_steps += 1
 
 
@@ -139,10 +138,11 @@ class RecordedSamples(Samples):
         numbers = sample_batch.ids[:, None] * 5 + torch.arange(sample_batch.tokens.shape[1])
         hashes = numbers * 2654435761 % 4294967296
         # one target in 3 to 7 is left out, more in some samples than in others
-        mask = (hashes % (3 + sample_batch.ids[:, None] % 5) > 0).float()
-        return replace(
-            sample_batch, mask=mask if sample_batch.mask is None else mask * sample_batch.mask
-        )
+        one_in = 3 + sample_batch.ids[:, None] % 5
+        mask = (hashes % one_in > 0).float()
+        if sample_batch.mask is not None:
+            mask = mask * sample_batch.mask
+        return replace(sample_batch, mask=mask)
 
 
 class RecordedTrainer(Trainer):
@@ -201,33 +201,34 @@ def record(
     )
     steps: list[dict[str, Any]] = []
     for step_number in range(record_plan.steps):
-        rank_report, _ = trainer.step()
-        fields: dict[str, Any] = dict(report_fields(rank_report))
-        fields["offenders"] = sorted({offender.name for offender in rank_report.offenders})
+        step_report, _ = trainer.step()
+        fields: dict[str, Any] = dict(report_fields(step_report))
+        fields["offenders"] = sorted({offender.name for offender in step_report.offenders})
         fields["scaler"] = optimizer.numbers()["scaler"]
         steps.append(fields)
-        is_end = step_number in (0, record_plan.steps - 1)
-        if is_end or record_plan.states or (record_plan.small and rank_report.changed):
+        is_first_or_last = step_number in (0, record_plan.steps - 1)
+        is_small_update = record_plan.small and step_report.changed
+        if is_first_or_last or record_plan.states or is_small_update:
             for state_kind in _saved_kinds(optimizer):
-                recorded[f"after/{step_number}/{state_kind}"] = _saved_fragments(
-                    optimizer, state_kind
-                )
+                fragments = _saved_fragments(optimizer, state_kind)
+                recorded[f"after/{step_number}/{state_kind}"] = fragments
     for step_number, gradients in trainer.recorder.gradients.items():
         recorded[f"gradient/{step_number}"] = gradients
 
-    border_values = list(borders.border_values())
+    border_entries: list[list[Any]] = []
+    values_of_borders: list[BorderValues] = []
+    for border_key, values in borders.border_values():
+        border_entries.append([*border_key, values.samples, values.positions])
+        values_of_borders.append(values)
     rank_report = {
         "place": [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank],
         "steps": steps,
         "samples": trainer.samples.ids,
         "names": list(_logical_names(stages)),
-        "borders": [
-            [*border_key, rank_values.samples, rank_values.positions]
-            for border_key, rank_values in border_values
-        ],
+        "borders": border_entries,
         "passed": borders.passed,
     }
-    flat_borders = _flatten_borders([rank_values for _, rank_values in border_values])
+    flat_borders = _flatten_borders(values_of_borders)
     _write_files(folder, optimizer.world.rank, rank_report, recorded, flat_borders)
 
 
@@ -328,7 +329,7 @@ class Record:
     @property
     def applied(self) -> list[int]:
         """Numbers of the steps, from 0, that changed the weights."""
-        return [i for i, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
+        return [number for number, step in enumerate(self.steps) if step["outcome"] not in SKIPPED]
 
 
 def gather(folder: Path) -> Record:

@@ -163,7 +163,7 @@ def epsilon(run_config: RunConfig) -> float:
     return max(EPSILON[name] for name in names)
 
 
-def kept(run_config: RunConfig) -> dict[str, float]:
+def state_epsilons(run_config: RunConfig) -> dict[str, float]:
     """Return one unit in the last place of the optimizer's weights, and of its moments."""
     plan = run_config.plan
     return {
@@ -180,7 +180,7 @@ def tokens_per_expert(run_config: RunConfig) -> float:
     return inf
 
 
-def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
+def with_clipping(run_config: RunConfig, probe: Record) -> RunConfig:
     """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of
     it."""
     norm = probe.steps[0]["grad_norm"]
@@ -192,7 +192,7 @@ def clipped(run_config: RunConfig, probe: Record) -> RunConfig:
     return run_config.model_copy(update={"optimizer": optimizer})
 
 
-def planned(run_config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
+def make_plan(run_config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
     """Return the plan: `steps` applied steps, and after the first of them one with an infinity in
     the largest tensor.
 
@@ -216,11 +216,10 @@ def shrunk(run_config: RunConfig, layout_limits: LayoutLimits) -> RunConfig:
     }
     # a scale that grows within the few steps, so that growth is compared too
     if run_config.precision.scaling == "dynamic":
-        initial = max(
-            run_config.precision.min_scale, min(run_config.precision.initial_scale, MAX_SCALE)
-        )
-        interval = min(run_config.precision.growth_interval, 2)
-        tables["precision"] = run_config.precision.model_copy(
+        precision = run_config.precision
+        initial = max(precision.min_scale, min(precision.initial_scale, MAX_SCALE))
+        interval = min(precision.growth_interval, 2)
+        tables["precision"] = precision.model_copy(
             update={"initial_scale": initial, "growth_interval": interval}
         )
     return run_config.model_copy(update=tables)
@@ -268,16 +267,16 @@ def _model(run_config: RunConfig, layout_limits: LayoutLimits) -> ModelConfig:
     kv_heads = alike_size(
         model_config.kv_heads, min(2, model_config.kv_heads), layout_limits.tensor
     )
+    # ends with the model's own number at the latest
     while not _divide_alike(group * kv_heads, model_config.heads, layout_limits.tensor):
         kv_heads = alike_size(model_config.kv_heads, kv_heads + 1, layout_limits.tensor)
     num_heads = group * kv_heads
     latent = _latent(model_config.latent)
     head_dim = latent.head_dim or _head_dim(model_config)
     # the same ratio of the heads' features to those of the model
-    hidden_size = max(
-        8,
-        num_heads * head_dim * model_config.hidden // (model_config.heads * model_config.head_dim),
-    )
+    small_features = num_heads * head_dim
+    features = model_config.heads * model_config.head_dim
+    hidden_size = max(8, small_features * model_config.hidden // features)
     sequence_length = _length(run_config, layout_limits)
     vocab_size = alike_size(
         model_config.vocab or run_config.data.vocab_size, VOCAB, layout_limits.tensor
@@ -335,11 +334,11 @@ def _feed_forwards(
     ]
     if len(dense_layers) == num_layers:
         dense_layers.pop()  # one layer with experts is left
-    enough = model_config.router.at_least(
-        max(4, 2 * model_config.experts_per_token), model_config.experts_per_token
-    )
+    chosen = model_config.experts_per_token
+    # twice as many as a token chooses, or there would be little to choose from
+    least_experts = model_config.router.at_least(max(4, 2 * chosen), chosen)
     experts = model_config.experts
-    for number in range(enough, model_config.experts, model_config.router.groups):
+    for number in range(least_experts, model_config.experts, model_config.router.groups):
         if _divide_alike(number, model_config.experts, expert):
             experts = number
             break

@@ -67,7 +67,12 @@ def by_step(
 ) -> dict[int, Mapping[str, Any]]:
     """Return the digests of steps, by step; those of loaded states instead if `loaded`. The newest
     of a step counts."""
-    return {record["step"]: record for record in records if (LOADED in record) == loaded}
+    digests: dict[int, Mapping[str, Any]] = {}
+    for record in records:
+        is_of_loaded_state = LOADED in record
+        if is_of_loaded_state == loaded:
+            digests[record["step"]] = record
+    return digests
 
 
 def first_parting(
@@ -91,41 +96,40 @@ def first_parting(
 
 
 def _quantities(
-    first_digests: Mapping[str, Any], second_digests: Mapping[str, Any], state_only: bool
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], state_only: bool
 ) -> Iterator[_Quantity]:
-    """Yield everything that is compared."""
-    yield from _table_quantities("progress", first_digests["progress"], second_digests["progress"])
+    """Yield everything that is compared of the digests of one step."""
+    yield from _table_quantities("progress", ours["progress"], theirs["progress"])
     if not state_only:
         for key in STEP_FIELDS:
             # repr gives every bit of a number, and NaN equals NaN
-            yield _Quantity(key, repr(first_digests.get(key)), repr(second_digests.get(key)))
-    # moments come before weights: an update reads them first
+            yield _Quantity(key, repr(ours.get(key)), repr(theirs.get(key)))
+    # moments come before weights: an update computes them first
     kinds = sorted(
-        {*first_digests["tensors"], *second_digests["tensors"]},
-        key=lambda quantity_kind: (quantity_kind == "weight", quantity_kind),
+        {*ours["tensors"], *theirs["tensors"]},
+        key=lambda tensor_kind: (tensor_kind == "weight", tensor_kind),
     )
-    for quantity_kind in kinds:
-        our_table = first_digests["tensors"].get(quantity_kind, {})
-        their_table = second_digests["tensors"].get(quantity_kind, {})
-        yield from _table_quantities(quantity_kind, our_table, their_table)
+    for tensor_kind in kinds:
+        our_table = ours["tensors"].get(tensor_kind, {})
+        their_table = theirs["tensors"].get(tensor_kind, {})
+        yield from _table_quantities(tensor_kind, our_table, their_table)
     # the loss scaler is the last that a step changes
-    yield from _table_quantities("optimizer", first_digests["numbers"], second_digests["numbers"])
+    yield from _table_quantities("optimizer", ours["numbers"], theirs["numbers"])
     # if a table differs, so does the digest of all of them: that is no further quantity
-    if all(first_digests[table] == second_digests[table] for table in TABLES):
-        yield _Quantity("state", first_digests["state"], second_digests["state"])
+    if all(ours[table] == theirs[table] for table in TABLES):
+        yield _Quantity("state", ours["state"], theirs["state"])
 
 
 def _table_quantities(
-    quantity_kind: str, first_digests: Mapping[str, Any], second_digests: Mapping[str, Any]
+    kind: str, our_table: Mapping[str, Any], their_table: Mapping[str, Any]
 ) -> Iterator[_Quantity]:
-    for tensor_name in sorted({*first_digests, *second_digests}):
-        yield _Quantity(
-            f"{quantity_kind} {tensor_name}",
-            _value_text(first_digests, tensor_name),
-            _value_text(second_digests, tensor_name),
-        )
+    """Yield the entries of a table in both digests: numbers, or the digests of tensors."""
+    for name in sorted({*our_table, *their_table}):
+        ours = _value_text(our_table, name)
+        theirs = _value_text(their_table, name)
+        yield _Quantity(f"{kind} {name}", ours, theirs)
 
 
-def _value_text(table: Mapping[str, Any], tensor_name: str) -> str:
-    table_value = table.get(tensor_name, "absent")
-    return table_value if isinstance(table_value, str) else repr(table_value)
+def _value_text(table: Mapping[str, Any], name: str) -> str:
+    value = table.get(name, "absent")
+    return value if isinstance(value, str) else repr(value)

@@ -96,11 +96,9 @@ def proof(proof_runs: ProofRuns, step_span: Span, layout: Layout | None) -> Iter
     yield _try_row(
         OTHER_LAYOUT, all_steps, lambda: _train_elsewhere(proof_runs, step_span, layout), layout
     )
-    yield _try_row(
-        CONTROL,
-        range(step_span.stop, step_span.stop + 2),
-        lambda: _try_damage(proof_runs, step_span),
-    )
+    # the damage is seen when the state is loaded, and a step later
+    stop_and_next = range(step_span.stop, step_span.stop + 2)
+    yield _try_row(CONTROL, stop_and_next, lambda: _try_damage(proof_runs, step_span))
 
 
 def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
@@ -239,7 +237,8 @@ def _compare_steps(proof_runs: ProofRuns, run_name: str, steps: Collection[int])
     missing = [step for step in steps if step not in own_digests or step not in straight_digests]
     if missing:
         return _not_tried(f"there is no digest of step {missing[0]}: the run ended before it")
-    return _verdict(first_parting({step: own_digests[step] for step in steps}, straight_digests))
+    compared = {step: own_digests[step] for step in steps}
+    return _verdict(first_parting(compared, straight_digests))
 
 
 def _compare_loaded(proof_runs: ProofRuns, run_name: str, stop: int) -> Row:
@@ -248,7 +247,8 @@ def _compare_loaded(proof_runs: ProofRuns, run_name: str, stop: int) -> Row:
     straight_digests = by_step(proof_runs.digests(STRAIGHT))
     if stop not in own_digests or stop not in straight_digests:
         return _not_tried(f"there is no digest of the state loaded after step {stop}")
-    return _verdict(first_parting({stop: own_digests[stop]}, straight_digests, state_only=True))
+    compared = {stop: own_digests[stop]}
+    return _verdict(first_parting(compared, straight_digests, state_only=True))
 
 
 def _any_applied(proof_runs: ProofRuns, steps: range) -> bool:
@@ -264,11 +264,11 @@ def turn_one_sign(checkpoint: Path) -> str:
     """
     checkpoint_store = Store(checkpoint)
     tensors = checkpoint_store.index["tensors"]
-    # moments first; codes of FP8 are bytes of another format
+    # codes of FP8 are bytes of another format
     stored_names = [stored_name for stored_name in tensors if not stored_name.startswith("fp8/")]
-    for stored_name in sorted(
-        stored_names, key=lambda stored_name: (stored_name.startswith("weight/"), stored_name)
-    ):
+    # a moment, if there is any: a rule without moments leaves the weights
+    stored_names.sort(key=lambda stored_name: (stored_name.startswith("weight/"), stored_name))
+    for stored_name in stored_names:
         file_name = tensors[stored_name]["chunks"][0]["file"]
         key_in_file = stored_name.removeprefix("weight/")
         with safe_open(checkpoint_store.file(file_name), "pt") as opened_file:
@@ -284,25 +284,22 @@ def turn_one_sign(checkpoint: Path) -> str:
 def _turn_sign(file: Path, key_in_file: str, element_index: int, stored_values: Tensor) -> None:
     """Turn the sign of element `element_index` of a stored tensor, whose `stored_values` are given,
     in the file."""
-    turned = (-stored_values[element_index : element_index + 1]).view(torch.uint8).numpy().tobytes()
+    turned = -stored_values[element_index : element_index + 1]
+    turned_bytes = turned.view(torch.uint8).numpy().tobytes()
     with file.open("r+b") as opened_file:
         # a safetensors file: the length of the header in 8 bytes, the header, the tensors
         header_length = int.from_bytes(opened_file.read(8), "little")
         header = json.loads(opened_file.read(header_length))
         tensor_start = 8 + header_length + header[key_in_file]["data_offsets"][0]
         opened_file.seek(tensor_start + element_index * stored_values.itemsize)
-        opened_file.write(turned)
+        opened_file.write(turned_bytes)
 
 
 def _update_digest(checkpoint_store: Store, file_name: str) -> None:
-    """Write the digest of a changed file into checkpoint.json."""
-    changed_index = {
-        index_key: value
-        for index_key, value in checkpoint_store.index.items()
-        if index_key != INDEX_DIGEST
-    }
-    changed_index[FILE_DIGESTS] = {
-        **checkpoint_store.digests,
-        file_name: file_digest(checkpoint_store.file(file_name)),
-    }
+    """Write the digest of a changed file into checkpoint.json, or the damage would be refused
+    instead of loaded."""
+    changed_index = dict(checkpoint_store.index)
+    changed_index.pop(INDEX_DIGEST, None)  # `seal_index` writes a new one
+    digest = file_digest(checkpoint_store.file(file_name))
+    changed_index[FILE_DIGESTS] = {**checkpoint_store.digests, file_name: digest}
     (checkpoint_store.path / INDEX).write_bytes(seal_index(changed_index))

@@ -58,9 +58,8 @@ class ProofRuns:
 
     def _start_copy(self, run_name: str, start: Path) -> Path:
         """Return the copy of the checkpoint that a run starts from."""
-        return checkpoint_path(
-            self.folder / run_name / "checkpoints", read_progress(Store(start)).step
-        )
+        step = read_progress(Store(start)).step
+        return checkpoint_path(self.folder / run_name / "checkpoints", step)
 
     def _message(self, run_name: str) -> str:
         """Return the last line of a run, which names the user's checkpoint in place of its copy."""
@@ -81,9 +80,8 @@ class ProofRuns:
 
         parallel: another layout.
         """
-        run_config = _ready(
-            self.config, self.folder / run_name, self.folder / "data", last, parallel
-        )
+        run_folder = self.folder / run_name
+        run_config = _ready(self.config, run_folder, self.folder / "data", last, parallel)
         file = self.folder / f"{run_name}.toml"
         file.write_text(run_config.as_toml(SAVED), encoding="utf-8")
         _tell(f"{run_name}: to step {last}, {counted(run_config.world_size, 'rank')}")

@@ -52,7 +52,7 @@ class FP8Gemm:
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
     moment: int = 0
 
-    def now(self) -> "FP8Gemm":
+    def for_pass(self) -> "FP8Gemm":
         """Bind the products to the current autocast and scales, so that a later backward pass uses
         them too."""
         if not self.state.by_microbatch:

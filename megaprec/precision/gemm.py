@@ -49,7 +49,7 @@ class Gemm:
     tf32: bool = False
     grad_scale: float = 1.0
 
-    def now(self) -> "Gemm":
+    def for_pass(self) -> "Gemm":
         """Return this provider."""
         return self
 

@@ -14,7 +14,7 @@ class GemmProvider(Protocol):
     """Computes the three products of a linear layer y = x @ W.T: of its output, its input gradient
     and its weight gradient."""
 
-    def now(self) -> "GemmProvider":
+    def for_pass(self) -> "GemmProvider":
         """Return the provider for the forward pass that is beginning, and for its backward pass."""
         ...
 

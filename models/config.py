@@ -326,6 +326,7 @@ class ModelConfig(ModelFields):
     def with_zero_weights(self) -> "ModelConfig":
         """Return this model with initial weights of zero, which take no time to draw, if their
         values do not matter."""
+        # a copy is not validated: 0 is no value that a run file may give
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property

@@ -39,7 +39,13 @@ class InitialStd(BaseModel):
         ),
     )
 
-    def std(self, matrix: Matrix, usual: float, layers: int, layer: int) -> float:
+    def std(
+        self,
+        matrix: Matrix,
+        usual: float,
+        layers: int,
+        layer: int,
+    ) -> float:
         """Return the standard deviation of the initial weights of a matrix.
 
         usual: that of matrices without a value of their own.

@@ -112,20 +112,34 @@ def _latents(model: ModelConfig) -> NamedShapes:
     yield "attention.value_up.weight", (value_rows, sizes.kv_rank)
 
 
-def _feed_forward(tensor_name: str, model: ModelConfig, ffn: int, bias: bool) -> NamedShapes:
+def _feed_forward(
+    tensor_name: str,
+    model: ModelConfig,
+    ffn: int,
+    bias: bool,
+) -> NamedShapes:
     if model.gated:
         yield from _linear(f"{tensor_name}.gate", ffn, model.hidden, bias)
     yield from _linear(f"{tensor_name}.up", ffn, model.hidden, bias)
     yield from _linear(f"{tensor_name}.down", model.hidden, ffn, bias)
 
 
-def _linear(tensor_name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
+def _linear(
+    tensor_name: str,
+    rows: int,
+    columns: int,
+    bias: bool,
+) -> NamedShapes:
     yield f"{tensor_name}.weight", (rows, columns)
     if bias:
         yield f"{tensor_name}.bias", (rows,)
 
 
-def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes:
+def _branch_norms(
+    branch: str,
+    model: ModelConfig,
+    features: int,
+) -> NamedShapes:
     """Yield the norms before a branch of a layer, after it, or both."""
     if model.norm_at != "after":
         yield from _norm(f"{branch}_norm", model, features)
@@ -133,7 +147,11 @@ def _branch_norms(branch: str, model: ModelConfig, features: int) -> NamedShapes
         yield from _norm(f"{branch}_post_norm", model, features)
 
 
-def _norm(tensor_name: str, model: ModelConfig, features: int) -> NamedShapes:
+def _norm(
+    tensor_name: str,
+    model: ModelConfig,
+    features: int,
+) -> NamedShapes:
     yield f"{tensor_name}.weight", (features,)
     if model.norm == "layer":
         yield f"{tensor_name}.bias", (features,)

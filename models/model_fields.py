@@ -191,7 +191,11 @@ class ModelFields(BaseModel):
     )
     norm_at: Literal["before", "after", "around"] = Field(
         default_factory=by_family(
-            "before", olmo2="after", olmo3="after", gemma2="around", gemma3="around"
+            "before",
+            olmo2="after",
+            olmo3="after",
+            gemma2="around",
+            gemma3="around",
         ),
         description=(
             "Norms of each branch, attention and feed-forward: before it, after it (on its output, "

@@ -15,7 +15,11 @@ Sizes = Mapping[str, Any]
 """Fields of a `ModelConfig` by name."""
 
 
-def _gpt2(layers: int, hidden: int, heads: int) -> Sizes:
+def _gpt2(
+    layers: int,
+    hidden: int,
+    heads: int,
+) -> Sizes:
     return {
         "family": "gpt2",
         "layers": layers,
@@ -26,7 +30,12 @@ def _gpt2(layers: int, hidden: int, heads: int) -> Sizes:
     }
 
 
-def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Sizes:
+def _pythia(
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int = 50304,
+) -> Sizes:
     return {
         "family": "gpt_neox",
         "layers": layers,
@@ -37,7 +46,13 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int = 50304) -> Sizes:
     }
 
 
-def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Sizes:
+def _llama2(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+) -> Sizes:
     return {
         "family": "llama",
         "layers": layers,
@@ -50,7 +65,13 @@ def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Si
     }
 
 
-def _llama3(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
+def _llama3(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    **changes: Any,
+) -> Sizes:
     return {
         "family": "llama",
         "layers": layers,
@@ -92,7 +113,13 @@ def _mistral(family: str, **changes: Any) -> Sizes:
 
 
 def _qwen(
-    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **changes: Any
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    **changes: Any,
 ) -> Sizes:
     return {
         "family": family,
@@ -149,7 +176,13 @@ def _glm45(
     }
 
 
-def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
+def _olmo2(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    **changes: Any,
+) -> Sizes:
     return {
         "family": "olmo2",
         "layers": layers,
@@ -164,7 +197,13 @@ def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Si
     }
 
 
-def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **changes: Any) -> Sizes:
+def _olmo3(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    **changes: Any,
+) -> Sizes:
     """Return a model of OLMo 3 as it is after its training on long texts: three of four layers have
     the window."""
     long_texts = {
@@ -189,7 +228,12 @@ def _all_but_each(period: int, layers: int) -> tuple[int, ...]:
 
 
 def _gemma3(
-    layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **changes: Any
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int = 4,
+    kv_heads: int = 1,
+    **changes: Any,
 ) -> Sizes:
     """Return a text model of Gemma 3, five of six of whose layers have the window."""
     return {
@@ -211,7 +255,13 @@ def _gemma3(
     }
 
 
-def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **changes: Any) -> Sizes:
+def _gemma3_large(
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    **changes: Any,
+) -> Sizes:
     """Return the text model of a Gemma 3 with images, whose layers without the window reach eight
     times as far."""
     long_texts = {
@@ -224,7 +274,13 @@ def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **changes: Any
 
 
 def _deepseek(
-    family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **changes: Any
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    dense_ffn: int,
+    **changes: Any,
 ) -> Sizes:
     """Return a DeepSeek with experts, two of them shared, and one layer without, trained on 4,096
     tokens at first."""
@@ -262,7 +318,13 @@ LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
 
 
 def _gemma2(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: float
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    head_dim: int,
+    scalar: float,
 ) -> Sizes:
     """Return a model of Gemma 2, every other layer of which has the window."""
     return {

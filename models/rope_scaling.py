@@ -131,4 +131,5 @@ def score_factor(scaling: RopeScaling) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     """Return YaRN's factor of attention for sequences `factor` times as long."""
+    # 0.1 ln(factor) + 1 is the paper's fit (Peng et al., 2023), `mscale` DeepSeek's factor of it.
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -49,23 +49,25 @@ class Recompute:
         product is then the last operation that the layer recomputes, and the product after the
         activation function is not computed again.
         """
-        return Recompute(("activation",)) if whole else Recompute(self.modules)
+        if whole:
+            return Recompute(("activation",))
+        return Recompute(self.modules)
 
-    def run(
+    def run_forward(
         self,
         module: RecomputedModule,
         function: Callable[[Tensor], Tensor],
         x: Tensor,
-        into: Callable[[Tensor], Tensor] = lambda result: result,
+        then: Callable[[Tensor], Tensor] = lambda result: result,
     ) -> Tensor:
-        """Return into(function(x)); the backward pass recomputes `function` if `module` is one of
-        `modules`.
+        """Return then(function(x)), as a forward pass does; the backward pass recomputes `function`
+        if `module` is one of `modules`.
 
-        into: the operation after `function`; the result between both is then not kept.
+        then: the operation after `function`; the result between both is then not kept.
         """
         if module in self.modules:
-            return recomputed(function, x, into)
-        return into(function(x))
+            return recomputed(function, x, then)
+        return then(function(x))
 
 
 KEEP = Recompute()

@@ -3,13 +3,15 @@
 Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is
 replicated on every rank counts once. Its backward pass is the transpose of that map:
 
-    forward                         backward           use
-    copy        (nothing)           all-reduce         replicated input of a column-parallel layer
-    reduce      all-reduce          (nothing)          output of a row-parallel layer
-    gather      all-gather, dim 0   reduce-scatter     sequence shards to a column-parallel layer
-    scatter     reduce-scatter      all-gather, dim 0  a row-parallel layer to sequence shards
-    split       own shard, dim d    all-gather         replicated to sharded
-    join        all-gather, dim d   own shard          sharded to replicated
+                    forward             backward           use
+    copy            (nothing)           all-reduce         replicated input of a column-parallel
+                                                           layer
+    reduce          all-reduce          (nothing)          output of a row-parallel layer
+    gather          all-gather, dim 0   reduce-scatter     sequence shards to a column-parallel
+                                                           layer
+    reduce_scatter  reduce-scatter      all-gather, dim 0  a row-parallel layer to sequence shards
+    split           own shard, dim d    all-gather         replicated to sharded
+    join            all-gather, dim d   own shard          sharded to replicated
 
 Use `gather` if each rank goes on to compute something different with the result: the gradients are
 then partial gradients, which must be summed. Use `join` if every rank computes the same with the
@@ -24,6 +26,9 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from parallel.cut_features import CutTensor, unchecked
+
+# `copy` and `split` take whole tensors. They leave a slice marked, so that an operation inside
+# refuses it by name. The others take what each rank has for itself, and so a slice too.
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
@@ -44,7 +49,7 @@ def gather(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an
     all-gather."""
-    return _Scatter.apply(unchecked(x), axis) if axis.size > 1 else x
+    return _ReduceScatter.apply(unchecked(x), axis) if axis.size > 1 else x
 
 
 def split(
@@ -134,7 +139,7 @@ class _Gather(torch.autograd.Function):
         return ctx.axis.scatter_sum(grad), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

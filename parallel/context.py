@@ -64,8 +64,8 @@ class Context:
     leaves: Leaves = field(default=PLAIN, compare=False)
 
     def __post_init__(self) -> None:
-        self._require_kinds()
-        # both were given by the caller, who may have changed one
+        self._require_types()
+        # the recipe stands in both, and the caller may have changed one
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError(
                 "the plan and fp8 have different recipes: give the context an FP8State of the same "
@@ -80,7 +80,7 @@ class Context:
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError.of("parallel.fp8_history_recompute")
 
-    def _require_kinds(self) -> None:
+    def _require_types(self) -> None:
         """Raise UserError, with all messages, for settings of another type.
 
         A text "no" would otherwise count as true.
@@ -161,7 +161,8 @@ class Context:
 
 
 def _is_recompute(value: object) -> bool:
-    """Return True if `value` is a Recompute of known modules, a share and a number of layers."""
+    """Return True if `value` is a Recompute of known modules, a fraction from 0 to 1 and a number
+    of layers."""
     return (
         isinstance(value, Recompute)
         and {*value.modules} <= {*MODULES}

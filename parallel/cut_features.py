@@ -31,7 +31,7 @@ JOIN_AND_SPLIT = (
 # the stride of the cut dimension of a probe, by which it is found again after an operation
 MOVED_STRIDE = 1 << 40
 
-# the reasons that several rules have for a refusal
+# The reasons that several rules have for a refusal. Ranks "share" features of which each has some.
 COMBINES = "combines the features that ranks share with each other"
 SUMS = "sums over the features that ranks share"
 DIFFERENT_CUTS = "takes tensors that are cut along different dimensions"
@@ -193,10 +193,12 @@ def _follow(call: Call) -> Any:
     # a bool, from which nothing is computed
     if name in COMPARISONS:
         return _run(call)
+    # before the function runs: one that writes in place has then changed nothing if it is refused
     cut_of = rule(call) if rule is not None else None
     result = _run(call)
+    # a number, a dtype, a text
     if not _has_tensors(result):
-        return result  # a number, a dtype, a text
+        return result
     if name in UNTOUCHED:
         return result
     if cut_of is None:
@@ -356,12 +358,12 @@ def _require_combinable(
             'cut the other tensor too, by a layer of style "column" or parallel.split(x, tp, dim), '
             "or make this one whole by parallel.join(y, tp, dim)",
         )
-    require_shared_gradient(call, x)
+    require_summed_gradient(call, x)
 
 
-def require_shared_gradient(call: Call, x: Tensor) -> None:
-    """Raise UserError if `x`, which all features share, has a gradient that is not summed over
-    ranks."""
+def require_summed_gradient(call: Call, x: Tensor) -> None:
+    """Raise UserError if `x`, which is the same for all features, has a gradient that is not summed
+    over ranks."""
     has_gradient = x.requires_grad and torch.is_grad_enabled()
     if not has_gradient or _is_copied(x):
         return
@@ -384,6 +386,7 @@ def _name_of(x: Tensor) -> str:
 def _is_copied(x: Tensor) -> bool:
     """Return True if `x` was computed from the result of `parallel.copy` alone."""
     node: Any = x.grad_fn
+    # up the graph, as long as each result has one input only: of several, one may not be copied
     while node is not None and node.name() != "_CopyBackward":
         inputs = [function for function, _ in node.next_functions if function is not None]
         node = inputs[0] if len(inputs) == 1 else None
@@ -406,11 +409,9 @@ def _view_rule(call: Call) -> TensorCutOf:
     dims = []
     for view in tensors(call.func(probe, *call.args[1:], **call.kwargs)):
         cut_dims = [dim for dim, stride in enumerate(view.stride()) if stride == MOVED_STRIDE]
-        if (
-            not cut_dims
-            or view.shape[cut_dims[-1]] != x.shape[cut.dim]
-            or view.storage_offset() != 0
-        ):
+        is_whole = bool(cut_dims) and view.shape[cut_dims[-1]] == x.shape[cut.dim]
+        # only the cut dimension has a stride: an offset is a part of it that begins later
+        if not is_whole or view.storage_offset() != 0:
             raise call.refuse("takes a part of the features, which is another part on one process")
         dims.append(cut_dims[-1])
     if len(set(dims)) > 1:
@@ -434,12 +435,15 @@ def _reshape_rule(call: Call) -> TensorCutOf:
         starts = [dim for dim in range(y.dim()) if counts_before[dim] == slice_count]
         if not starts:
             return _merged_cut(call, y, counts_before, slice_count, size)
-        open_in_result = {dim % y.dim() for dim in open_dims}
+        open_in_result = {dim % y.dim() for dim in open_dims}  # a negative one counts from the end
         dim = _start_of_slices(y, starts, open_in_result, size)
-        # dimensions of size 1 after the last features were split from them too
-        count_after = slice_count * size + (cut.dim == x.dim() - 1)
-        ends = (end for end in range(dim + 1, y.dim() + 1) if counts_before[end] >= count_after)
-        end = next(ends, y.dim())
+        end = y.dim()
+        # After the last dimension of x there is nothing: dimensions of size 1 at the end of y were
+        # split from the features too.
+        if cut.dim < x.dim() - 1:
+            end = dim + 1
+            while end < y.dim() and counts_before[end] < slice_count * size:
+                end += 1
         if y.shape[dim] > 1 and not open_in_result.isdisjoint(range(dim + 1, end)):
             raise call.refuse(
                 f"splits the features into {list(y.shape[dim:end])}, of which the number was not "
@@ -596,7 +600,7 @@ def _matmul_rule(call: Call) -> TensorCutOf:
         if from_last > 2:
             _require_combinable(call, uncut, from_last, first.shape[first.cut.dim])
         else:
-            require_shared_gradient(call, uncut)
+            require_summed_gradient(call, uncut)
     return lambda y: replace(first.cut, dim=y.dim() - from_last)
 
 
@@ -612,7 +616,7 @@ def _linear_rule(call: Call) -> TensorCutOf:
         raise call.refuse(SUMS)
     for operand in call.operands():
         if operand is not x:
-            require_shared_gradient(call, operand)
+            require_summed_gradient(call, operand)
     return lambda _: x.cut
 
 
@@ -640,7 +644,7 @@ def _einsum_rule(call: Call) -> TensorCutOf:
             from_last = x.dim() - term.index(letter)
             _require_combinable(call, x, from_last, first.shape[first.cut.dim])
         else:
-            require_shared_gradient(call, x)
+            require_summed_gradient(call, x)
     if letter not in result_term:
         raise call.refuse(SUMS)
     return lambda _: replace(first.cut, dim=result_term.index(letter))
@@ -756,7 +760,7 @@ def _norm_rule(call: Call) -> TensorCutOf:
         raise call.refuse(COMBINES)
     for operand in call.operands():
         if operand is not x:
-            require_shared_gradient(call, operand)
+            require_summed_gradient(call, operand)
     return lambda _: x.cut
 
 

@@ -77,7 +77,7 @@ def require_consistent(environ: Mapping[str, str]) -> None:
         raise UserError.of("parallel.port_out_of_range", port=port, highest_port=HIGHEST_PORT)
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     task = environ.get("SLURM_PROCID", environ["RANK"])
-    # under torchrun a task starts several ranks
+    # under torchrun a task starts several ranks, whose numbers are not those of tasks
     each_is_a_rank = "TORCHELASTIC_RUN_ID" not in environ and tasks == environ["WORLD_SIZE"]
     if each_is_a_rank and task != environ["RANK"]:
         raise UserError.of(
@@ -99,7 +99,8 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     address = environ.get("MASTER_ADDR")
     tasks = environ["SLURM_STEP_NUM_TASKS"]
     missing = [name for name in SLURM_VARIABLES if not environ.get(name)]
-    if address and "SLURM_STEP_NODELIST" in missing:  # which gives an address
+    # the list of nodes is read for an address alone
+    if address and "SLURM_STEP_NODELIST" in missing:
         missing.remove("SLURM_STEP_NODELIST")
     if missing:
         raise UserError.of("parallel.slurm_incomplete", tasks=tasks, missing=", ".join(missing))
@@ -168,7 +169,8 @@ def _tasks_of_node(environ: Mapping[str, str]) -> str:
     if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))*", stated):
         raise UserError.of("parallel.slurm_tasks_per_node", stated=stated)
     tasks_by_node: list[str] = []
-    for tasks, node_count in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):  # "2(x3),1": 4 nodes
+    # "2(x3),1": 4 nodes, of which three have 2 tasks
+    for tasks, node_count in re.findall(r"(\d+)(?:\(x(\d+)\))?", stated):
         tasks_by_node += [tasks] * int(node_count or 1)
     node = _read_number("SLURM_NODEID", environ, "0")
     if node < len(tasks_by_node):

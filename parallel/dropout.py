@@ -73,9 +73,12 @@ def attention_dropout(
     first_head = context.tp.rank * head_count
     heads = range(first_head, first_head + head_count)
     queries, keys = positions or (range(query_count), range(key_count))
+    device = weights.device
     coordinates = (
         microbatch.samples,
-        *(_indices(span, weights.device) for span in (heads, queries, keys)),
+        _indices(heads, device),
+        _indices(queries, device),
+        _indices(keys, device),
     )
     return _drop(weights, probability, context, name, microbatch, coordinates)
 
@@ -87,17 +90,17 @@ def _indices(span: range, device: torch.device) -> Tensor:
 def drop(
     x: Tensor,
     probability: float,
-    secret: int,
+    random_key: int,
     ranges: Sequence[range],
 ) -> Tensor:
     """Apply dropout to `x` of any shape.
 
-    secret: the key of the random numbers.
+    random_key: the key of the random numbers.
     ranges: the coordinates of the elements along each dimension in the logical tensor, of which `x`
         may be a slice.
     """
     coordinates = [_indices(span, x.device) for span in ranges]
-    return _Dropout.apply(x, probability, secret, PLAIN, *coordinates)
+    return _Dropout.apply(x, probability, random_key, PLAIN, *coordinates)
 
 
 def _drop(
@@ -108,14 +111,14 @@ def _drop(
     microbatch: MicrobatchInfo,
     coordinates: tuple[Tensor, ...],
 ) -> Tensor:
-    secret = key(context.seed, microbatch.step, name)
-    return _Dropout.apply(x, probability, secret, context.leaves, *coordinates)
+    random_key = key(context.seed, microbatch.step, name)
+    return _Dropout.apply(x, probability, random_key, context.leaves, *coordinates)
 
 
 class _Dropout(torch.autograd.Function):
     """x, or 0 where an element is dropped, divided by the probability of being kept.
 
-    secret: the key of the random numbers.
+    random_key: the key of the random numbers.
     coordinates: int64 [n] of each of x's dimensions.
     """
 
@@ -124,13 +127,13 @@ class _Dropout(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         probability: float,
-        secret: int,
+        random_key: int,
         leaves: Leaves,
         *coordinates: Tensor,
     ) -> Tensor:
-        # a tensor, as it differs between calls
-        number = torch.full((), secret, dtype=torch.int64, device=x.device)
-        y, mask = leaves(_dropout, x, probability, number, *coordinates)
+        # a tensor, as it differs between calls: a number would need a compiled form for each
+        key_tensor = torch.full((), random_key, dtype=torch.int64, device=x.device)
+        y, mask = leaves(_dropout, x, probability, key_tensor, *coordinates)
         ctx.save_for_backward(mask)
         ctx.probability = probability
         ctx.leaves = leaves
@@ -140,21 +143,23 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (mask,) = ctx.saved_tensors
         grad_x = ctx.leaves(_dropout_gradient, grad, mask, ctx.probability)
-        return grad_x, *[None] * (len(ctx.needs_input_grad) - 1)
+        other_inputs = len(ctx.needs_input_grad) - 1
+        return grad_x, *[None] * other_inputs
 
 
 def _dropout(
     x: Tensor,
     probability: float,
-    secret: Tensor,
+    random_key: Tensor,
     *coordinates: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
-    # one dimension at a time: the result does not depend on the sizes of the others
+    # One dimension at a time, each mixed into the bits of those before: unlike a running number of
+    # the element, the result does not depend on their sizes.
     for coordinate in coordinates:
-        index = bits(secret, index).unsqueeze(-1) + coordinate
-    mask = keep(secret, index, 1 - probability)
+        index = bits(random_key, index).unsqueeze(-1) + coordinate
+    mask = keep(random_key, index, 1 - probability)
     return _dropout_gradient(x, mask, probability), mask
 
 

@@ -60,8 +60,8 @@ def join(
     size = int(environment["WORLD_SIZE"])
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
-    hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connect(rank, size, address, port, hosts, seconds)
+    hosts_store = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _connect(rank, size, address, port, hosts_store, seconds)
     # says that this rank is there, and where
     store.set(_key(rank), json.dumps(asdict(Seat.of_this_process())))
     if rank == 0:
@@ -80,6 +80,7 @@ def join(
         if problem:
             time.sleep(PARTING)
     else:
+        # longer than rank 0 waits for the ranks, so that its reason arrives first
         store.wait([OUTCOME], timedelta(seconds=seconds + 10))
         problem = store.get(OUTCOME).decode()
     if problem:
@@ -92,12 +93,12 @@ def _connect(
     size: int,
     address: str,
     port: int,
-    hosts: bool,
+    hosts_store: bool,
     seconds: float,
 ) -> dist.Store:
     """Return the store.
 
-    hosts: this rank has it; otherwise rank 0 or torchrun's agent has.
+    hosts_store: this rank has it; otherwise rank 0 or torchrun's agent has.
     """
     # also the time limit of requests to the store
     limit = timedelta(seconds=seconds)
@@ -105,11 +106,17 @@ def _connect(
     try:
         with _report_waiting(f"{here} waits for the ranks' store at {address}:{port}"):
             return dist.TCPStore(
-                address, port, size, hosts, limit, wait_for_workers=False, multi_tenant=True
+                address,
+                port,
+                size,
+                hosts_store,
+                limit,
+                wait_for_workers=False,
+                multi_tenant=True,
             )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        if hosts:
+        if hosts_store:
             raise UserError.of(
                 "parallel.port_not_opened", here=here, port=port, reason=reason
             ) from error
@@ -191,12 +198,12 @@ def _wait_for_ranks(
     store: dist.Store,
     size: int,
     seconds: float,
-    alone: str = "",
+    alone_line: str = "",
     ends_alone: bool = False,
 ) -> str:
     """Wait for all ranks. Return the reason why some are missing, "" if none is.
 
-    alone: a line for the case that no other rank has joined after ALONE seconds.
+    alone_line: a line for the case that no other rank has joined after ALONE seconds.
     ends_alone: that line is then the reason; otherwise it is printed, and waiting goes on.
     """
     start = time.monotonic()
@@ -204,11 +211,11 @@ def _wait_for_ranks(
     missing = list(range(size))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         waited = time.monotonic() - start
-        if alone and waited > ALONE and len(missing) == size - 1:
+        if alone_line and waited > ALONE and len(missing) == size - 1:
             if ends_alone:
-                return alone
-            print(f"{alone} (waiting goes on)", file=sys.stderr, flush=True)
-            alone = ""
+                return alone_line
+            print(f"{alone_line} (waiting goes on)", file=sys.stderr, flush=True)
+            alone_line = ""  # printed once
         line = f"{_count_missing(missing, size)} not joined"
         if waited > seconds:
             joined = [rank for rank in range(size) if rank not in missing]
@@ -224,7 +231,9 @@ def _wait_for_ranks(
 
 def _count_missing(missing: list[int], size: int) -> str:
     """Return the beginning of a sentence about ranks: "ranks 1, 2 of 4 have"."""
-    numbers = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+    numbers = ", ".join(map(str, missing[:SHOWN]))
+    if len(missing) > SHOWN:
+        numbers += ", ..."
     if len(missing) > 1:
         return f"ranks {numbers} of {size} have"
     return f"rank {numbers} of {size} has"

@@ -106,6 +106,8 @@ class ColumnParallelLinear(nn.Module):
                     matrix.shards,
                 )
             )
+        # partial: ranks that hold the same key/value heads each have the gradient from their own
+        # query heads; of a slice that one rank holds it is whole
         self.weight = parameter(context, weight_parts, std, partial=True)
         self.products = context.products(self.weight)
         self.bias = parameter(context, bias_parts, 0.0, partial=True) if bias else None
@@ -214,6 +216,7 @@ class VocabParallelEmbedding(nn.Module):
             raise UserError.of("parallel.ids_dtype", name=self.part.name, dtype=ids.dtype)
         tp = self.context.tp
         dtype = self.context.plan.residual
+        # a lookup outside the table would end the process on a GPU
         valid_ids = ids.clamp(0, self.part.shape[0] - 1)
         outside = valid_ids != ids
         if tp.size == 1:
@@ -294,8 +297,10 @@ def parameter(
     mean: float = 0.0,
     again: bool = False,
 ) -> nn.Parameter:
-    """Return a parameter made of `parts`, in the dtype of its master weights: mean + std * normal.
+    """Return a parameter made of `parts`, in the dtype of its master weights or its own, if that is
+    wider: mean + std * normal.
 
+    partial, tied, again: as in `Layout`.
     The random numbers are keyed by logical name and coordinates, so they are the same in every
     layout. The parameter is on the CPU until an optimizer's buffer or `module.to` moves it. Padding
     is zero.
@@ -306,8 +311,9 @@ def parameter(
     slices = []
     for part in parts:
         padded = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
+        # a scalar has no rows, and no padding
         values = padded[: part.local[0]] if part.local else padded
-        # a weight that is not loaded either must not train unseen
+        # NaN: a weight that is then not loaded must not train unseen
         if context.blank:
             values.fill_(math.nan)
         elif std:

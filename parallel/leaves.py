@@ -4,7 +4,7 @@ one pass over memory.
 A norm, a rotation, a gate, dropout or a loss is a row of operators, each of which reads and writes
 memory. torch's compiler makes one loop of it, in C++ for a CPU and in Triton for a GPU. Autograd
 functions call their leaves through `Leaves`, which knows the compiled form of each call: one for
-each leaf, forms of its tensors and values of its other arguments. A call without a compiled form
+each leaf, specs of its tensors and values of its other arguments. A call without a compiled form
 runs operator by operator, so nothing is ever compiled during a step. Regions (`parallel.regions`)
 are called through it too.
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Form:
-    """A tensor's shape, strides, dtype and type of device."""
+class TensorSpec:
+    """A tensor's shape, strides, dtype and type of device: what a compiled form is made for."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,18 +30,20 @@ class Form:
     device: str
 
     def example(self) -> Tensor:
-        """Return a tensor of this form: normal numbers, True, or zeros, which are valid indices."""
+        """Return a tensor of this spec: normal numbers, True, or zeros, which are valid indices."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         # such as a mask
         if self.dtype == torch.bool:
             return empty.fill_(True)
+        if self.dtype.is_floating_point:
+            return empty.normal_()
         # zero is an index of every table
-        return empty.normal_() if self.dtype.is_floating_point else empty.zero_()
+        return empty.zero_()
 
 
 @dataclass(frozen=True)
 class Call:
-    """A leaf with the forms of its tensors and the values of its other arguments.
+    """A leaf with the specs of its tensors and the values of its other arguments.
 
     region: the function is a region: gradients flow through its compiled form.
     """
@@ -58,21 +60,23 @@ class Call:
     def on(self, device: str) -> "Call":
         """Return this call with tensors of a device."""
         arguments = [
-            replace(argument, device=device) if isinstance(argument, Form) else argument
+            replace(argument, device=device) if isinstance(argument, TensorSpec) else argument
             for argument in self.arguments
         ]
         return replace(self, arguments=tuple(arguments))
 
     def example_tensors(self) -> list[Tensor]:
-        """Return tensors of the call's forms, for a trial."""
-        return [argument.example() for argument in self.arguments if isinstance(argument, Form)]
+        """Return tensors of the call's specs, for a trial."""
+        return [
+            argument.example() for argument in self.arguments if isinstance(argument, TensorSpec)
+        ]
 
     def run(self, tensors: Iterable[Tensor]) -> Any:
         """Return the result of the leaf on these tensors and the other arguments."""
-        # in the places of their forms
+        # in the places of their specs
         remaining = iter(tensors)
         arguments = [
-            next(remaining) if isinstance(argument, Form) else argument
+            next(remaining) if isinstance(argument, TensorSpec) else argument
             for argument in self.arguments
         ]
         return self.leaf(*arguments)
@@ -84,14 +88,16 @@ def call_of(
     region: bool = False,
 ) -> Call:
     """Return the call whose compiled form computes leaf(*arguments)."""
-    return Call(leaf, tuple(map(_form, arguments)), region)
+    return Call(leaf, tuple(map(_spec, arguments)), region)
 
 
-def _form(argument: Any) -> Any:
-    """Return the form of a tensor; any other argument as it is."""
+def _spec(argument: Any) -> Any:
+    """Return the spec of a tensor; any other argument as it is."""
     if not isinstance(argument, Tensor):
         return argument
-    return Form(tuple(argument.shape), argument.stride(), argument.dtype, argument.device.type)
+    return TensorSpec(
+        tuple(argument.shape), argument.stride(), argument.dtype, argument.device.type
+    )
 
 
 def _tensor_arguments(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -124,7 +130,7 @@ class Leaves:
         otherwise: a function that computes the same, and is better if the leaf is not compiled.
         Called without autograd's history, as in an autograd function.
         """
-        # Otherwise the form of the arguments is not even looked at: this is called in every step.
+        # Otherwise the specs of the arguments are not even made: this is called in every step.
         if self.compiled or self.recorded_calls is not None:
             call = call_of(leaf, arguments)
             if self.recorded_calls is not None:

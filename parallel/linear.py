@@ -107,8 +107,8 @@ class Linear(torch.autograd.Function):
             input_factor: Callable[[], Factor] = Pending((), saved)
         else:
             input_factor = _start_input_factor(ctx, saved)
-        rows = _as_matrix(grad)
-        for_input, for_weight = products.gradient_factors(rows)
+        grad_rows = _as_matrix(grad)
+        for_input, for_weight = products.gradient_factors(grad_rows)
         finish_grad_x: Callable[[], Tensor | None] = Pending((), None)
         if ctx.needs_input_grad[0]:
             finish_grad_x = _start_input_gradient(ctx, for_input, grad.shape)
@@ -122,7 +122,7 @@ class Linear(torch.autograd.Function):
             )
         grad_bias = None
         if ctx.bias is not None:
-            grad_bias = add_gradient(ctx.bias, rows, destination(ctx, 2, ctx.bias))
+            grad_bias = add_gradient(ctx.bias, grad_rows, destination(ctx, 2, ctx.bias))
         return finish_grad_x(), grad_weight, grad_bias, None, None, None, None
 
 

@@ -95,7 +95,9 @@ class Lockstep:
     def __init__(self, virtual: VirtualAxis) -> None:
         self.virtual = virtual
         # one virtual rank needs no thread: it communicates by itself
-        self._lanes = [_Lane() for _ in virtual.ranks] if virtual.num_local > 1 else []
+        self._lanes: list[_Lane] = []
+        if virtual.num_local > 1:
+            self._lanes = [_Lane() for _ in virtual.ranks]
         lanes = self._lanes or [None]
         self.axes = [
             LaneAxis(
@@ -109,6 +111,7 @@ class Lockstep:
         ]
         for rank, lane in zip(virtual.ranks, self._lanes, strict=False):
             threading.Thread(target=lane.serve, daemon=True, name=f"virtual rank {rank}").start()
+            # the thread has no reference to this object, and ends with it
             weakref.finalize(self, lane.inbox.put, None)
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -141,7 +144,8 @@ class Lockstep:
                 messages[running] = self._lanes[running].outbox.get()
             self._end(_requests(messages))
             raise
-        return [message.result for message in messages.values() if isinstance(message, _Finished)]
+        finished = [message for message in messages.values() if isinstance(message, _Finished)]
+        return [message.result for message in finished]
 
     def _carry_out(self, requests: Sequence[_Request]) -> Sequence[Tensor]:
         """Return the result of a collective for each lane."""
@@ -157,7 +161,8 @@ class Lockstep:
             result = COLLECTIVES[names.pop()](self.virtual, tensors)
         if isinstance(result, list):
             return result
-        return [result.detach() for _ in requests]  # a tensor for the graph of each
+        # a tensor of its own for the graph of each lane
+        return [result.detach() for _ in requests]
 
     def _end(self, numbers: Iterable[int]) -> None:
         """End the functions in these lanes, which wait for a collective."""

@@ -49,14 +49,20 @@ def cross_entropy(
         then; if autograd has kept them for one, its backward pass raises RuntimeError.
     leaves: the form in which the passes over the logits are computed.
     """
-    if isinstance(logits, CutTensor) and (
-        logits.cut.dim != logits.dim() - 1 or logits.cut.outer != 1
-    ):
-        raise UserError.of(
-            "parallel.logits_cut_elsewhere", shape=list(logits.shape), dim=logits.cut.dim
-        )
+    if isinstance(logits, CutTensor):
+        is_cut_by_vocabulary = logits.cut.dim == logits.dim() - 1 and logits.cut.outer == 1
+        if not is_cut_by_vocabulary:
+            raise UserError.of(
+                "parallel.logits_cut_elsewhere", shape=list(logits.shape), dim=logits.cut.dim
+            )
     return CrossEntropy.apply(
-        unchecked(logits), targets, vocabulary, tp, sensitive, consume, leaves
+        unchecked(logits),
+        targets,
+        vocabulary,
+        tp,
+        sensitive,
+        consume,
+        leaves,
     )
 
 
@@ -75,7 +81,12 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
     sensitive = context.plan.sensitive
     leaves = context.leaves
     return lambda logits, targets: cross_entropy(
-        logits, targets, part, tp, sensitive, leaves=leaves
+        logits,
+        targets,
+        part,
+        tp,
+        sensitive,
+        leaves=leaves,
     )
 
 

@@ -128,9 +128,16 @@ def world(
     backend = "nccl" if gpu else "gloo"
     # waits for all ranks, with messages; torch's own rendezvous then finds them there
     store, rank, size = join(over_gloo=gpu is None)
-    with _explain_interface_errors(), nullcontext() if gpu else waiting_their_turn():
+    # gloo's threads would otherwise interrupt those that they serve; NCCL has none
+    gloo_threads = nullcontext() if gpu else waiting_their_turn()
+    with _explain_interface_errors(), gloo_threads:
         dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=gpu
+            backend,
+            timeout=timeout,
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=gpu,
         )
     try:
         yield store
@@ -191,18 +198,20 @@ def broadcast_from_first(
         try:
             result = make()
         except UserError as error:
+            # a problem is its line, with code and fields as attributes
             problems = [vars(problem) | {"line": problem} for problem in error.problems]
             store.set(key, json.dumps({"problems": problems}))
             raise
         store.set(key, json.dumps({"made": result}))
         return result
     start = time.monotonic()
-    news = NEWS
+    next_news = NEWS
     while not store.check([key]):
         waited = time.monotonic() - start
-        if waited > news:
+        if waited > next_news:
             waiting(waited)
-            news += NEWS
+            next_news += NEWS
+        # seldom in a long wait: each look is a request to the store
         time.sleep(min(2.0, 0.05 + waited / 20))
     message = json.loads(store.get(key))
     if "problems" in message:

@@ -52,7 +52,13 @@ class RMSNorm(nn.Module):
         plan = self.context.plan
         leaves = self.context.leaves
         return Normalize.apply(
-            x, self.weight, self.eps, plan.sensitive, plan.compute, self.offset, leaves
+            x,
+            self.weight,
+            self.eps,
+            plan.sensitive,
+            plan.compute,
+            self.offset,
+            leaves,
         )
 
 
@@ -85,6 +91,7 @@ class Normalize(torch.autograd.Function):
         ctx.weight = weight
         ctx.offset = offset
         ctx.leaves = leaves
+        # the weight is not saved: the backward pass reads it again, and must find the same values
         note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return y
@@ -95,7 +102,13 @@ class Normalize(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         weight_dtype = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(
-            _norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, weight_dtype
+            _norm_gradients,
+            grad,
+            x,
+            inverse,
+            ctx.weight,
+            ctx.offset,
+            weight_dtype,
         )
         grad_weight = add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight))
         return grad_x, grad_weight, None, None, None, None, None
@@ -113,7 +126,8 @@ def _norm(
 
     By type promotion, products of x with tensors of the sensitive dtype are in the sensitive dtype.
     """
-    # the mean square from the length: one pass over x, accumulated in the sensitive dtype
+    # the mean square from the length: one pass over x, accumulated in the sensitive dtype, without
+    # the squares in memory
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = (x * inverse).mul_(shifted(weight, offset, sensitive))
@@ -132,7 +146,8 @@ def _norm_gradients(
     `weight_dtype`."""
     normalized = x * inverse
     grad_normalized = grad * shifted(weight, offset, inverse.dtype)
-    # the root mean square does not change with x's length: the gradient loses its part along x
+    # but for eps the normalized x does not change with x's length: the gradient loses its part
+    # along x
     along_x = (grad_normalized * normalized).mean(-1, keepdim=True)
     grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)
     grad_weight = normalized.mul_(grad).flatten(0, -2).sum(0, keepdim=True, dtype=weight_dtype)
@@ -209,7 +224,7 @@ def vector(
     return parameter(
         context,
         [replicated],
-        0.0,
-        context.cut_sequence or differs_over_tp,
+        std=0.0,
+        partial=context.cut_sequence or differs_over_tp,
         mean=value,
     )

@@ -97,17 +97,20 @@ class Watch:
             return
         # Three sums in place of all elements: the second, weighted by position, sees another order.
         flat = x.detach().reshape(-1).double()
-        weights = torch.linspace(
+        position_weights = torch.linspace(
             0.5,
             1.5,
             len(flat),
             dtype=torch.float64,
             device=flat.device,
         )
-        sums = torch.stack((flat.sum(), (flat * weights).sum(), flat.square().sum().sqrt()))
+        weighted_sum = (flat * position_weights).sum()
+        norm = flat.square().sum().sqrt()
+        sums = torch.stack((flat.sum(), weighted_sum, norm))
         largest = self.tp.max_(sums.clone())
         smallest = -self.tp.max_(-sums)
         rounding = ROUNDING if x.is_floating_point() else 0.0
+        # inputs that are not finite are not compared: the gradients of the step will show them
         comparable = largest.isfinite() & smallest.isfinite()
         differs = (largest - smallest > rounding * largest[2]) & comparable
         if differs.any():
@@ -266,7 +269,7 @@ class _Norm(Watched):
     def _require_right_gradient(self, x: Tensor, checks: bool) -> None:
         """Raise UserError if the gradient of the norm's weight would not be that of one process."""
         cut = x.cut if isinstance(x, CutTensor) else None
-        # Of x cut along the sequence, the gradient of the norm's weight is summed over tp anyway.
+        # Under sequence parallelism the norm's weight has partial gradients, summed over tp.
         is_sequence_shard = cut is not None and self.watch.sequence and cut.dim == 0
         has_cut_heads = cut is not None and not is_sequence_shard
         if cut is not None and has_cut_heads and not self.of_heads:
@@ -318,6 +321,7 @@ class Dropout(nn.Dropout):
         self._note_cut(x)
         if not self.training or self.p == 0:
             return x
+        # on the CPU: the host reads the number at once, and would have to wait for a GPU
         seed = torch.randint(2**62, (), device="cpu")
         if self.watch.checks:
             self.watch.require_same(seed.to(x.device), self.path)
@@ -376,7 +380,11 @@ def _require_sequence(
 
 def _other_cut_error(x: CutTensor, path: str) -> UserError:
     return UserError.of(
-        "parallel.cut_dimension", path=path, shape=list(x.shape), dim=x.cut.dim, source=x.cut.source
+        "parallel.cut_dimension",
+        path=path,
+        shape=list(x.shape),
+        dim=x.cut.dim,
+        source=x.cut.source,
     )
 
 

@@ -107,38 +107,39 @@ def parallelize(
     features that one process would compute from all of them, and for inputs that differ between
     these ranks.
     """
-    _require_kinds(module, context, styles, prefix)
+    _require_argument_types(module, context, styles, prefix)
     # it has no parent in which it could be replaced
     if _has_parallel_form(module):
         raise UserError.of("parallel.root_not_replaceable", kind=type(module).__name__)
     layers = dict(_layers(module))
-    chosen = {path: _style_of(path, layer, styles) for path, layer in layers.items()}
-    cut = {path: layer for path, layer in layers.items() if chosen[path] != "whole"}
-    problems = [f"{path}: {style}" for path, style in chosen.items() if style not in STYLES]
+    style_by_path = {path: _style_of(path, layer, styles) for path, layer in layers.items()}
+    replaced = {path: layer for path, layer in layers.items() if style_by_path[path] != "whole"}
+    problems = [f"{path}: {style}" for path, style in style_by_path.items() if style not in STYLES]
     problems += _unmatched_patterns(styles, module, layers)
-    problems += _undivided_layers(layers, chosen, context)
-    problems += _broken_ties(module, cut, chosen, context)
-    problems += _problems_of_uncut_parameters(module, cut, context)
+    problems += _undivided_layers(layers, style_by_path, context)
+    problems += _broken_ties(module, replaced, style_by_path, context)
+    problems += _problems_of_kept_parameters(module, replaced, context)
     if problems:
         raise UserError(*problems)
 
     watch = Watch(context)
-    shared = _shared_parameters(module)  # before their layers are replaced, which unties them
+    tied = _tied_parameters(module)  # before their layers are replaced, which unties them
     replacements: dict[int, nn.Module] = {}
-    # only now: a problem must leave the module as it was
-    for path, layer in cut.items():
+    # after all checks: a problem must leave the module as it was
+    for path, layer in replaced.items():
         if id(layer) not in replacements:  # a layer may have several paths
             new_layer = _parallel_layer(
                 layer,
-                chosen[path],
+                style_by_path[path],
                 context,
                 prefix + path,
                 watch,
             )
             replacements[id(layer)] = new_layer
+            # code may hold the old layer past torch's modules, as in a list
             layer.register_forward_pre_hook(partial(_refuse_replaced, path))
         module.set_submodule(path, replacements[id(layer)])
-    _tie(module, shared, cut)
+    _tie(module, tied, replaced)
     _replace_dropouts(module, prefix, watch)
     if context.tp.size > 1:
         _register_watch(module, watch)
@@ -200,7 +201,7 @@ def _describe_unmatched(
 
 def _undivided_layers(
     layers: Mapping[str, nn.Module],
-    chosen: Mapping[str, str],
+    style_by_path: Mapping[str, str],
     context: Context,
 ) -> Iterator[str]:
     """Yield a line for each linear layer whose features do not divide by the number of
@@ -209,7 +210,7 @@ def _undivided_layers(
         if not isinstance(layer, nn.Linear):
             continue
         sizes = {"column": (layer.out_features, "output"), "row": (layer.in_features, "input")}
-        size, kind = sizes.get(chosen[path], (0, ""))
+        size, kind = sizes.get(style_by_path[path], (0, ""))
         if size % context.tp.size:
             yield (
                 f"{path}: {size} {kind} features do not divide by tensor = {context.tp.size}: "
@@ -229,6 +230,7 @@ def _replace_dropouts(
     replacements: dict[int, Dropout] = {}
     for path, dropout in list(module.named_modules(remove_duplicate=False)):
         if type(dropout) is nn.Dropout and path:
+            # one for all paths of a dropout: its name keys what it drops
             replacements.setdefault(id(dropout), Dropout(dropout, prefix + path, watch))
             module.set_submodule(path, replacements[id(dropout)])
 
@@ -258,7 +260,8 @@ def _note_slices(
 ) -> None:
     """Note in slices that torch's own module is given them; raise UserError if it has parameters or
     buffers."""
-    has_values = any(True for _ in (*module.parameters(), *module.buffers()))
+    parameters_and_buffers = (*module.parameters(), *module.buffers())
+    has_values = len(parameters_and_buffers) > 0
     for x in tensors((args, kwargs)):
         if not isinstance(x, CutTensor):
             continue
@@ -279,7 +282,7 @@ def _refuse_replaced(path: str, *_: object) -> None:
     raise UserError.of("parallel.old_layer_called", path=path)
 
 
-def _require_kinds(
+def _require_argument_types(
     module: object,
     context: object,
     styles: object,
@@ -385,7 +388,7 @@ def _loss_in_replacing(layer: nn.Module) -> str:
     return ""
 
 
-def _shared_parameters(module: nn.Module) -> list[list[str]]:
+def _tied_parameters(module: nn.Module) -> list[list[str]]:
     """Return the paths of each parameter that has several."""
     paths_by_id: dict[int, list[str]] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -395,25 +398,26 @@ def _shared_parameters(module: nn.Module) -> list[list[str]]:
 
 def _broken_ties(
     module: nn.Module,
-    cut: Mapping[str, nn.Module],
-    chosen: Mapping[str, str],
+    replaced: Mapping[str, nn.Module],
+    style_by_path: Mapping[str, str],
     context: Context,
 ) -> Iterator[str]:
     """Yield a line for each parameter with several paths of which not all would be the same
     slice."""
-    for paths in _shared_parameters(module):
+    for paths in _tied_parameters(module):
         holders = [path.rpartition(".")[0] for path in paths]
-        if not any(holder in cut for holder in holders):
+        if not any(holder in replaced for holder in holders):
             continue
         slices: set[int | str | None] = set()
         for path, holder in zip(paths, holders, strict=True):
-            if holder in cut:
+            if holder in replaced:
                 name = path.rpartition(".")[2]
-                slices.add(SLICED_DIM.get((chosen[holder], name)))
+                slices.add(SLICED_DIM.get((style_by_path[holder], name)))
             else:
-                slices.add("by code that is not cut")
+                slices.add("held by no parallel layer")
         # a layer of its own each would have FP8 scales of its own
-        has_fp8_copies = context.plan.fp8 and len({id(cut.get(holder)) for holder in holders}) > 1
+        holding_layers = {id(replaced.get(holder)) for holder in holders}
+        has_fp8_copies = context.plan.fp8 and len(holding_layers) > 1
         if len(slices) > 1 or has_fp8_copies:
             yield (
                 f"{' and '.join(paths)} are one parameter, and these styles would cut it in "
@@ -424,14 +428,14 @@ def _broken_ties(
 
 def _tie(
     module: nn.Module,
-    shared: list[list[str]],
-    cut: Mapping[str, nn.Module],
+    tied: list[list[str]],
+    replaced: Mapping[str, nn.Module],
 ) -> None:
     """Make parameters that were one parameter one again, after their layers have been replaced."""
     # The first of the paths has a parallel layer's parameter: the others get it too.
-    for paths in shared:
+    for paths in tied:
         first, *other_paths = paths
-        if first.rpartition(".")[0] not in cut:
+        if first.rpartition(".")[0] not in replaced:
             continue
         parameter = module.get_parameter(first)
         for other_path in other_paths:
@@ -439,27 +443,29 @@ def _tie(
             setattr(module.get_submodule(holder), name, parameter)
 
 
-def _problems_of_uncut_parameters(
+def _problems_of_kept_parameters(
     module: nn.Module,
-    cut: Mapping[str, nn.Module],
+    replaced: Mapping[str, nn.Module],
     context: Context,
 ) -> list[str]:
     """Return the problems of the parameters that no parallel layer replaces."""
     plan = context.plan
-    cut_ids: set[int] = set()
-    for layer in cut.values():
-        cut_ids.update(map(id, layer.parameters()))
-    uncut = [name for name, parameter in module.named_parameters() if id(parameter) not in cut_ids]
+    replaced_ids: set[int] = set()
+    for layer in replaced.values():
+        replaced_ids.update(map(id, layer.parameters()))
+    kept = [
+        name for name, parameter in module.named_parameters() if id(parameter) not in replaced_ids
+    ]
     # each rank would have the gradient of its own part of the sequence only
-    if uncut and context.cut_sequence:
+    if kept and context.cut_sequence:
         return [
-            f"{uncut[0]}: under sequence parallelism a parameter outside parallel layers would "
+            f"{kept[0]}: under sequence parallelism a parameter outside parallel layers would "
             "miss its all-reduce"
         ]
     # torch's own layers compute in the dtype of their weights
-    if uncut and plan.compute != plan.parameters:
+    if kept and plan.compute != plan.parameters:
         return [
-            f"{uncut[0]}: a plan that computes in another dtype than that of parameters needs "
+            f"{kept[0]}: a plan that computes in another dtype than that of parameters needs "
             "parallel layers only"
         ]
     return []

@@ -8,7 +8,7 @@ saved tensor; its own graph is discarded, so each gradient is still computed onc
 the first call.
 
 The operation after the function often saves the function's result: for example the matrix product
-after a norm or an activation function. `into` names that operation, and then the result is not kept
+after a norm or an activation function. `then` names that operation, and then the result is not kept
 either. (`torch.utils.checkpoint` has no such option, and its first use imports torch's compiler,
 which costs each rank 75 MB and two seconds.)
 
@@ -30,22 +30,22 @@ from megaprec.torch_private import storage_address
 def recomputed(
     function: Callable[[Tensor], Tensor],
     x: Tensor,
-    into: Callable[[Tensor], Tensor] = lambda result: result,
+    then: Callable[[Tensor], Tensor] = lambda result: result,
 ) -> Tensor:
-    """Return into(function(x)), keeping only x and what `into` saves apart from the result of
+    """Return then(function(x)), keeping only x and what `then` saves apart from the result of
     `function`.
 
     function: must compute the same values in every call.
-    into: the operation after it.
+    then: the operation after it.
     Nothing is recomputed in evaluation or if x needs no gradient.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return into(function(x))
+        return then(function(x))
     # autograd saves numbers in place of the function's tensors
     call = _Call(function, x)
     with saved_tensors_hooks(call.pack, call.unpack):
         result = function(x)
-    return call.apply_next(result, into)
+    return call.apply_next(result, then)
 
 
 class _Stop(Exception):
@@ -77,8 +77,8 @@ class _Call:
             self._recompute()
         return self.recomputed.pop(number)
 
-    def apply_next(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return into(result), where the backward pass recomputes the result if `into` would save
+    def apply_next(self, result: Tensor, then: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return then(result), where the backward pass recomputes the result if `then` would save
         it."""
         storage = storage_address(result)
         size = result.numel()
@@ -97,7 +97,7 @@ class _Call:
             return self.unpack(self.RESULT).view(packed)
 
         with saved_tensors_hooks(pack, unpack):
-            return into(result)
+            return then(result)
 
     def _recompute(self) -> None:
         """Call the function again, to its end or until it has recomputed every saved tensor."""

@@ -46,10 +46,12 @@ class Passes:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the results, through which gradients flow to the inputs."""
-        return _Run.apply(self, *inputs)
+        return _RunPasses.apply(self, *inputs)
 
 
-class _Run(torch.autograd.Function):
+class _RunPasses(torch.autograd.Function):
+    """The compiled passes as one node of autograd's graph."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -57,11 +59,13 @@ class _Run(torch.autograd.Function):
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         # detached: the compiled graph has a backward pass of its own
-        outputs = passes.forward(*(x.detach() for x in inputs))
-        pool = (*inputs, *outputs)
+        detached = [x.detach() for x in inputs]
+        outputs = passes.forward(*detached)
+        inputs_and_outputs = (*inputs, *outputs)
+        needed = [inputs_and_outputs[position] for position in passes.needed]
         ctx.passes = passes
         ctx.input_count = len(inputs)
-        ctx.save_for_backward(*(pool[position] for position in passes.needed))
+        ctx.save_for_backward(*needed)
         return tuple(outputs[: passes.results])
 
     @staticmethod
@@ -74,8 +78,8 @@ class _Run(torch.autograd.Function):
         # the compiled graph takes tensors with the strides of its examples
         contiguous = [grad.contiguous() for grad in grads]
         input_grads: list[Tensor | None] = [None] * ctx.input_count
-        computed = passes.backward(*needed, *contiguous)
-        for position, grad in zip(passes.differentiable, computed, strict=True):
+        computed_grads = passes.backward(*needed, *contiguous)
+        for position, grad in zip(passes.differentiable, computed_grads, strict=True):
             input_grads[position] = grad
         return None, *input_grads
 
@@ -93,10 +97,12 @@ def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:
     traced = _trace(lambda *tensors: call.run(tensors), inputs)
     forward_graph, backward_graph = traced.graphs()
     forward = compiler(forward_graph, inputs)
-    pool = (*inputs, *forward(*inputs))
+    # the compiled forward pass makes the examples of the backward pass, with its own strides
+    outputs = forward(*inputs)
+    inputs_and_outputs = (*inputs, *outputs)
+    needed = [inputs_and_outputs[position] for position in traced.needed]
     result_count = len(traced.results)
-    tangents = [torch.randn_like(y) for y in pool[len(inputs) :][:result_count]]
-    needed = [pool[position] for position in traced.needed]
+    tangents = [torch.randn_like(y) for y in outputs[:result_count]]
     backward = compiler(backward_graph, [*needed, *tangents])
     return Passes(
         forward,
@@ -139,8 +145,8 @@ class _Traced:
     def needed(self) -> tuple[int, ...]:
         """Return the positions of what the backward pass reads among inputs, results and what else
         is kept."""
-        pool = [*self.inputs, *self.results, *self._extra_nodes]
-        return tuple(pool.index(node) for node in self._needed_nodes)
+        inputs_and_outputs = [*self.inputs, *self.results, *self._extra_nodes]
+        return tuple(inputs_and_outputs.index(node) for node in self._needed_nodes)
 
     def graphs(self) -> tuple[GraphModule, GraphModule]:
         """Return the graphs of the forward and the backward pass."""
@@ -174,10 +180,12 @@ def _trace(
         graph_inputs = _as_graph_inputs(arguments)
         with torch.enable_grad(), saved_tensors_hooks(save, lambda tensor: tensor):
             results = region(*graph_inputs)
-        trained = {position: x for position, x in enumerate(graph_inputs) if x.requires_grad}
-        grads = torch.autograd.grad(results, [*trained.values()], tangents, allow_unused=True)
+        with_grad = [position for position, x in enumerate(graph_inputs) if x.requires_grad]
+        differentiable_inputs = [graph_inputs[position] for position in with_grad]
+        # unused: tables of a rotation are of floating point, but have no gradient
+        grads = torch.autograd.grad(results, differentiable_inputs, tangents, allow_unused=True)
         grad_by_position: dict[int, Tensor] = {}
-        for position, grad in zip(trained, grads, strict=True):
+        for position, grad in zip(with_grad, grads, strict=True):
             if grad is not None:
                 grad_by_position[position] = grad
         result_count = len(results)
@@ -249,24 +257,25 @@ def _cut_graph(
     for node in inputs:
         values[node] = part.placeholder(node.name)
         values[node].meta = dict(node.meta)
-    for node in inputs[0].graph.nodes if inputs else ():
+    whole_graph = inputs[0].graph
+    # in the order of the whole graph, so that arguments come first
+    for node in whole_graph.nodes:
         if node in reached and node not in values:
-            # in the order of the whole graph, so that arguments come first
             values[node] = part.node_copy(node, lambda argument: values[_source(argument)])
     part.output(tuple(values[node] for node in outputs))
     return GraphModule(torch.nn.Module(), part)
 
 
-def hindrance_of_region(call: Call, passes: Callable[..., Any]) -> str:
+def trial_difference_of_region(call: Call, passes: Callable[..., Any]) -> str:
     """Return how compiled passes differ from their region on trial, "" if neither results nor
     gradients do."""
     inputs = call.example_tensors()
     tangents = [torch.randn_like(y) for y in call.run(inputs)]
     computed = _run_with_gradients(passes, inputs, tangents)
     expected = _run_with_gradients(lambda *tensors: call.run(tensors), inputs, tangents)
-    rounded = [x.dtype for x in (*inputs, *tangents) if x.dtype.is_floating_point]
+    dtypes = [x.dtype for x in (*inputs, *tangents) if x.dtype.is_floating_point]
     # the coarsest dtype: a result may have passed through it
-    eps = max(torch.finfo(dtype).eps for dtype in rounded)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     for result, reference in zip(computed, expected, strict=True):
         same_form = result.shape == reference.shape and result.dtype == reference.dtype
         if not same_form or not differ_by_rounding(result, reference, eps):
@@ -285,6 +294,10 @@ def _run_with_gradients(
         results = function(*graph_inputs)
     differentiable = [x for x in graph_inputs if x.requires_grad]
     grads = torch.autograd.grad(
-        results, differentiable, list(tangents), allow_unused=True, materialize_grads=True
+        results,
+        differentiable,
+        list(tangents),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return [*(y.detach() for y in results), *grads]

@@ -21,7 +21,7 @@ from parallel import collectives
 from parallel.context import Context
 
 
-def unit(context: int, tensor: int = 1) -> int:
+def length_multiple(context: int, tensor: int = 1) -> int:
     """Return the number that the length of sequences must be a multiple of.
 
     context: the size of cp.
@@ -30,7 +30,7 @@ def unit(context: int, tensor: int = 1) -> int:
     return context * lcm(2, tensor) if context > 1 else tensor
 
 
-def chunks(
+def chunks_of_rank(
     rank: int,
     size: int,
     num_tokens: int,
@@ -51,8 +51,9 @@ def positions(
     """Return the positions of this rank's tokens in their sequence: int64 [num_tokens]."""
     if cp.size == 1:
         return torch.arange(num_tokens, device=device)
-    of_chunks = chunks(cp.rank, cp.size, num_tokens)
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in of_chunks])
+    own_chunks = chunks_of_rank(cp.rank, cp.size, num_tokens)
+    parts = [torch.arange(chunk.start, chunk.stop, device=device) for chunk in own_chunks]
+    return torch.cat(parts)
 
 
 def positions_between(
@@ -65,10 +66,12 @@ def positions_between(
     # each tp rank has all tokens of its cp rank
     if not context.cut_sequence:
         return positions(context.cp, length, device)
-    return context.tp.chunk(positions(context.cp, length * context.tp.size, device))
+    # the tokens of the cp rank, in order, are cut once more over tp
+    positions_of_cp_rank = positions(context.cp, length * context.tp.size, device)
+    return context.tp.chunk(positions_of_cp_rank)
 
 
-def take(
+def take_own_positions(
     x: Tensor,
     cp: Axis,
     dim: int,
@@ -85,8 +88,9 @@ def take(
         raise ValueError(
             f"sequences of {x.shape[dim]} tokens are not cut into {2 * cp.size} equal chunks"
         )
-    of_chunks = chunks(cp.rank, cp.size, x.shape[dim] // cp.size)
-    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in of_chunks], dim)
+    own_chunks = chunks_of_rank(cp.rank, cp.size, x.shape[dim] // cp.size)
+    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in own_chunks]
+    return torch.cat(parts, dim)
 
 
 def mean_of_sequence(x: Tensor, cp: Axis) -> Tensor:

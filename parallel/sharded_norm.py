@@ -52,7 +52,13 @@ class ShardedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         return _NormalizeSharded.apply(
-            x, self.weight, self.eps, plan.sensitive, plan.compute, self.context.tp, self.offset
+            x,
+            self.weight,
+            self.eps,
+            plan.sensitive,
+            plan.compute,
+            self.context.tp,
+            self.offset,
         )
 
 
@@ -77,12 +83,14 @@ class _NormalizeSharded(torch.autograd.Function):
     ) -> Tensor:
         part = layout_of(weight).parts[0]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
-        squares = length.square_().div_(part.copies)  # each slice counts once
+        # `copies` ranks hold the same slice, and the sum over all ranks is to count it once
+        squares = length.square_().div_(part.copies)
         inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.tp = tp
         ctx.part = part
         ctx.offset = offset
+        # the weight is not saved: the backward pass reads it again, and must find the same values
         note_weights_read(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(output_dtype)
@@ -93,7 +101,8 @@ class _NormalizeSharded(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         normalized = x * inverse
         grad_normalized = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
-        # over all features, as in `parallel.norms`; several ranks may have the same slice
+        # the mean over all features, as in `parallel.norms`; of ranks that hold one slice, whose
+        # gradients are added up, each has its part of it
         along_x = ctx.tp.sum_((grad_normalized * normalized).sum(-1, keepdim=True))
         along_x.div_(ctx.part.shape[0] * ctx.part.copies)
         grad_x = grad_normalized.addcmul_(normalized, along_x, value=-1).mul_(inverse).to(x.dtype)

@@ -13,6 +13,15 @@ from contextlib import contextmanager
 Work = deque[Callable[[], object]]
 
 
+def carry_out(work: Work) -> None:
+    """Run deferred work, in order."""
+    # one by one, so that each product's operands are released as it is done
+    while work:
+        run = work.popleft()
+        run()
+        del run
+
+
 class WeightGradQueue:
     """The queue that a rank's layers and its executor share for deferred weight gradients."""
 

@@ -34,7 +34,13 @@ class Attention(nn.Module):
         each token's document.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context
@@ -62,9 +68,13 @@ class Attention(nn.Module):
             Rows(f"{name}.key", kv_width, kv_shards),
             Rows(f"{name}.value", kv_width, kv_shards),
         ]
-        self.local_widths = [rows.rows // (rows.shards or context.tp.size) for rows in stack]
+        self.local_widths = [matrix.rows // (matrix.shards or context.tp.size) for matrix in stack]
         self.qkv = ColumnParallelLinear(
-            context, config.hidden, stack, bias=config.qkv_bias, std=config.initial_std("qkv")
+            context,
+            config.hidden,
+            stack,
+            bias=config.qkv_bias,
+            std=config.initial_std("qkv"),
         )
         if config.qk_norm:
             self.query_norm = self._make_qk_norm(stack[0])
@@ -79,19 +89,32 @@ class Attention(nn.Module):
             std=config.initial_std("output", layer),
         )
 
-    def _make_qk_norm(self, rows: Rows) -> nn.Module:
-        """Return the norm of queries or keys: over all heads, or over each one."""
+    def _make_qk_norm(self, matrix: Rows) -> nn.Module:
+        """Return the norm of queries or keys: over all heads, or over each one.
+
+        matrix: that of the projection to queries or keys.
+        """
         config = self.config
-        name = f"{rows.name}_norm"
+        name = f"{matrix.name}_norm"
         eps = config.norm_eps
         offset = float(config.norm_unit_offset)
         # All heads lie on several ranks of tp, which sum their squares.
         if config.qk_norm_over == "all":
             return ShardedRMSNorm(
-                self.context, rows.rows, name=name, eps=eps, shards=rows.shards, offset=offset
+                self.context,
+                matrix.rows,
+                name=name,
+                eps=eps,
+                shards=matrix.shards,
+                offset=offset,
             )
         return RMSNorm(
-            self.context, config.head_dim, name=name, eps=eps, differs_over_tp=True, offset=offset
+            self.context,
+            config.head_dim,
+            name=name,
+            eps=eps,
+            differs_over_tp=True,
+            offset=offset,
         )
 
     def key_value_shape(self) -> tuple[int, int]:
@@ -112,11 +135,11 @@ class Attention(nn.Module):
         rotary: the tables of `rope.py`; None: heads are not rotated.
         microbatch: the micro-batch; None (evaluation) drops nothing.
         """
-        return self.context.recompute.run(
+        return self.context.recompute.run_forward(
             "attention",
             partial(self._attend, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask),
             self._project(x),
-            into=self.output,
+            then=self.output,
         )
 
     def _project(self, x: Tensor) -> Tensor:
@@ -131,9 +154,12 @@ class Attention(nn.Module):
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map what `_project` returns to the output projection's input, [s, b, local features]."""
-        split = self._split_heads_by_region(projected, rotary)
-        query, key, value = split or self._split_heads(projected, rotary)
+        heads = self._split_heads_by_region(projected, rotary)
+        if heads is None:
+            heads = self._split_heads(projected, rotary)
+        query, key, value = heads
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
+        # [b, n, s, d] -> [s, b, n * d]
         return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _split_heads(
@@ -188,7 +214,13 @@ class Attention(nn.Module):
         # A region has tensors and one rule as arguments, so the tables come one by one.
         cosine, sine = rotary or (None, None)
         return leaves.call_region(
-            split_heads, projected, cosine, sine, query_weight, key_weight, head_rule
+            split_heads,
+            projected,
+            cosine,
+            sine,
+            query_weight,
+            key_weight,
+            head_rule,
         )
 
     def _core_attention(

@@ -142,7 +142,12 @@ class _Block(NamedTuple):
         share keys."""
         return x[self.sample, self.key_heads, : self.rows.stop]
 
-    def add_to_keys(self, total: Tensor, addend: Tensor, factor: float) -> None:
+    def add_to_keys(
+        self,
+        total: Tensor,
+        addend: Tensor,
+        factor: float,
+    ) -> None:
         """Add factor * addend [heads, keys, d] to these keys of total [b, n / groups, s, d]."""
         if isinstance(self.key_heads, slice):
             self.of_keys(total).add_(addend, alpha=factor)
@@ -152,7 +157,12 @@ class _Block(NamedTuple):
             total[self.sample, key_head, : self.rows.stop].add_(head_addend, alpha=factor)
 
 
-def _blocks(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Block]:
+def _blocks(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    rows: int,
+) -> Iterator[_Block]:
     """Yield what is computed together: for each range of query rows, some heads of each sample."""
     samples, heads, length, _ = query.shape
     queries_of_key = heads // key.shape[1]
@@ -178,7 +188,12 @@ def _blocks(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> 
             )
 
 
-def _make_bias(first: int, last: int, attn_mask: Tensor | None, query: Tensor) -> Tensor:
+def _make_bias(
+    first: int,
+    last: int,
+    attn_mask: Tensor | None,
+    query: Tensor,
+) -> Tensor:
     """Return what is added to the scores of rows [first, last) and keys [0, last).
 
     It is 0 where a row attends, else -inf: [1 or b, rows, keys], in the dtype of query.
@@ -200,6 +215,11 @@ def _key_heads(heads: slice, queries_of_key: int) -> slice | list[int]:
     return [head // queries_of_key for head in range(heads.start, heads.stop)]
 
 
-def _weights(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor,
+    scale: float,
+) -> Tensor:
     """Return softmax(scale * query @ key.T + bias), [heads, rows, keys]."""
     return torch.softmax(torch.baddbmm(bias, query, key.mT, alpha=scale), -1)

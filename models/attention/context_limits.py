@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megaprec.errors import Problem, UserError
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from parallel.sequence_cut import unit
+from parallel.sequence_cut import length_multiple
 
 KEY = "parallel.context"
 
@@ -28,7 +28,7 @@ def context_problems(
     if context == 1:
         return
     here = f"{KEY} = {context}"
-    multiple = unit(context, tensor)
+    multiple = length_multiple(context, tensor)
     if length % multiple:
         below = length // multiple * multiple
         above = below + multiple

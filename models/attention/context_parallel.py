@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megaprec.comm.axis import Axis
 from models.attention.partial import AttentionGradients, AttentionRule, MergedAttention
-from parallel.sequence_cut import chunks
+from parallel.sequence_cut import chunks_of_rank
 
 AddGradient = Callable[[int, Tensor, Tensor], None]
 """A function of a rank, its part, and the sum to which it adds the part's gradient."""
@@ -65,13 +65,14 @@ class _AttendOverRanks(torch.autograd.Function):
         length = query.shape[2]
         key_heads = key.shape[1]
         widths = (key.shape[-1], value.shape[-1])
-        local_runs = chunks(cp.rank, cp.size, length)
+        # a chunk of positions is a run of the partial attention
+        local_runs = chunks_of_rank(cp.rank, cp.size, length)
         merged = MergedAttention(query, local_runs, key_heads, widths[1], rule, wide_dtype, sinks)
         parts_of_ranks = _pass_parts_around if ring else _gather_parts
         # Key and value travel as one message.
         for rank, part in parts_of_ranks(torch.cat((key, value), -1), cp):
             key_part, value_part = part.split(widths, -1)
-            merged.add(key_part, value_part, chunks(rank, cp.size, length))
+            merged.add(key_part, value_part, chunks_of_rank(rank, cp.size, length))
         exact, log_sum = merged.result()
         # The strides of activations [s, b, n, e], so that the next layer needs no copy.
         activations = exact.new_empty((length, *exact.shape[:2], widths[1]), dtype=query.dtype)
@@ -88,13 +89,17 @@ class _AttendOverRanks(torch.autograd.Function):
         cp, rule, ring, wide_dtype = ctx.settings
         length = query.shape[2]
         widths = (key.shape[-1], value.shape[-1])
-        local_runs = chunks(cp.rank, cp.size, length)
+        local_runs = chunks_of_rank(cp.rank, cp.size, length)
         gradients = AttentionGradients(query, local_runs, output, log_sum, grad, rule, wide_dtype)
 
-        def add_gradient(rank: int, part: Tensor, total: Tensor) -> None:
+        def add_gradient(
+            rank: int,
+            part: Tensor,
+            total: Tensor,
+        ) -> None:
             key_part, value_part = part.split(widths, -1)
             grad_key, grad_value = total.split(widths, -1)  # views of the total
-            runs = chunks(rank, cp.size, length)
+            runs = chunks_of_rank(rank, cp.size, length)
             gradients.add(key_part, value_part, runs, grad_key, grad_value)
 
         sum_gradients = _sum_around_ring if ring else _sum_by_scatter
@@ -139,7 +144,10 @@ def _gather_parts(part: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
 
 
 def _sum_around_ring(
-    part: Tensor, cp: Axis, wide_dtype: torch.dtype, add_gradient: AddGradient
+    part: Tensor,
+    cp: Axis,
+    wide_dtype: torch.dtype,
+    add_gradient: AddGradient,
 ) -> Tensor:
     """Return the gradient of this rank's part, to which all ranks add.
 
@@ -154,11 +162,15 @@ def _sum_around_ring(
             total += wait_for_sum()
         wait_for_sum = cp.start_shift(total)
     assert wait_for_sum is not None
+    # the last shift brings the sum to the rank whose part it is of
     return wait_for_sum()
 
 
 def _sum_by_scatter(
-    part: Tensor, cp: Axis, wide_dtype: torch.dtype, add_gradient: AddGradient
+    part: Tensor,
+    cp: Axis,
+    wide_dtype: torch.dtype,
+    add_gradient: AddGradient,
 ) -> Tensor:
     """Return the gradient of this rank's part, summed by a reduce-scatter over cp of the gradients
     of all parts."""

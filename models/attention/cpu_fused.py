@@ -15,9 +15,16 @@ from megaprec.precision.gemm import slow_bf16
 from megaprec.torch_private import cpu_attention, cpu_attention_gradients
 from models.attention.packing import bias_of_mask
 
+# The kernel would draw it from a generator that does not know the layout.
+_NO_DROPOUT = 0.0
+
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     """Return attention of query, key and value [b, n, s, d], in their dtype.
 
@@ -29,7 +36,11 @@ def attend(
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention [b, n, s, d], in FP32 or in the dtype of the query, and its logs of sums [b,
     n, s].
@@ -40,7 +51,7 @@ def forward(
         _widen(query),
         _widen(key),
         _widen(value),
-        0.0,
+        _NO_DROPOUT,
         bias is None,
         attn_mask=_widen_bias(bias),
         scale=scale,
@@ -68,7 +79,7 @@ def backward(
         _widen(value),
         _widen(output),
         log_sums,
-        0.0,
+        _NO_DROPOUT,
         bias is None,
         attn_mask=_widen_bias(bias),
         scale=scale,

@@ -21,6 +21,8 @@ from models.attention.packing import causal_mask
 
 # Features of a head: the kernel takes no more, and these in multiples of 8.
 WIDEST = 256
+# The kernel would draw it from a generator that does not know the layout.
+_NO_DROPOUT = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ class Documents:
         return self._masks[window]
 
 
-def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def can_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> bool:
     """Return True if `attend` takes these tensors [b, n, s, d] (meta tensors stand for a GPU's)."""
     if query.device.type not in ("cuda", "meta"):
         return False
@@ -131,9 +137,9 @@ def _flash(
         starts,
         longest,
         longest,
-        0.0,
+        _NO_DROPOUT,
         not window,  # a window has its right end at the token itself
-        False,
+        False,  # no mask of dropout, for debugging
         scale=scale,
         window_size_left=window - 1 if window else None,
         window_size_right=0 if window else None,

@@ -147,7 +147,12 @@ class KernelInputs(NamedTuple):
         return Widen.apply(self.sinks, self.context.plan.sensitive)
 
 
-def describe_call(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> AttentionCall:
+def describe_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> AttentionCall:
     """Return the facts by which the kernel of these tensors is chosen."""
     if inputs.context.cp.size > 1:
         return AttentionCall(over_ranks=True)
@@ -179,7 +184,11 @@ def takes_groups(query: Tensor, masked: bool) -> bool:
     return query.device.type in ("cuda", "meta") and query.dtype.itemsize == 2 and not masked
 
 
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return key and value with as many heads as query."""
     groups = query.shape[1] // key.shape[1]
     # Key/value heads already match: a repetition would copy them.
@@ -189,7 +198,10 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _prepare_fused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value with the heads and in the dtype that a fused kernel wants."""
     if not takes_groups(query, mask is not None):
@@ -200,7 +212,12 @@ def _prepare_fused(
     return query, key, value
 
 
-def _over_ranks(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _over_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     """Attend with this rank's tokens to those of all ranks of cp. Collective over cp."""
     config = inputs.config
     context = inputs.context
@@ -211,11 +228,23 @@ def _over_ranks(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs)
     rule = AttentionRule(scale, config.window, inputs.mask, drop, config.attention_softcap)
     wide_dtype = torch.promote_types(context.plan.sensitive, torch.float32)
     return attend_over_ranks(
-        query, key, value, context.cp, rule, context.ring, wide_dtype, inputs.wide_sinks()
+        query,
+        key,
+        value,
+        context.cp,
+        rule,
+        context.ring,
+        wide_dtype,
+        inputs.wide_sinks(),
     )
 
 
-def _drop_weights(inputs: KernelInputs, weights: Tensor, queries: range, keys: range) -> Tensor:
+def _drop_weights(
+    inputs: KernelInputs,
+    weights: Tensor,
+    queries: range,
+    keys: range,
+) -> Tensor:
     """Apply dropout to weights [b, n, queries, keys] of these positions."""
     return attention_dropout(
         weights,
@@ -227,13 +256,23 @@ def _drop_weights(inputs: KernelInputs, weights: Tensor, queries: range, keys: r
     )
 
 
-def _flash_windows(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _flash_windows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     documents = inputs.mask if isinstance(inputs.mask, Documents) else None
     window = inputs.window(query)
     return flash_windows.attend(query, key, value, documents, window, inputs.scale)
 
 
-def _unfused(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _unfused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     """Attend with scores and weights in the plan's dtype of scores."""
     config = inputs.config
     scores_dtype = inputs.context.plan.scores
@@ -262,11 +301,21 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) ->
     return weights.to(product_dtype) @ value.to(product_dtype)
 
 
-def _bf16_products(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _bf16_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     return bf16_products.attend(query, key, value, inputs.mask_of(query), scale=inputs.scale)
 
 
-def _sinks(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     mask = inputs.mask_of(query)
     query, key, value = _prepare_fused(query, key, value, mask)
     sinks = inputs.wide_sinks()
@@ -274,12 +323,22 @@ def _sinks(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> T
     return sink_attention.attend(query, key, value, sinks, mask, inputs.scale)
 
 
-def _fp32_on_cpu(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _fp32_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     key, value = _repeat_heads(query, key, value)
     return cpu_fused.attend(query, key, value, inputs.mask_of(query), inputs.scale)
 
 
-def _torch_fused(query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs) -> Tensor:
+def _torch_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    inputs: KernelInputs,
+) -> Tensor:
     mask = inputs.mask_of(query)
     query, key, value = _prepare_fused(query, key, value, mask)
     return F.scaled_dot_product_attention(

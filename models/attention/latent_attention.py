@@ -47,29 +47,42 @@ class ReplicatedLinear(nn.Module):
     """
 
     def __init__(
-        self, context: Context, input_size: int, stack: list[Rows], *, bias: bool, std: float
+        self,
+        context: Context,
+        input_size: int,
+        stack: list[Rows],
+        *,
+        bias: bool,
+        std: float,
     ) -> None:
         super().__init__()
         self.context = context
         partial_gradients = context.cut_sequence
         # Cut along no dimension: every tp rank has all rows.
         weights = [
-            Part.cut(f"{rows.name}.weight", (rows.rows, input_size), None, context.tp)
-            for rows in stack
+            Part.cut(f"{matrix.name}.weight", (matrix.rows, input_size), None, context.tp)
+            for matrix in stack
         ]
         self.weight = parameter(context, weights, std, partial_gradients)
         self.products = context.products(self.weight)
         self.bias = None
         if bias:
             biases = [
-                Part.cut(f"{rows.name}.bias", (rows.rows,), None, context.tp) for rows in stack
+                Part.cut(f"{matrix.name}.bias", (matrix.rows,), None, context.tp)
+                for matrix in stack
             ]
             self.bias = parameter(context, biases, 0.0, partial_gradients)
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
         return Linear.apply(
-            x, self.weight, self.bias, InputLayout.OWN, context.tp, context.deferred, self.products
+            x,
+            self.weight,
+            self.bias,
+            InputLayout.OWN,
+            context.tp,
+            context.deferred,
+            self.products,
         )
 
 
@@ -152,7 +165,12 @@ class LatentAttention(Attention):
             Rows(f"{name}.value_up", config.heads * sizes.value_dim),
         ]
         self.key_value = ColumnParallelLinear(
-            context, sizes.kv_rank, stack, bias=False, std=std, input_layout=InputLayout.OWN
+            context,
+            sizes.kv_rank,
+            stack,
+            bias=False,
+            std=std,
+            input_layout=InputLayout.OWN,
         )
 
     def key_value_shape(self) -> tuple[int, int]:
@@ -198,11 +216,15 @@ class LatentAttention(Attention):
         query, key, value = self._project_up(projected, rotary)
         _, width = self.key_value_shape()
         dtype = self.context.plan.attention
-        query, key, value = (
-            F.pad(heads, (0, width - heads.shape[-1])).permute(1, 2, 0, 3).to(dtype)
-            for heads in (query, key, value)
-        )
+
+        def as_wide_heads(heads: Tensor) -> Tensor:
+            """Return heads [s, b, n, d] padded with zeros, as [b, n, s, width]."""
+            padded = F.pad(heads, (0, width - heads.shape[-1]))
+            return padded.permute(1, 2, 0, 3).to(dtype)
+
+        query, key, value = map(as_wide_heads, (query, key, value))
         attended = self._core_attention(query, key, value, microbatch, attn_mask)
+        # the zeros that made values as wide as queries are cut off
         value_dim = self.config.latent.value_dim
         return attended[..., :value_dim].permute(2, 0, 1, 3).flatten(2)
 

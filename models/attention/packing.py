@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis, copy_to_device
-from parallel.sequence_cut import take
+from parallel.sequence_cut import take_own_positions
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Packing:
             return ()
         # The first document begins with the sample; the others where the number changes.
         begins = self.documents[:, 1:] != self.documents[:, :-1]
-        return tuple((begins.sum(1) + 1).tolist())
+        counts = begins.sum(1) + 1
+        return tuple(counts.tolist())
 
     def rows(self, rows: slice) -> "Packing":
         """Return the packing of these samples."""
@@ -58,7 +59,7 @@ class Packing:
         # Its queries attend to the keys of all ranks, whose documents they must know.
         if self.positions is None:
             return self
-        return replace(self, positions=take(self.positions, cp, 1))
+        return replace(self, positions=take_own_positions(self.positions, cp, 1))
 
     def on(self, device: torch.device) -> "Packing":
         """Return this packing on a device, with its documents counted if it is a GPU."""
@@ -78,7 +79,11 @@ UNPACKED = Packing()
 
 
 def causal_mask(
-    length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0
+    length: int,
+    window: int,
+    documents: Tensor | None,
+    device: torch.device,
+    past: int = 0,
 ) -> Tensor:
     """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to
     another (column).

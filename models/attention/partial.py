@@ -66,7 +66,12 @@ class AttentionRule:
         stop = min(keys.stop, queries.stop)
         return range(first, max(first, stop))
 
-    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+    def mask(
+        self,
+        queries: range,
+        keys: range,
+        device: torch.device,
+    ) -> Tensor | None:
         """Return bool [queries, keys] or [b, 1, 1, queries, keys], True where a query attends to a
         key.
 
@@ -81,7 +86,12 @@ class AttentionRule:
         same_document = same_document[:, None, None]  # the same for all heads
         return same_document if attends is None else same_document & attends
 
-    def _causal_mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+    def _causal_mask(
+        self,
+        queries: range,
+        keys: range,
+        device: torch.device,
+    ) -> Tensor | None:
         """Return bool [queries, keys], True for earlier keys within the window; None: for all."""
         all_earlier = keys[-1] <= queries[0]
         all_in_window = not self.window or keys[0] > queries[-1] - self.window
@@ -118,9 +128,10 @@ class MergedAttention:
         self._runs = runs
         self._rule = rule
         self._wide_dtype = wide_dtype
-        leading_shape = self._query.shape[:-1]
+        leading_shape = self._query.shape[:-1]  # [b, m, n / m, s]
         # A sink is a score of its own, so it begins the largest score and, as exp(0), the sum.
         if sinks is None:
+            # not minus infinity: for queries whose keys are all masked, inf - inf would be NaN
             smallest = torch.finfo(wide_dtype).min
             self._largest = query.new_full((*leading_shape, 1), smallest, dtype=wide_dtype)
             self._sum = torch.zeros_like(self._largest)
@@ -130,7 +141,12 @@ class MergedAttention:
             self._sum = torch.ones_like(self._largest)
         self._values = query.new_zeros((*leading_shape, width), dtype=wide_dtype)
 
-    def add(self, key: Tensor, value: Tensor, runs: tuple[range, ...]) -> None:
+    def add(
+        self,
+        key: Tensor,
+        value: Tensor,
+        runs: tuple[range, ...],
+    ) -> None:
         """Attend to the keys at the positions of `runs`, one run after the other."""
         rule = self._rule
         key = key.to(self._wide_dtype)
@@ -152,6 +168,7 @@ class MergedAttention:
             total.mul_(shrinkage).add_(weights.sum(-1, keepdim=True))
             dropped = drop_weights(weights, rule, block)
             values.mul_(shrinkage).add_(product(dropped, block_value))
+            # last: the shrinkage is computed from the one before
             largest.copy_(new_largest)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -237,7 +254,9 @@ class AttentionGradients:
         sums."""
         sink_scores = sinks_by_head(sinks.to(self._wide_dtype), self._query)
         sink_weights = (sink_scores - self._log_sum).exp_()
-        return sink_weights.mul_(self._grad_dot_output).sum((0, 3, 4)).neg_().flatten()
+        weighted = sink_weights.mul_(self._grad_dot_output)
+        # over samples, queries and the last dimension, of size 1: one number for each head
+        return weighted.sum((0, 3, 4)).neg_().flatten()
 
 
 class Block(NamedTuple):
@@ -278,7 +297,9 @@ def visible_blocks(
         for first_column, keys in with_offsets(key_runs):
             queries_of_block = max(_LEAST_QUERIES, pairs_of_block // len(keys))
             starts = range(0, len(queries), queries_of_block)
-            for start in starts[-1:] if only_last else starts:
+            if only_last:
+                starts = starts[-1:]
+            for start in starts:
                 block_queries = queries[start : start + queries_of_block]
                 block_keys = rule.reachable_keys(block_queries, keys)
                 if not block_keys:
@@ -301,7 +322,11 @@ def with_offsets(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
         offset += len(run)
 
 
-def capped_scores(query: Tensor, key: Tensor, rule: AttentionRule) -> Tensor:
+def capped_scores(
+    query: Tensor,
+    key: Tensor,
+    rule: AttentionRule,
+) -> Tensor:
     """Return the scores [b, m, n / m, queries, keys] of all pairs, with the soft cap if there is
     one."""
     scores = product(query, key.mT).mul_(rule.scale)
@@ -310,7 +335,11 @@ def capped_scores(query: Tensor, key: Tensor, rule: AttentionRule) -> Tensor:
     return scores
 
 
-def mask_scores_(scores: Tensor, rule: AttentionRule, block: Block) -> Tensor:
+def mask_scores_(
+    scores: Tensor,
+    rule: AttentionRule,
+    block: Block,
+) -> Tensor:
     """Return the scores with minus infinity where a query does not attend, in place."""
     attends = rule.mask(block.queries, block.keys, scores.device)
     if attends is None:
@@ -323,7 +352,11 @@ def sinks_by_head(sinks: Tensor, query: Tensor) -> Tensor:
     return sinks.view(query.shape[1], query.shape[2], 1, 1)
 
 
-def drop_weights(weights: Tensor, rule: AttentionRule, block: Block) -> Tensor:
+def drop_weights(
+    weights: Tensor,
+    rule: AttentionRule,
+    block: Block,
+) -> Tensor:
     """Return the weights [b, m, n / m, queries, keys] after dropout."""
     if rule.drop is None:
         return weights

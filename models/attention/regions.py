@@ -32,7 +32,12 @@ class NormRule:
     compute: torch.dtype
     offset: float = 0.0
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """Return x normalized over its last dimension."""
         if bias is None:
             return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
@@ -86,7 +91,11 @@ class HeadRule:
 
 
 def add_norm(
-    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rule: NormRule,
 ) -> tuple[Tensor, Tensor]:
     """Return x + branch in the dtype of x, and its norm."""
     total = (x + branch).to(x.dtype)

@@ -48,7 +48,11 @@ class Rotate(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotary(
+    x: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+) -> Tensor:
     """Return x [s, b, n, d] with its first features rotated, in the dtype of x."""
     num_pairs = cosine.shape[-1]
     num_rotary = 2 * num_pairs
@@ -78,6 +82,7 @@ def rotary_tables(
     dims: the number of rotated features of a head.
     length: the number of positions.
     """
+    # [s, 1, 1, 1], to broadcast over samples and heads
     positions = torch.arange(length, dtype=torch.float64)[:, None, None, None]
     angles = positions * frequencies(scaling, base, dims, length)
     # Queries and keys times this: cheaper in the tables than in each layer.
@@ -87,7 +92,12 @@ def rotary_tables(
     return cosine.to(dtype), sine.to(dtype)
 
 
-def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+def frequencies(
+    scaling: RopeScaling,
+    base: float,
+    dims: int,
+    length: int,
+) -> Tensor:
     """Return float64 [dims / 2]: radians per position of each pair, in sequences of `length`
     tokens.
 
@@ -114,7 +124,11 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
     return plain
 
 
-def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
+def _blend(
+    plain: Tensor,
+    factor: float,
+    slowness: Tensor,
+) -> Tensor:
     """Return the frequencies of slow pairs (slowness 1) divided by `factor`, of fast pairs (0) as
     they are, and of pairs between blended."""
     fast_part = plain * (1 - slowness)
@@ -132,7 +146,11 @@ def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
     return 1 - fastness.clamp(0, 1)
 
 
-def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
+def _slowness_by_turns(
+    scaling: RopeScaling,
+    base: float,
+    dims: int,
+) -> Tensor:
     """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to
     beta_slow turns."""
 
@@ -146,6 +164,7 @@ def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
     if scaling.truncate:
         last_fast = math.floor(last_fast)
         first_slow = math.ceil(first_slow)
+    # pairs that lie beyond the features of a head
     last_fast = max(last_fast, 0)
     first_slow = min(first_slow, dims - 1)
     # Without pairs between, a step in place of a ramp: all pairs are fast or slow.

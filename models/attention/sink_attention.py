@@ -35,6 +35,8 @@ from models.attention.packing import bias_of_mask
 _BIAS_ALIGNMENT = 16
 # Features of a head: flash attention takes no more.
 _FLASH_WIDEST = 256
+# Kernels would draw it from a generator that does not know the layout.
+_NO_DROPOUT = 0.0
 
 
 def fuses(query: Tensor) -> bool:
@@ -84,8 +86,9 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     there are any."""
     if sinks is None:
         return scores.softmax(-1)
-    extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+    sink_scores = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, sink_scores), -1).softmax(-1)
+    return weights[..., :-1]  # without that of the sink, whose value is zero
 
 
 class _FusedAttention(NamedTuple):
@@ -133,7 +136,15 @@ class _AttendWithSinks(torch.autograd.Function):
         if ctx.padding:
             log_sums = F.pad(log_sums, (0, ctx.padding), value=torch.inf)
         grads = _fused_backward(
-            grad, query, key, value, bias, output, log_sums, ctx.backward_inputs, ctx.scale
+            grad,
+            query,
+            key,
+            value,
+            bias,
+            output,
+            log_sums,
+            ctx.backward_inputs,
+            ctx.scale,
         )
         return *grads, grad_sinks, None, None
 
@@ -156,7 +167,11 @@ def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
 
 
 def _fused_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
 ) -> _FusedAttention:
     """Return the attention without sinks."""
     causal = bias is None
@@ -164,11 +179,18 @@ def _fused_forward(
         output, log_sums = cpu_fused.forward(query, key, value, bias, scale)
         return _FusedAttention(output, log_sums, ())
     if _takes_flash(query, bias):
-        results = flash_attention_by_heads(query, key, value, 0.0, causal, scale=scale)
+        results = flash_attention_by_heads(query, key, value, _NO_DROPOUT, causal, scale=scale)
         # The last result is a mask of dropout, which torch returns for debugging.
         return _FusedAttention(results[0], results[1], tuple(results[2:8]))
     output, log_sums, *others = efficient_attention(
-        query, key, value, bias, True, 0.0, causal, scale=scale
+        query,
+        key,
+        value,
+        bias,
+        True,
+        _NO_DROPOUT,
+        causal,
+        scale=scale,
     )
     return _FusedAttention(output, log_sums, tuple(others))
 
@@ -194,7 +216,16 @@ def _fused_backward(
         # The kernel takes dropout and `causal` between these inputs.
         *lengths, seed, offset = backward_inputs
         return flash_attention_gradients(
-            grad, *attended, output, log_sums, *lengths, 0.0, causal, seed, offset, scale=scale
+            grad,
+            *attended,
+            output,
+            log_sums,
+            *lengths,
+            _NO_DROPOUT,
+            causal,
+            seed,
+            offset,
+            scale=scale,
         )
     wanted_gradients = (True, True, True, False)  # none of the bias
     grads = efficient_attention_gradients(
@@ -204,7 +235,7 @@ def _fused_backward(
         output,
         log_sums,
         *backward_inputs,
-        0.0,
+        _NO_DROPOUT,
         wanted_gradients,
         causal,
         scale=scale,

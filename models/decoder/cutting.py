@@ -35,8 +35,8 @@ def cuts(
     layer_counts = layers or best_cut(
         layer_costs(config, seq_length, recompute),
         rank_of_stage or range(stages),
-        first=config.embedding_flops(),
-        last=head_cost + modules_cost(config, seq_length, recompute),
+        first_extra=config.embedding_flops(),
+        last_extra=head_cost + mtp_cost(config, seq_length, recompute),
     )
     fits = len(layer_counts) == stages and sum(layer_counts) == config.layers
     if not fits or min(layer_counts) <= 0:
@@ -102,7 +102,11 @@ def _share_embedding(first: Stage, last: Stage) -> None:
         last.embedding.weight = first.embedding.weight
 
 
-def layer_costs(config: ModelConfig, seq_length: int, recompute: Recompute) -> list[float]:
+def layer_costs(
+    config: ModelConfig,
+    seq_length: int,
+    recompute: Recompute,
+) -> list[float]:
     """Return the cost of each layer."""
     # All layers with experts cost the same, and so do all without.
     usual = _layer_cost(config, seq_length, recompute)
@@ -111,7 +115,11 @@ def layer_costs(config: ModelConfig, seq_length: int, recompute: Recompute) -> l
     return [dense if number in dense_layers else usual for number in range(config.layers)]
 
 
-def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
+def mtp_cost(
+    config: ModelConfig,
+    seq_length: int,
+    recompute: Recompute,
+) -> float:
     """Return the FLOPs of both passes of the modules of multi-token prediction, with their heads,
     per token.
 
@@ -124,7 +132,11 @@ def modules_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> 
     return 3 * config.mtp_flops(seq_length) + config.mtp_layers * recomputed_flops
 
 
-def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
+def _layer_cost(
+    config: ModelConfig,
+    seq_length: int,
+    recompute: Recompute,
+) -> float:
     """Return the FLOPs of both passes of a layer, per token: three times the forward pass, plus the
     recomputation.
 
@@ -140,7 +152,10 @@ def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> f
 
 
 def best_cut(
-    costs: Sequence[float], rank_of_stage: Sequence[int], first: float = 0, last: float = 0
+    costs: Sequence[float],
+    rank_of_stage: Sequence[int],
+    first_extra: float = 0,
+    last_extra: float = 0,
 ) -> list[int]:
     """Return the number of layers of each stage, at least one, that gives the busiest rank the
     least work.
@@ -149,19 +164,23 @@ def best_cut(
     least work. Among equals, early stages get more layers: they run first and wait longest.
 
     costs: of each layer.
-    first, last: extra costs of the first and the last stage.
+    first_extra, last_extra: extra costs of the first and the last stage.
     """
     layers = len(costs)
     stages = len(rank_of_stage)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
     if len(set(costs)) > 1:
-        return _uneven_cut(costs, stages, first, last)
-    return _even_cut(layers, costs[0], rank_of_stage, first, last)
+        return _uneven_cut(costs, stages, first_extra, last_extra)
+    return _even_cut(layers, costs[0], rank_of_stage, first_extra, last_extra)
 
 
 def _even_cut(
-    layers: int, cost: float, rank_of_stage: Sequence[int], first: float, last: float
+    layers: int,
+    cost: float,
+    rank_of_stage: Sequence[int],
+    first_extra: float,
+    last_extra: float,
 ) -> list[int]:
     """Cut layers of equal costs: each further layer goes to the least busy rank, and there to its
     smallest stage.
@@ -173,8 +192,8 @@ def _even_cut(
     # Each stage has one layer to begin with.
     counts = [1] * stages
     work = [cost] * stages
-    work[0] += first
-    work[-1] += last
+    work[0] += first_extra
+    work[-1] += last_extra
     work_of_rank = dict.fromkeys(rank_of_stage, 0.0)
     for stage, rank in enumerate(rank_of_stage):
         work_of_rank[rank] += work[stage]
@@ -191,33 +210,48 @@ def _even_cut(
     return counts
 
 
-def _uneven_cut(costs: Sequence[float], stages: int, first: float, last: float) -> list[int]:
+def _uneven_cut(
+    costs: Sequence[float],
+    stages: int,
+    first_extra: float,
+    last_extra: float,
+) -> list[int]:
     """Cut layers of different costs by bisection: find the least work of a stage with which all
     layers have a stage."""
-    # Greedy filling succeeds from the least work on, and fails below it.
+    # Greedy filling succeeds from the least work on, and fails below it: a stage that is filled as
+    # far as the limit allows leaves the fewest layers to the others.
     low = 0.0
-    high = sum(costs) + first + last
+    high = sum(costs) + first_extra + last_extra
     while True:
         middle = (low + high) / 2
-        # Until no number lies between the two.
+        # Until no number of floating point lies between the two, so that the cut is exact.
         if not low < middle < high:
             break
-        if _fill_stages(costs, stages, first, last, middle):
+        if _fill_stages(costs, stages, first_extra, last_extra, middle):
             high = middle
         else:
             low = middle
-    return _fill_stages(costs, stages, first, last, high)
+    return _fill_stages(costs, stages, first_extra, last_extra, high)
 
 
 def _fill_stages(
-    costs: Sequence[float], stages: int, first: float, last: float, limit: float
+    costs: Sequence[float],
+    stages: int,
+    first_extra: float,
+    last_extra: float,
+    limit: float,
 ) -> list[int]:
     """Return the layers of stages that are filled from the first on with work up to `limit`; empty
     if some are left."""
     counts = list[int]()
     start = 0
     for stage in range(stages):
-        work = first * (stage == 0) + last * (stage == stages - 1)
+        work = 0.0
+        # a stage may be both
+        if stage == 0:
+            work += first_extra
+        if stage == stages - 1:
+            work += last_extra
         end = start
         later_stages = stages - 1 - stage
         latest_end = len(costs) - later_stages  # so that each of them has a layer

@@ -36,6 +36,7 @@ class CachedAttention(Attention):
         kv_heads, width = self.key_value_shape()
         weight = self.output.weight  # the cache is in its dtype and on its device
         shape = (batch, kv_heads, capacity, width)
+        # empty: only what has been written is read
         self._keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         self._values = torch.empty_like(self._keys)
         self.forget()
@@ -85,7 +86,11 @@ class CachedStage(Stage):
     latent_attention = CachedLatentAttention
 
     def __init__(
-        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        context: Context,
+        cut: Cut,
+        tied: tuple[int, ...] = (),
     ) -> None:
         # A new token attends to all earlier ones, which would lie on other ranks.
         require_uncut_sequences(context.cp.size, "continue a text")
@@ -138,7 +143,11 @@ class CachedStage(Stage):
         return scaling.kind == "dynamic" and length > scaling.original_max_position_embeddings
 
     def _find_rotary_tables(
-        self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
+        self,
+        length: int,
+        device: torch.device,
+        positions: Tensor | None,
+        windowed: bool,
     ) -> RotaryTables:
         """Return the tables at the positions of the new tokens, from tables that serve for the
         whole text."""
@@ -151,7 +160,8 @@ class CachedStage(Stage):
         return super()._find_rotary_tables(table_length, device, positions, windowed)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return super()._logits(x[-1:])  # only the last token's are wanted
+        # of the last token alone: the tokens after the others are given
+        return super()._logits(x[-1:])
 
     def _attentions(self) -> list[CachedAttention]:
         """Return the attentions of all layers."""

@@ -21,7 +21,11 @@ from parallel.dropout import MicrobatchInfo, dropout
 from parallel.norms import LayerNorm, RMSNorm
 
 
-def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
+def make_norm(
+    config: ModelConfig,
+    context: Context,
+    name: str,
+) -> nn.Module:
     """Return the norm of the model's family, over the hidden features."""
     if config.norm == "layer":
         return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps)
@@ -62,7 +66,9 @@ class DecoderLayer(nn.Module):
         self.mlp_post_norm = self._make_norm("mlp_post_norm", after)
 
     def _make_norm(self, part: str, wanted: bool) -> nn.Module | None:
-        return make_norm(self.config, self.context, f"{self.name}.{part}") if wanted else None
+        if not wanted:
+            return None
+        return make_norm(self.config, self.context, f"{self.name}.{part}")
 
     def forward(
         self,
@@ -85,24 +91,33 @@ class DecoderLayer(nn.Module):
         attended = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
         attended = self._drop(attended, "attention", microbatch)
         sum_and_branch = self._feed_by_region(x, attended, microbatch)
-        summed, fed = sum_and_branch or self._add_and_feed(x, attended, microbatch)
+        if sum_and_branch is None:
+            sum_and_branch = self._add_and_feed(x, attended, microbatch)
+        summed, fed = sum_and_branch
         if not drops_stream:
             fed = self._drop(fed, "mlp", microbatch)
         # The stream keeps its dtype, which may be wider than that of branches.
         return (summed + fed).to(x.dtype)
 
     def _add_and_feed(
-        self, x: Tensor, attended: Tensor, microbatch: MicrobatchInfo | None
+        self,
+        x: Tensor,
+        attended: Tensor,
+        microbatch: MicrobatchInfo | None,
     ) -> tuple[Tensor, Tensor]:
         """Return x + attended, and the feed-forward's branch."""
         summed = (x + attended).to(x.dtype)
+        # parallel branches both read the input of the layer
         branch_input = x if self.config.parallel_residual else summed
         feed = partial(self._feed, microbatch=microbatch)
         fed = self._branch(branch_input, self.mlp_norm, feed, self.mlp_post_norm)
         return summed, fed
 
     def _feed_by_region(
-        self, x: Tensor, attended: Tensor, microbatch: MicrobatchInfo | None
+        self,
+        x: Tensor,
+        attended: Tensor,
+        microbatch: MicrobatchInfo | None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return what `_add_and_feed` does, with sum and norm as one region, which
         torch compiles as a whole (`parallel.regions`).
@@ -118,7 +133,12 @@ class DecoderLayer(nn.Module):
         if norm is None:
             return None
         summed, normalized = leaves.call_region(
-            add_norm, x, attended, norm.weight, norm.bias, norm.rule
+            add_norm,
+            x,
+            attended,
+            norm.weight,
+            norm.bias,
+            norm.rule,
         )
         fed = self._feed(normalized, microbatch)
         if self.mlp_post_norm is not None:
@@ -137,7 +157,7 @@ class DecoderLayer(nn.Module):
             # A norm would round to the dtype of products; without one it is done here.
             output = compute(x.to(self.context.plan.compute))
         else:
-            output = self.context.recompute.run("norm", norm, x, into=compute)
+            output = self.context.recompute.run_forward("norm", norm, x, then=compute)
         return output if post_norm is None else post_norm(output)
 
     def _feed(self, normalized: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
@@ -146,7 +166,12 @@ class DecoderLayer(nn.Module):
             return self.mlp(normalized, microbatch)
         return self.mlp(normalized)
 
-    def _drop(self, x: Tensor, branch: str, microbatch: MicrobatchInfo | None) -> Tensor:
+    def _drop(
+        self,
+        x: Tensor,
+        branch: str,
+        microbatch: MicrobatchInfo | None,
+    ) -> Tensor:
         """Return x with dropout, if the model has any. branch: its name in the layer."""
         rate = self.config.dropout
         if rate == 0:

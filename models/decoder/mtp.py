@@ -44,15 +44,16 @@ from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear
 from parallel.recomputation import recomputed
-from parallel.sequence_cut import take
+from parallel.sequence_cut import take_own_positions
 
 
 @dataclass(frozen=True)
-class FutureTokens:
-    """The tokens that the modules of a step read and predict, and their losses. D: the number of
-    modules.
+class MTPBatch:
+    """The tokens that the modules of multi-token prediction read and predict, and their losses. D:
+    the number of modules.
 
-    tokens, targets: int64 [D, samples, s] of a share, or [D, s, b] of a micro-batch.
+    tokens, targets: int64 [D, samples, s] of a share, or [D, s, b] of a micro-batch, each shifted
+        for its module.
     weights: of the targets in the losses, float64 of the same shape; 0 where there is no target.
     token_counts: the sum of the weights of each module over the global batch.
     scale: factor of the mean of the losses for the backward pass, [].
@@ -66,7 +67,7 @@ class FutureTokens:
     scale: Tensor
     losses: Tensor
 
-    def of_samples(self, samples: slice) -> "FutureTokens":
+    def of_samples(self, samples: slice) -> "MTPBatch":
         """Return those of the micro-batch of these samples, as [D, s, b]."""
 
         def by_position(x: Tensor) -> Tensor:
@@ -87,20 +88,25 @@ class FutureTokens:
         weighted_sum = (token_losses * self.weights[module].to(token_losses.dtype)).sum()
         return weighted_sum / self.token_counts[module].divisor.to(token_losses.dtype)
 
-    def attach(self, hidden: Tensor, parts: Sequence[Tensor], record: bool) -> Tensor:
+    def attach(
+        self,
+        hidden: Tensor,
+        loss_parts: Sequence[Tensor],
+        record: bool,
+    ) -> Tensor:
         """Return `hidden`, whose backward pass also starts those of the losses.
 
-        parts: this micro-batch's part of each module's loss.
+        loss_parts: this micro-batch's part of each module's loss.
         record: add them to `losses`.
         """
         # One tensor of all modules: one addition, and one gradient of their mean.
-        stacked = torch.stack(list(parts))
+        stacked = torch.stack(list(loss_parts))
         if record:
             self.losses.add_(stacked.detach())
         return WithLoss.apply(hidden, stacked.mean(), self.scale)
 
 
-def future_tokens(
+def make_mtp_batch(
     tokens: Tensor,
     targets: Tensor,
     mask: Tensor | None,
@@ -110,7 +116,7 @@ def future_tokens(
     cp: Axis,
     dp: Axis,
     divides: bool,
-) -> FutureTokens:
+) -> MTPBatch:
     """Return what the modules of a share read and predict. Collective over dp, of ranks that have
     the last stage.
 
@@ -133,7 +139,7 @@ def future_tokens(
         """Return x at the positions that each module predicts from: [D, samples, s / cp]."""
         distances = range(1, modules + 1)
         later = torch.stack([_shift(x, distance, documents) for distance in distances])
-        return take(later, cp, 2).to(device)
+        return take_own_positions(later, cp, 2).to(device)
 
     local_tokens = local_part(tokens)
     local_targets = local_part(targets)
@@ -142,10 +148,14 @@ def future_tokens(
         count_tokens(0, module_weights, dp, divides, device) for module_weights in local_weights
     ]
     losses = torch.zeros(modules, dtype=torch.float64, device=device)
-    return FutureTokens(local_tokens, local_targets, local_weights, token_counts, scale, losses)
+    return MTPBatch(local_tokens, local_targets, local_weights, token_counts, scale, losses)
 
 
-def _shift(x: Tensor, distance: int, documents: Tensor | None) -> Tensor:
+def _shift(
+    x: Tensor,
+    distance: int,
+    documents: Tensor | None,
+) -> Tensor:
     """Return x [samples, s] of the position `distance` tokens later; 0 where the sample, or the
     document, has ended before."""
     # Token 0 stands where there is none, with a weight of 0.
@@ -195,7 +205,11 @@ class PredictionModule(nn.Module):
         # The layer is such as the model's last one, with its window and its experts.
         last_layer = config.of_layer(config.layers - 1)
         self.layer = DecoderLayer(
-            last_layer, inner_context, name, config.layers + number, attention
+            last_layer,
+            inner_context,
+            name,
+            config.layers + number,
+            attention,
         )
         self.final_norm = make_norm(config, context, f"{name}.final_norm")
 
@@ -211,7 +225,8 @@ class PredictionModule(nn.Module):
         hidden states."""
         context = self.context
         normed = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        # Each tp rank has some output features of the projection, and a layer wants them all.
+        # Each tp rank has some output features of the projection, and a layer wants them all. Each
+        # rank then gets their whole gradient back, so they are joined and not gathered.
         x = collectives.join(self.projection(normed), context.tp, 2)
         if context.cut_sequence:
             x = collectives.split(x, context.tp, 0)

@@ -30,7 +30,10 @@ def stage_maker(factory: str) -> MakeStage:
     make = find_function("model.factory", factory)
 
     def make_valid_stage(
-        config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]
+        config: ModelConfig,
+        context: Context,
+        cut: Cut,
+        tied: tuple[int, ...],
     ) -> Stage:
         stage = make(config, context, cut, tied)
         _require_stage(factory, stage, cut)
@@ -46,7 +49,11 @@ def require_builtin(model: ModelConfig, what: str) -> None:
         raise UserError.of("model.factory_not_built_in", factory=model.factory, what=what)
 
 
-def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
+def _require_stage(
+    factory: str,
+    stage: Any,
+    cut: Cut,
+) -> None:
     """Raise UserError if `stage` lacks a property that a stage must have."""
     subject = f'model.factory = "{factory}": stage {cut.stage}'
     # Found here and not in the first pass, where nothing would name the user's function.

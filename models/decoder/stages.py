@@ -63,7 +63,7 @@ from models.attention.packing import UNPACKED, Packing, causal_mask
 from models.attention.rope import RotaryTables, rotary_tables
 from models.config import ModelConfig
 from models.decoder.layer import DecoderLayer, make_norm
-from models.decoder.mtp import FutureTokens, PredictionModule
+from models.decoder.mtp import MTPBatch, PredictionModule
 from models.rope_scaling import RopeScaling
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
@@ -71,7 +71,7 @@ from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, InputLayout, Linear
 from parallel.loss import cross_entropy
 from parallel.recomputation import recomputed
-from parallel.sequence_cut import positions_between, take
+from parallel.sequence_cut import positions_between, take_own_positions
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,11 @@ class Stage(nn.Module):
     latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
 
     def __init__(
-        self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        context: Context,
+        cut: Cut,
+        tied: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.config = config
@@ -145,7 +149,11 @@ class Stage(nn.Module):
         # Its layer is recomputed if all layers of the stage are.
         recompute_layer = len(self.recomputed_layers) == len(self.cut.layers)
         return PredictionModule(
-            self.config, self.context, number, self._attention_type(), recompute_layer
+            self.config,
+            self.context,
+            number,
+            self._attention_type(),
+            recompute_layer,
         )
 
     def _attention_type(self) -> type[Attention]:
@@ -204,13 +212,13 @@ class Stage(nn.Module):
         x: Tensor,
         microbatch: MicrobatchInfo | None = None,
         packing: Packing = UNPACKED,
-        future: FutureTokens | None = None,
+        mtp_batch: MTPBatch | None = None,
     ) -> Tensor:
         """Compute the stage; shapes as above.
 
         microbatch: what dropout and router losses need to know of it; None in evaluation.
         packing: the documents of its samples.
-        future: what modules of multi-token prediction read and predict; last stage only.
+        mtp_batch: what modules of multi-token prediction read and predict; last stage only.
         """
         # Ids are not cut over tp, activations may be.
         length = x.shape[0]
@@ -235,17 +243,17 @@ class Stage(nn.Module):
             x = recomputed(run, x) if number in self.recomputed_layers else run(x)
         if not self.cut.last:
             return x
-        if future is None:
-            return self._hand_out(self._logits(x), microbatch)
+        if mtp_batch is None:
+            return self._to_output_dtype(self._logits(x), microbatch)
         # The modules attend as the last layer does.
-        predict = with_arguments(self._predict_future, str(self.cut.layers[-1]))
-        hidden = predict(self.final_norm(x), future=future)
-        return self._hand_out(self._logits_of_normalized(hidden), microbatch)
+        predict = with_arguments(self._attach_mtp_losses, str(self.cut.layers[-1]))
+        hidden = predict(self.final_norm(x), mtp_batch=mtp_batch)
+        return self._to_output_dtype(self._logits_of_normalized(hidden), microbatch)
 
-    def _predict_future(
+    def _attach_mtp_losses(
         self,
         hidden: Tensor,
-        future: FutureTokens,
+        mtp_batch: MTPBatch,
         rotary: RotaryTables | None,
         microbatch: MicrobatchInfo | None,
         attn_mask: Tensor | Documents | None,
@@ -253,24 +261,27 @@ class Stage(nn.Module):
         """Return hidden states of the final norm, whose backward pass also starts those of the
         modules' losses."""
         x = hidden
-        parts = []
+        loss_parts = []
         for name, module in self.mtp.items():
             number = int(name)
             embedding_name = f"mtp.{number}.embedding"
-            embedded = self._embed(future.tokens[number], microbatch, None, embedding_name)
+            embedded = self._embed(mtp_batch.tokens[number], microbatch, None, embedding_name)
             # Each module reads the hidden states of the one before.
             x = module(embedded, x, rotary=rotary, microbatch=microbatch, attn_mask=attn_mask)
-            token_losses = self.losses(self._logits_of_normalized(x), future.targets[number])
-            parts.append(future.part_of_loss(number, token_losses))
-        # Other tp ranks have the same losses.
-        return future.attach(hidden, parts, record=self.context.tp.rank == 0)
+            token_losses = self.losses(self._logits_of_normalized(x), mtp_batch.targets[number])
+            loss_parts.append(mtp_batch.part_of_loss(number, token_losses))
+        # The report sums the losses over all ranks, and other tp ranks have the same ones.
+        return mtp_batch.attach(hidden, loss_parts, record=self.context.tp.rank == 0)
 
     def _uses_window_rotary(self, layer: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""
         return self.config.window_rope_base > 0 and self._windows[layer] > 0
 
     def _make_masks(
-        self, length: int, device: torch.device, packing: Packing
+        self,
+        length: int,
+        device: torch.device,
+        packing: Packing,
     ) -> Mapping[int, Tensor | Documents]:
         """Return the attention masks of the layers of this stage, by window; empty if each sample
         is one document.
@@ -285,11 +296,11 @@ class Stage(nn.Module):
             return dict.fromkeys(windows, packing.documents)
         # On a GPU a mask of tokens x tokens is made only if a kernel asks for it.
         if device.type != "cpu":
-            return dict.fromkeys(
-                windows, Documents(packing.documents, sum(packing.document_counts))
-            )
-        documents = packing.documents
-        return {window: causal_mask(length, window, documents, device) for window in windows}
+            documents = Documents(packing.documents, sum(packing.document_counts))
+            return dict.fromkeys(windows, documents)
+        return {
+            window: causal_mask(length, window, packing.documents, device) for window in windows
+        }
 
     def _embed(
         self,
@@ -333,21 +344,24 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states before the final norm."""
-        logits = self.context.recompute.run("norm", self.final_norm, x, into=self._head_products)
+        logits = self.context.recompute.run_forward(
+            "norm", self.final_norm, x, then=self._uncapped_logits
+        )
         return softcap(logits, self.config.final_softcap)
 
     def _logits_of_normalized(self, x: Tensor) -> Tensor:
         """Return the logits of hidden states after the final norm."""
-        return softcap(self._head_products(x), self.config.final_softcap)
+        return softcap(self._uncapped_logits(x), self.config.final_softcap)
 
-    def _head_products(self, x: Tensor) -> Tensor:
+    def _uncapped_logits(self, x: Tensor) -> Tensor:
+        """Return the products of the head with hidden states after the final norm."""
         context = self.context
         layout = InputLayout.SEQUENCE if context.cut_sequence else InputLayout.COPIED
         name = layout_of(self.head).parts[0].name
         products = context.products_of_head(name, self.config.head_grad_scale)
         return Linear.apply(x, self.head, None, layout, context.tp, context.deferred, products)
 
-    def _hand_out(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
+    def _to_output_dtype(self, logits: Tensor, microbatch: MicrobatchInfo | None) -> Tensor:
         """Return the logits in the plan's `output` dtype.
 
         Training does not widen them: that would not change the loss, which is computed in the
@@ -359,19 +373,25 @@ class Stage(nn.Module):
         return logits if is_training and widens else logits.to(output)
 
     def _rotary_by_window(
-        self, length: int, device: torch.device, positions: Tensor | None
+        self,
+        length: int,
+        device: torch.device,
+        positions: Tensor | None,
     ) -> dict[bool, RotaryTables]:
         """Return the tables that the layers of this stage need, by `_uses_window_rotary`."""
         if self.config.positions != "rope":
             return {}
-        kinds = {self._uses_window_rotary(layer) for layer in self.layers}
-        return {
-            windowed: self._find_rotary_tables(length, device, positions, windowed)
-            for windowed in kinds
-        }
+        tables: dict[bool, RotaryTables] = {}
+        for windowed in {self._uses_window_rotary(layer) for layer in self.layers}:
+            tables[windowed] = self._find_rotary_tables(length, device, positions, windowed)
+        return tables
 
     def _find_rotary_tables(
-        self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
+        self,
+        length: int,
+        device: torch.device,
+        positions: Tensor | None,
+        windowed: bool,
     ) -> RotaryTables:
         """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given
         positions [b, s].
@@ -381,18 +401,19 @@ class Stage(nn.Module):
         """
         key = windowed, length, positions is None
         if key not in self._rotary_tables:
-            # Tables of one length are kept at a time.
-            others = {
-                other: tables
-                for other, tables in self._rotary_tables.items()
-                if other[0] != windowed
+            # Tables of one length are kept at a time: evaluation has many lengths.
+            kept_tables = {
+                kept_key: tables
+                for kept_key, tables in self._rotary_tables.items()
+                if kept_key[0] != windowed
             }
             cosine, sine = self._make_rotary_tables(length, windowed)
             # Given positions are those of this rank's tokens already.
             if positions is None:
-                cosine = take(cosine, self.context.cp, 0)
-                sine = take(sine, self.context.cp, 0)
-            self._rotary_tables = others | {key: (cosine.to(device), sine.to(device))}
+                cosine = take_own_positions(cosine, self.context.cp, 0)
+                sine = take_own_positions(sine, self.context.cp, 0)
+            kept_tables[key] = (cosine.to(device), sine.to(device))
+            self._rotary_tables = kept_tables
         cosine, sine = self._rotary_tables[key]
         if positions is None:
             return cosine, sine

@@ -30,7 +30,7 @@ from models.decoder.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.lockstep import Lockstep
-from parallel.weight_grad_queue import WeightGradQueue, Work
+from parallel.weight_grad_queue import WeightGradQueue, carry_out
 
 
 def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
@@ -39,7 +39,12 @@ def over_virtual_ranks(make: MakeStage, virtual: VirtualAxis) -> MakeStage:
     It raises UserError for a model with modules of multi-token prediction.
     """
 
-    def make_virtual(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Any:
+    def make_virtual(
+        config: ModelConfig,
+        context: Context,
+        cut: Cut,
+        tied: tuple[int, ...],
+    ) -> Any:
         if config.mtp_layers:
             raise UserError.of("model.mtp_virtual_ranks", mtp_layers=config.mtp_layers)
         lockstep = Lockstep(virtual)
@@ -85,7 +90,10 @@ class VirtualStage(nn.Module):
             self.add_module(f"shard{rank}", shard)
 
     def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all virtual ranks, those of the same logical tensor one after the
         other."""
@@ -99,12 +107,16 @@ class VirtualStage(nn.Module):
             yield from parameters_of_tensor
 
     def forward(
-        self, x: Tensor, microbatch: MicrobatchInfo | None = None, packing: Packing = UNPACKED
+        self,
+        x: Tensor,
+        microbatch: MicrobatchInfo | None = None,
+        packing: Packing = UNPACKED,
     ) -> Tensor | tuple[Tensor, ...]:
         # Ids are the same for all virtual ranks; activations are cut along the sequence.
         if self.cut.first:
             inputs = [x] * len(self.shards)
         else:
+            # copies: a part of x would keep all of x alive in each graph
             inputs = [shard.clone() for shard in x.chunk(len(self.shards))]
 
         def forward_of(shard: Stage) -> Callable[[Tensor], Tensor]:
@@ -126,12 +138,13 @@ class VirtualStage(nn.Module):
         """Return functions[n](inputs[n]) for each virtual rank of this process."""
         if not torch.is_grad_enabled():
             return self.lockstep.run(_bind(functions, inputs))
-        # Ids need no gradient, but the embedding does.
+        # Ids need no gradient, but the embedding does: an input that needs one makes autograd run
+        # the backward pass of this node.
         anchor = torch.zeros((), requires_grad=True)
         return list(_Lanes.apply(anchor, self, functions, *inputs))
 
     def back_propagate(self, ends: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run the backward pass of each virtual rank's graph; put off weight gradients if the
+        """Run the backward pass of each virtual rank's graph; defer weight gradients if the
         executor does."""
         passes = [
             partial(torch.autograd.backward, (end,), (gradient,))
@@ -142,9 +155,10 @@ class VirtualStage(nn.Module):
             self.lockstep.run(passes)
             return
         with ExitStack() as stack:
+            # one queue for each: its work runs in its own lane later, where its products may gather
             works = [stack.enter_context(queue.collect()) for queue in self.queues]
             self.lockstep.run(passes)
-        weight_passes = [partial(_carry_out, work) for work in works]
+        weight_passes = [partial(carry_out, work) for work in works]
         self.deferred.offer(partial(self.lockstep.run, weight_passes))
 
 
@@ -180,6 +194,7 @@ class _Lanes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.stage.back_propagate(ctx.ends, gradients)
+        # the graphs are spent: what they keep is not needed any more
         del ctx.ends
         return None, None, None, *(x.grad for x in ctx.inputs)
 
@@ -195,9 +210,3 @@ class _First(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return (grad,) * ctx.count
-
-
-def _carry_out(work: Work) -> None:
-    """Compute the weight gradients that were put off."""
-    while work:
-        work.popleft()()

@@ -31,7 +31,7 @@ from models.decoder.cutting import MakeStage, build, cuts
 from models.decoder.stages import Stage
 from models.decoder.virtual_stage import over_virtual_ranks
 from models.engine.options import EngineOptions
-from models.engine.passes import Passes, Running, Share
+from models.engine.passes import Passes, PassState, Share
 from models.engine.replay import trace_offenders
 from models.feed_forward.dispatch import spread_experts
 from parallel.context import Context
@@ -123,7 +123,11 @@ def build_stages(
     if virtual is not None:
         make_stage = over_virtual_ranks(make_stage, virtual)
     experts = spread_experts(
-        config, mesh, options.expert, options.expert_tensor, options.canonical_shards
+        config,
+        mesh,
+        options.expert,
+        options.expert_tensor,
+        options.canonical_shards,
     )
     context = Context(
         plan,
@@ -262,7 +266,11 @@ class Engine:
         )
 
     def step(
-        self, share: Share, lr: float, number: int, recording: Recording | None = None
+        self,
+        share: Share,
+        lr: float,
+        number: int,
+        recording: Recording | None = None,
     ) -> StepReport:
         """Run training step `number`; every rank gets the same report. Collective over the whole
         mesh.
@@ -271,30 +279,35 @@ class Engine:
         Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks
         for an error.
         """
-        run = self.accumulate(share, number, recording)
-        return self.update(run, lr)
+        state = self.accumulate(share, number, recording)
+        return self.update(state, lr)
 
-    def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
+    def accumulate(
+        self,
+        share: Share,
+        number: int,
+        recording: Recording | None = None,
+    ) -> PassState:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         # Nothing is cleared or waited for: the first gradient of a step overwrites `main_grad`, and
         # each layer waits for its own weights (`ParamGatherer`).
-        run = self.passes.begin(share, number, self.optimizer.scale)
-        executor = self.passes.executor(run, spans=recording.spans if recording else None)
+        state = self.passes.begin(share, number, self.optimizer.scale)
+        executor = self.passes.executor(state, spans=recording.spans if recording else None)
         if self.watch is not None:
             self.watch(executor)
         # One autocast around all micro-batches: FP8's scales advance once a step.
         with self.passes.in_fp8():
             executor.run()
-        return run
+        return state
 
-    def update(self, run: Running, lr: float) -> StepReport:
+    def update(self, state: PassState, lr: float) -> StepReport:
         """Run the second half of `step`: apply or skip it."""
         self.passes.position.note_action("gradient reduction")
         try:
-            report = self.optimizer.step(lr, run.loss, run.token_count.total)
+            report = self.optimizer.step(lr, state.loss, state.token_count.total)
         except NonFiniteStep as error:
-            raise NonFiniteStep(self.complete_report(error.report, run)) from None
-        return self.complete_report(report, run)
+            raise NonFiniteStep(self.complete_report(error.report, state)) from None
+        return self.complete_report(report, state)
 
     def evaluate(self, share: Share) -> float:
         """Return the mean loss over the tokens of all shares that count, NaN if none does.
@@ -311,21 +324,21 @@ class Engine:
         """
         # Weights of the last update may still travel. All at once: nothing overlaps with them here.
         self.optimizer.wait()
-        run = self.passes.begin(share, None, self.optimizer.scale)
+        state = self.passes.begin(share, None, self.optimizer.scale)
         with self.passes.in_fp8():
-            self.passes.executor(run, self._evaluation_program).run()
-        loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
+            self.passes.executor(state, self._evaluation_program).run()
+        loss = summed_loss(state.loss, self.optimizer.dp, self.optimizer.world)
         # Ids outside the vocabulary make the loss NaN on all ranks (`Passes.begin`).
         if math.isnan(loss):
-            self.passes.require_ids(run)
+            self.passes.require_ids(state)
         # NaN on ranks that do not hold the last stage, which alone counts them.
-        local_count = run.token_count.total.nan_to_num(nan=-math.inf)
+        local_count = state.token_count.total.nan_to_num(nan=-math.inf)
         tokens = self.optimizer.world.max_(local_count).item()
         if tokens <= 0:
             return math.nan, 0.0
         return loss, tokens
 
-    def complete_report(self, report: StepReport, run: Running) -> StepReport:
+    def complete_report(self, report: StepReport, state: PassState) -> StepReport:
         """Return the report of a step with the loss of multi-token prediction; of a skipped step
         with offenders traced.
 
@@ -333,9 +346,9 @@ class Engine:
         had ids outside the vocabulary.
         """
         if math.isnan(report.loss):
-            self.passes.require_ids(run)
-        if run.future is not None:
-            losses = self.optimizer.world.sum_(run.future.losses.clone())
+            self.passes.require_ids(state)
+        if state.mtp_batch is not None:
+            losses = self.optimizer.world.sum_(state.mtp_batch.losses.clone())
             report = replace(report, mtp_loss=losses.mean().item())
         # Only a step that was skipped for its numbers has offenders to explain.
         if report.changed or not report.overflowed:
@@ -346,7 +359,7 @@ class Engine:
             last_rank = self.schedule.rank_of_stage[-1]
             offenders = (replace(offenders[0], stage=last_rank), *offenders[1:])
         if self.trace and offenders and not self._searches_scale(report):
-            offenders = trace_offenders(self.passes, offenders, report.loss_scale, run)
+            offenders = trace_offenders(self.passes, offenders, report.loss_scale, state)
         return replace(report, offenders=offenders)
 
     def _searches_scale(self, report: StepReport) -> bool:

@@ -48,7 +48,11 @@ class Shadow:
     underflowed: Mapping[str, float]
 
     @staticmethod
-    def of(loss: float, wide_loss: float, sums: Sums) -> "Shadow":
+    def of(
+        loss: float,
+        wide_loss: float,
+        sums: Sums,
+    ) -> "Shadow":
         """Return the Shadow of two losses. sums: those of all stages."""
         cosines = {}
         saturated = {}
@@ -81,14 +85,22 @@ class Shadow:
         return name, finite.get(name, math.nan)
 
 
-def _cosine(product: float, square: float, other_square: float) -> float:
+def _cosine(
+    product: float,
+    square: float,
+    other_square: float,
+) -> float:
     """Return the cosine of two vectors from their scalar products; NaN if one of them is zero or
     not finite."""
     squares = square * other_square
     return product / math.sqrt(squares) if squares > 0 else math.nan
 
 
-def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
+def run_shadow(
+    passes: Passes,
+    share: Share,
+    number: int,
+) -> Shadow:
     """Compare the first micro-batch of step `number` on each dp rank with FP8 and without.
 
     The step must be the next one. The micro-batch is run two extra times, without FP8 and with it,
@@ -120,7 +132,11 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     return Shadow.of(loss / divisor, wide_loss / divisor, sums_of_all_stages)
 
 
-def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Tensor, Tensor]:
+def _run_first_microbatch(
+    passes: Passes,
+    share: Share,
+    number: int,
+) -> tuple[Tensor, Tensor]:
     """Run the first micro-batch, forward and backward, through all stages.
 
     Returns this rank's part of the loss, divided by the tokens of the whole batch, and its part of
@@ -128,25 +144,25 @@ def _run_first_microbatch(passes: Passes, share: Share, number: int) -> tuple[Te
     is the loss of the micro-batch. The gradients stay in the buffers, summed over tp but not over
     dp.
     """
-    run = passes.begin(share, number, passes.optimizer.scale)
+    state = passes.begin(share, number, passes.optimizer.scale)
     program = [
         instruction
         for instruction in passes.program
         if instruction.microbatch == 0 and instruction.op is not Op.REDUCE
     ]
-    passes.executor(run, program).run()
+    passes.executor(state, program).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    counted_part = torch.zeros_like(run.num_tokens)
+    counted_part = torch.zeros_like(state.num_tokens)
     if passes.last_stage in passes.stages and passes.optimizer.tp.rank == 0:
-        targets = run.share.targets[: passes.micro_batch]
-        mask = run.share.mask
+        targets = state.share.targets[: passes.micro_batch]
+        mask = state.share.mask
         if mask is None:
             tokens = float(targets.numel())
         else:
             tokens = mask[: passes.micro_batch].sum(dtype=torch.float64)
-        counted_part = tokens / run.num_tokens
-    return run.loss.sum(), counted_part
+        counted_part = tokens / state.num_tokens
+    return state.loss.sum(), counted_part
 
 
 def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
@@ -163,13 +179,16 @@ def _weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, T
                 continue
             flat_gradient = parameter.main_grad.view(-1)  # type: ignore[attr-defined]
             for part, first, last in layout.spans():
+                # of the ranks that hold this slice, the first one counts it
                 end = last if part.copy == 0 else first
                 gradients[part.name] = flat_gradient[first:end]
     return gradients
 
 
 def _count_lost_values(
-    casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]
+    casts: Mapping[str, Tensor],
+    names: Set[str],
+    buffers: Sequence[Buffer],
 ) -> dict[str, Tensor]:
     """Return the counts of values that casts lost, with zeros for tensors without a cast.
 

@@ -62,6 +62,7 @@ class MicrobatchTrace:
         alone: bool,
         in_flight: bool,
     ) -> None:
+        # by stage: how many forwards come before that of the traced micro-batch
         turns: dict[int, int] = {}
         for stage in stages:
             order = [
@@ -116,7 +117,12 @@ class MicrobatchTrace:
         if op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
             self._note_gradients(stage)
 
-    def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
+    def _note_message(
+        self,
+        executor: Executor,
+        message: Message | None,
+        side: int,
+    ) -> None:
         """Note a message that this rank holds. side: SENT or RECEIVED."""
         assert message is not None
         tensor = executor.find_message(message)
@@ -169,9 +175,13 @@ def _readable_parameters(
     readable: dict[int, list[nn.Parameter]] = {}
     for number, stage in stages.items():
         of_stage = [instruction for instruction in program if instruction.stage == number]
-        inputs = [one.microbatch for one in of_stage if one.op in INPUT_GRADIENTS]
-        weights = [one.microbatch for one in of_stage if one.op in WEIGHT_GRADIENTS]
-        if inputs[0] == weights[0] == TRACED_MICROBATCH:
+        input_order = [
+            instruction.microbatch for instruction in of_stage if instruction.op in INPUT_GRADIENTS
+        ]
+        weight_order = [
+            instruction.microbatch for instruction in of_stage if instruction.op in WEIGHT_GRADIENTS
+        ]
+        if input_order[0] == weight_order[0] == TRACED_MICROBATCH:
             readable[number] = [
                 parameter
                 for parameter in stage.parameters()

@@ -1,7 +1,7 @@
 """The forward and backward passes of a dp rank's samples through a rank's stages, and their loss.
 
 Every caller of passes (a training step, an evaluation, the replay of a step) starts with a
-`Running` and lets an executor run instructions with it. No pass changes a weight; gradients
+`PassState` and lets an executor run instructions with it. No pass changes a weight; gradients
 accumulate in the optimizer's buffers.
 """
 
@@ -22,7 +22,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.decoder.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
@@ -38,7 +38,7 @@ from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
 from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
-from parallel.sequence_cut import take
+from parallel.sequence_cut import take_own_positions
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -65,9 +65,9 @@ class Share:
             return self
         return replace(
             self,
-            tokens=take(self.tokens, cp, 1),
-            targets=take(self.targets, cp, 1),
-            mask=None if self.mask is None else take(self.mask, cp, 1),
+            tokens=take_own_positions(self.tokens, cp, 1),
+            targets=take_own_positions(self.targets, cp, 1),
+            mask=None if self.mask is None else take_own_positions(self.mask, cp, 1),
             packing=self.packing.cut(cp),
         )
 
@@ -83,8 +83,8 @@ class Share:
 
 
 @dataclass
-class Running:
-    """A share whose passes are in progress.
+class PassState:
+    """The state of the passes of one share, in progress.
 
     share: the part of `full_share` that this rank of cp computes.
     token_count: the number of tokens in the loss, over the global batch.
@@ -94,8 +94,8 @@ class Running:
         is canonical.
     outside_vocabulary: bool [samples, s], True where the share has ids outside the vocabulary.
     full_share: the share of this dp rank.
-    future: what the modules of multi-token prediction read and predict; None if there are none, and
-        in evaluation.
+    mtp_batch: what the modules of multi-token prediction read and predict; None if there are none,
+        and in evaluation.
     """
 
     share: Share
@@ -105,7 +105,7 @@ class Running:
     loss: Tensor
     outside_vocabulary: Tensor
     full_share: Share
-    future: FutureTokens | None = None
+    mtp_batch: MTPBatch | None = None
 
     @property
     def num_tokens(self) -> Tensor:
@@ -118,8 +118,8 @@ class Running:
     def await_sums(self) -> None:
         """Wait for sums under way, of passes that will not divide by them."""
         self.token_count.await_sum()
-        if self.future is not None:
-            for token_count in self.future.token_counts:
+        if self.mtp_batch is not None:
+            for token_count in self.mtp_batch.token_counts:
                 token_count.await_sum()
 
 
@@ -165,7 +165,7 @@ class Passes:
         """Return the index in `program` before which each receive is posted; empty if the links
         post early."""
         # The executor then posts each receive as soon as it can.
-        if self.links.early:
+        if self.links.posts_early:
             return {}
         return posts(self.schedule)[self.optimizer.pp.rank]
 
@@ -181,7 +181,8 @@ class Passes:
 
     @cached_property
     def chunk_of_stage(self) -> dict[int, int]:
-        """Return the index of each stage among the optimizer's parts."""
+        """Return the number of each stage among the stages of this rank, which the optimizer calls
+        model chunks."""
         return {stage: chunk for chunk, stage in enumerate(self.stages)}
 
     @cached_property
@@ -201,10 +202,15 @@ class Passes:
         """
         return stage == 0 and self._shares_embedding
 
-    def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
+    def begin(
+        self,
+        share: Share,
+        step: int | None,
+        scale: Tensor,
+    ) -> PassState:
         """Prepare the passes of a share. Collective over dp if the share has a mask.
 
-        The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
+        The sum of the mask is under way until `PassState.num_tokens` is read, by the first loss.
         """
         if len(share.tokens) != self._num_samples:
             raise ValueError(
@@ -229,17 +235,22 @@ class Passes:
         # Canonical sums add the micro-batches in an order of their own.
         if canonical:
             loss = loss.repeat(self.schedule.microbatches)
-        future = self._look_ahead(share, step, scale)
-        return Running(local, token_count, step, scale, loss, outside, share, future)
+        mtp_batch = self._make_mtp_batch(share, step, scale)
+        return PassState(local, token_count, step, scale, loss, outside, share, mtp_batch)
 
-    def _look_ahead(self, share: Share, step: int | None, scale: Tensor) -> FutureTokens | None:
+    def _make_mtp_batch(
+        self,
+        share: Share,
+        step: int | None,
+        scale: Tensor,
+    ) -> MTPBatch | None:
         """Return what the modules of multi-token prediction read and predict in training;
         collective over dp."""
         config = self.config
         if step is None or not config.mtp_layers:
             return None
         # The full share, because modules read tokens that other ranks of cp hold.
-        return future_tokens(
+        return make_mtp_batch(
             share.tokens.clamp(0, config.vocab - 1),
             share.targets.clamp(0, config.vocab - 1),
             share.mask,
@@ -258,22 +269,22 @@ class Passes:
 
     def executor(
         self,
-        run: Running,
+        state: PassState,
         program: Sequence[Instruction] | None = None,
         spans: list[Span] | None = None,
         after_each: Callable[[Instruction], None] | None = None,
     ) -> Executor:
-        """Return an executor for the passes of `run`.
+        """Return an executor for the passes of `state`.
 
         program: the instructions; None: this rank's program of a training step.
         spans: as in `Executor`.
         after_each: called after each instruction.
         """
         is_training_step = program is None
-        hooks = RunHooks(
+        hooks = PassHooks(
             self,
-            run,
-            advances_fp8=run.step is not None and self.fp8.by_microbatch,
+            state,
+            advances_fp8=state.step is not None and self.fp8.by_microbatch,
             sums_by_tree=self.optimizer.canonical and is_training_step,
             after_each=after_each,
         )
@@ -287,70 +298,83 @@ class Passes:
             posts=self._posts if is_training_step else None,
         )
 
-    def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        state: PassState,
+        stage: int,
+        microbatch: int,
+        received: Tensor | None,
+    ) -> Tensor:
         """Run one micro-batch through one stage, as `StageHooks.forward` does."""
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
         plan = self.optimizer.plan
         if received is None:
-            x = self._ids_inside(run.share.tokens[rows])
+            x = self._ids_inside(state.share.tokens[rows])
         else:
             x = received.to(plan.residual)
-        info = self._microbatch_info(run, rows)
+        microbatch_info = self._microbatch_info(state, rows)
         # Documents and positions are read on every stage.
-        packing = run.share.packing.rows(rows)
-        if run.future is not None and stage == self.last_stage:
-            output = self.stages[stage](x, info, packing, run.future.of_samples(rows))
+        packing = state.share.packing.rows(rows)
+        if state.mtp_batch is not None and stage == self.last_stage:
+            mtp_batch = state.mtp_batch.of_samples(rows)
+            output = self.stages[stage](x, microbatch_info, packing, mtp_batch)
         else:
             # A stage of the user's takes no more than three.
-            output = self.stages[stage](x, info, packing)
+            output = self.stages[stage](x, microbatch_info, packing)
         if stage < self.last_stage:
             return output.to(plan.pipeline)
-        return self.scaled_loss(run, stage, output, rows)
+        return self.scaled_loss(state, stage, output, rows)
 
-    def _microbatch_info(self, run: Running, rows: slice) -> MicrobatchInfo | None:
+    def _microbatch_info(self, state: PassState, rows: slice) -> MicrobatchInfo | None:
         """Return what dropout and router losses need to know of a micro-batch; None in
         evaluation."""
-        if run.step is None:
+        if state.step is None:
             return None
         samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device)
-        samples = samples + run.share.first
+        samples = samples + state.share.first
         # The optimizer's dp holds the ranks of cp too, which share samples.
         replicas = self.optimizer.dp.size // self.cp.size
         # Widened before the division: under an FP64 plan its result must not be rounded to FP32.
-        scale = run.scale.to(self.optimizer.plan.sensitive)
-        return MicrobatchInfo(run.step, samples, weight=scale / (self._num_samples * replicas))
+        scale = state.scale.to(self.optimizer.plan.sensitive)
+        return MicrobatchInfo(state.step, samples, weight=scale / (self._num_samples * replicas))
 
-    def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
+    def scaled_loss(
+        self,
+        state: PassState,
+        stage: int,
+        logits: Tensor,
+        rows: slice,
+    ) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale.
 
         Losses of routers are not in it: each router adds its own to the graph, times the weight in
-        `MicrobatchInfo`, as multi-token prediction does, times `FutureTokens.scale`.
+        `MicrobatchInfo`, as multi-token prediction does, times `MTPBatch.scale`.
         """
-        # An id outside the vocabulary is replaced, and has made `run.loss` NaN already.
-        losses = self.stages[stage].losses(logits, self._ids_inside(run.share.targets[rows]))
-        if run.share.mask is not None:
-            losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
-        loss = losses.sum() / run.num_tokens.to(losses.dtype)
+        # An id outside the vocabulary is replaced, and has made `state.loss` NaN already.
+        losses = self.stages[stage].losses(logits, self._ids_inside(state.share.targets[rows]))
+        if state.share.mask is not None:
+            losses = losses * _columns(state.share.mask[rows]).to(losses.dtype)
+        loss = losses.sum() / state.num_tokens.to(losses.dtype)
         # Kept on the first tp rank alone: an evaluation sums losses over the world, and the
         # optimizer takes 0 from the others.
         if self.optimizer.tp.rank == 0:
-            by_microbatch = run.loss.dim() > 0
-            total = run.loss[rows.start // self.micro_batch] if by_microbatch else run.loss
-            total += loss.detach()  # in place: a view of run.loss
-        return loss * run.scale
+            by_microbatch = state.loss.dim() > 0
+            total = state.loss[rows.start // self.micro_batch] if by_microbatch else state.loss
+            # in place: it is `state.loss` or a view of it
+            total += loss.detach()
+        return loss * state.scale
 
-    def require_ids(self, run: Running) -> None:
+    def require_ids(self, state: PassState) -> None:
         """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the
         vocabulary.
 
         Collective, so it is called only if the loss is NaN.
         """
-        rows = run.outside_vocabulary.any(1).nonzero()[:, 0]
-        samples = (rows + run.share.first).tolist()
+        rows = state.outside_vocabulary.any(1).nonzero()[:, 0]
+        samples = (rows + state.share.first).tolist()
         # The smallest number over all ranks, by a maximum.
-        negated = torch.tensor(
-            -min(samples, default=math.inf), dtype=torch.float64, device=self.optimizer.device
-        )
+        smallest = min(samples, default=math.inf)
+        negated = torch.tensor(-smallest, dtype=torch.float64, device=self.optimizer.device)
         first_sample = -self.optimizer.world.max_(negated).item()
         if math.isfinite(first_sample):
             raise OutsideVocabulary(int(first_sample), self.config.vocab)
@@ -384,8 +408,8 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class RunHooks(StageHooks):
-    """The hooks of an executor that runs the passes of one run.
+class PassHooks(StageHooks):
+    """The hooks of an executor that runs the passes of one share.
 
     advances_fp8: FP8's amax histories advance after each pass.
     sums_by_tree: the optimizer is told of each backward pass, to sum the gradients of micro-batches
@@ -394,13 +418,18 @@ class RunHooks(StageHooks):
     """
 
     passes: Passes
-    run: Running
+    state: PassState
     advances_fp8: bool = False
     sums_by_tree: bool = False
     after_each: Callable[[Instruction], None] | None = None
 
-    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        return self.passes.forward(self.run, stage, microbatch, received)
+    def forward(
+        self,
+        stage: int,
+        microbatch: int,
+        received: Tensor | None,
+    ) -> Tensor:
+        return self.passes.forward(self.state, stage, microbatch, received)
 
     def expect(self, stage: int) -> None:
         passes = self.passes

@@ -64,6 +64,7 @@ class Relay:
 
         tokens: int64 [s, b], the same on all ranks of pp and tp. Collective over both.
         """
+        # the tokens of such a batch need not divide over cp
         require_uncut_sequences(self.local_stage.context.cp.size, "run batches of any shape")
         x = tokens.to(self.device)
         # In the order of their numbers, whatever other ranks hold between them.
@@ -86,7 +87,12 @@ class Relay:
                     dist.send(x.contiguous(), group=self.pp.group, group_dst=target)
         return None
 
-    def _receive(self, source: int, stage: Stage, tokens_shape: torch.Size) -> Tensor:
+    def _receive(
+        self,
+        source: int,
+        stage: Stage,
+        tokens_shape: torch.Size,
+    ) -> Tensor:
         """Receive the activations that `stage` reads, from a rank of pp.
 
         tokens_shape: [s, b].

@@ -13,39 +13,49 @@ import torch
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.optim.attribution import Onset
 from megaprec.optim.step_report import Offender
-from models.engine.passes import Passes, Running, Share, require_steady_scales
+from models.engine.passes import Passes, PassState, Share, require_steady_scales
 from parallel.pipeline.instructions import Instruction, Message, Op
 
 
 def trace_offenders(
-    passes: Passes, offenders: Sequence[Offender], scale: float, skipped: Running
+    passes: Passes,
+    offenders: Sequence[Offender],
+    scale: float,
+    skipped: PassState,
 ) -> tuple[Offender, ...]:
     """Run the skipped step again, with the loss scale it had, to find the origin of each offender.
     Collective."""
     optimizer = passes.optimizer
     loss_scale = torch.tensor(scale, device=optimizer.device)
-    run = passes.begin(skipped.full_share, skipped.step, loss_scale)
-    onset = Onset(offenders, optimizer.all_buffers(), run.loss)
+    state = passes.begin(skipped.full_share, skipped.step, loss_scale)
+    onset = Onset(offenders, optimizer.all_buffers(), state.loss)
 
     def look(instruction: Instruction) -> None:
+        # transfers compute nothing
         if Message.of(instruction) is None:
-            onset.look(instruction.microbatch * optimizer.dp.size + optimizer.dp.rank)
+            # one number for both, which orders the micro-batches of all dp ranks
+            moment = instruction.microbatch * optimizer.dp.size + optimizer.dp.rank
+            onset.look(moment)
 
     # Gradients that are reduced would no longer tell the ranks apart.
     program = [instruction for instruction in passes.program if instruction.op is not Op.REDUCE]
     with passes.scratch_gradients(), passes.fp8.replayed():
-        passes.executor(run, program, after_each=look).run()
+        passes.executor(state, program, after_each=look).run()
     first_sample = torch.tensor([skipped.share.first], device=optimizer.device)
     first_samples = optimizer.dp.gather(first_sample).tolist()
     moments = onset.agreed(optimizer.world)
-    return tuple(
+    traced = [
         _with_origin(offender, moment, first_samples, passes)
         for offender, moment in zip(offenders, moments, strict=True)
-    )
+    ]
+    return tuple(traced)
 
 
 def _with_origin(
-    offender: Offender, moment: int | None, first_samples: Sequence[int], passes: Passes
+    offender: Offender,
+    moment: int | None,
+    first_samples: Sequence[int],
+    passes: Passes,
 ) -> Offender:
     """Return the offender with its micro-batch and samples.
 
@@ -68,7 +78,11 @@ def _with_origin(
 
 
 def trace_modules(
-    passes: Passes, share: Share, number: int, microbatch: int, scale: float
+    passes: Passes,
+    share: Share,
+    number: int,
+    microbatch: int,
+    scale: float,
 ) -> Trace:
     """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in
     the model.
@@ -79,13 +93,13 @@ def trace_modules(
     if passes.last_stage:
         raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last_stage + 1}")
     require_steady_scales(passes.fp8, "look at a micro-batch alone")
-    run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
+    state = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
     # As at the start of the replayed step.
     passes.fp8.roll()
     # No executor: the instructions of one micro-batch on one stage are its two passes.
     with passes.scratch_gradients(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
-        scaled = passes.forward(run, 0, microbatch, None)
-        trace.look("the loss", run.loss)
+        scaled = passes.forward(state, 0, microbatch, None)
+        trace.look("the loss", state.loss)
         trace.look("the loss times its scale", scaled)
         scaled.backward()
     return trace

@@ -91,6 +91,7 @@ class Sentinel(StepObserver):
         self._reduces_in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
         self._number = 0
         self._share_of = _no_share
+        # the traces of the micro-batch in the step itself, and of its second computation
         self._real = self._make_trace()
         self._again = self._real
 
@@ -134,6 +135,7 @@ class Sentinel(StepObserver):
         all_held = digest_held_state(buffers, stages)
         strays = find_strayed(buffers, optimizer.steps)
         agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
+        # one that is false, as `torch.stack` takes no empty list
         no_stray = torch.zeros((), dtype=torch.bool, device=optimizer.device)
         any_strays = torch.stack([*strays.values(), no_stray]).any()
         state_differs = torch.stack(
@@ -141,11 +143,13 @@ class Sentinel(StepObserver):
         )
         # One maximum over all ranks, and the only wait of the host.
         flags = torch.cat([state_differs, self._suspects()]).float()
-        flags = optimizer.world.max_(flags).bool().tolist()
-        if not any(flags):
+        flags_of_all = optimizer.world.max_(flags).bool().tolist()
+        if not any(flags_of_all):
             return
-        suspects = [replica for replica, differs in enumerate(flags[3:]) if differs]
+        replica_flags = flags_of_all[len(state_differs) :]
+        suspects = [replica for replica, differs in enumerate(replica_flags) if differs]
         suspect = suspects[0] if suspects else None
+        # replicas that compute together count as one
         if suspects and self.replicas_together:
             suspect = 0
         fault = self._find_fault(all_held, strays, suspect)
@@ -163,7 +167,7 @@ class Sentinel(StepObserver):
         these lie apart."""
         engine = self.engine
         # Ranks that share masters and moments hold different parts of these.
-        zero_size = self.optimizer.shards.size
+        zero_size = self.optimizer.shards.size  # ranks of ZeRO-1
         weights = Holders(engine.dp, zero_size, engine.tp)
         experts = engine.experts
         if experts is None:
@@ -214,7 +218,10 @@ class Sentinel(StepObserver):
         return ((sent != received).any(1) & noted_twice).any()
 
     def _find_fault(
-        self, all_held: Sequence[HeldDigest], strays: Mapping[str, Tensor], suspect: int | None
+        self,
+        all_held: Sequence[HeldDigest],
+        strays: Mapping[str, Tensor],
+        suspect: int | None,
     ) -> Fault | None:
         """Return who is to blame, the same on every rank; None if no rank is. Collective.
 
@@ -261,10 +268,10 @@ class Sentinel(StepObserver):
         local = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
         lent = passes.begin(self._share_of(lender), number, optimizer.scale)
         lent.await_sums()
-        run = replace(lent, token_count=local.token_count)
-        if lent.future is not None and local.future is not None:
-            future = replace(lent.future, token_counts=local.future.token_counts)
-            run = replace(run, future=future)
+        state = replace(lent, token_count=local.token_count)
+        if lent.mtp_batch is not None and local.mtp_batch is not None:
+            mtp_batch = replace(lent.mtp_batch, token_counts=local.mtp_batch.token_counts)
+            state = replace(state, mtp_batch=mtp_batch)
         trace = self._make_trace(alone=True)
         # Nothing is reduced: that would add this gradient to those of other replicas.
         program = [
@@ -280,7 +287,7 @@ class Sentinel(StepObserver):
             inside.enter_context(passes.scratch_gradients())
             inside.enter_context(passes.fp8.replayed())
             inside.enter_context(trace.recording())
-            executor = passes.executor(run, program)
+            executor = passes.executor(state, program)
             trace.watch(executor)
             executor.run()
         return trace
@@ -315,12 +322,12 @@ class Sentinel(StepObserver):
         Collective."""
         device = self.optimizer.device
         if device.type == "cuda":
-            kind = torch.cuda.get_device_name(device)
+            device_kind = torch.cuda.get_device_name(device)
         else:
-            kind = torch.backends.cpu.get_cpu_capability()
-        local = torch.tensor(
-            [key(0, torch.__version__, kind, torch.get_num_threads())], device=device
-        )
+            device_kind = torch.backends.cpu.get_cpu_capability()
+        # a hash, because tensors carry numbers only; threads cut sums in other places
+        fingerprint = key(0, torch.__version__, device_kind, torch.get_num_threads())
+        local = torch.tensor([fingerprint], device=device)
         differs = (self.optimizer.dp.gather(local) != local).any()
         return not self.optimizer.world.max_(differs.float()).item()
 

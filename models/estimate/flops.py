@@ -72,7 +72,11 @@ def stage_costs(
 
 
 def _stage_cost(
-    config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute
+    config: ModelConfig,
+    cut: Cut,
+    seq_length: int,
+    tokens: int,
+    recompute: Recompute,
 ) -> StageCost:
     """Return the cost of one stage. tokens: of a micro-batch."""
     # By token: attention's own products, which have no weights, and those with weights.
@@ -109,7 +113,12 @@ def _count_parameters(config: ModelConfig, cut: Cut) -> int:
     return count
 
 
-def _recomputed_flops(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
+def _recomputed_flops(
+    config: ModelConfig,
+    recompute: Recompute,
+    cut: Cut,
+    seq_length: int,
+) -> int:
     """Return the FLOPs, per token, that a stage recomputes."""
     whole_layers = [*cut.layers[: recompute.count_whole_layers(len(cut.layers))]]
     # Each module has a layer such as the last one, recomputed if all layers are.

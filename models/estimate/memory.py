@@ -25,7 +25,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.attention.packing import UNPACKED, Packing
 from models.config import ModelConfig
-from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Cut, Stage
 from models.engine.options import EngineOptions
 from models.estimate.storage import (
@@ -38,7 +38,7 @@ from models.estimate.storage import (
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
-from parallel.weight_grad_queue import Work
+from parallel.weight_grad_queue import Work, carry_out
 
 # Layers of the smaller of two stages from which a deeper one is computed: tried in turn, until
 # one more layer adds the same to every peak.
@@ -50,7 +50,7 @@ class ActivationBytes:
     """Bytes of one micro-batch on one rank.
 
     activations: kept from the forward to the backward, or to its first half.
-    put_off_bytes: kept between the halves of a split backward: the inputs of products and the
+    deferred_bytes: kept between the halves of a split backward: the inputs of products and the
         gradients of their outputs.
     forward, backward, input, weight: the peak that a forward, a whole backward, or its input or
         weight half adds to the memory in use before it.
@@ -59,7 +59,7 @@ class ActivationBytes:
     """
 
     activations: int
-    put_off_bytes: int
+    deferred_bytes: int
     forward: int
     backward: int
     input: int
@@ -71,8 +71,8 @@ class ActivationBytes:
         changes = {
             Op.FORWARD: self.activations,
             Op.BACKWARD: -self.activations,
-            Op.BACKWARD_INPUT: self.put_off_bytes - self.activations,
-            Op.BACKWARD_WEIGHT: -self.put_off_bytes,
+            Op.BACKWARD_INPUT: self.deferred_bytes - self.activations,
+            Op.BACKWARD_WEIGHT: -self.deferred_bytes,
         }
         # Messages are counted by `message_bytes`.
         return changes.get(instruction.op, 0)
@@ -99,7 +99,7 @@ class StageMemory:
     cp: ranks that share each sequence.
     device: with "cpu" the operators are those that this machine's processor would run; with "cuda"
         attention is torch's fused kernel for GPUs.
-    halves: False if backward passes are never computed in halves; `put_off_bytes`, `input` and
+    halves: False if backward passes are never computed in halves; `deferred_bytes`, `input` and
         `weight` are then 0.
     packed: documents have positions of their own.
     """
@@ -142,7 +142,8 @@ class StageMemory:
         for position, layer in enumerate(cut.layers):
             config = self.config.of_layer(layer)
             is_recomputed = position < recomputed_layers
-            own_number = names_layers and layer  # each layer may be a kind of its own
+            # where a plan names layers, each may be a kind of its own
+            own_number = layer if names_layers else None
             kinds.append((is_recomputed, config.window, config.experts, own_number))
         return tuple(kinds)
 
@@ -193,30 +194,36 @@ def _grows_steadily(fewer: ActivationBytes, one_more: ActivationBytes) -> bool:
     rate. It is steady once it grows as fast as what layers leave behind.
     """
     growth = one_more.activations - fewer.activations
-    put_off_growth = one_more.put_off_bytes - fewer.put_off_bytes
+    deferred_growth = one_more.deferred_bytes - fewer.deferred_bytes
     forward_is_steady = one_more.forward - fewer.forward == growth
     input_growth = one_more.input - fewer.input
-    input_is_steady = input_growth == max(0, put_off_growth - growth) or not one_more.input
+    input_is_steady = input_growth == max(0, deferred_growth - growth) or not one_more.input
     return forward_is_steady and input_is_steady
 
 
 def _extrapolate(
-    fewer: ActivationBytes, one_more: ActivationBytes, further: int
+    fewer: ActivationBytes,
+    one_more: ActivationBytes,
+    further: int,
 ) -> ActivationBytes:
     """Return what a stage with `further` layers more than the first keeps.
 
     one_more: what a stage with one layer more than the first keeps.
     """
     extrapolated: dict[str, int] = {}
-    for part in fields(ActivationBytes):
-        base = getattr(fewer, part.name)
-        of_layer = getattr(one_more, part.name) - base
-        extrapolated[part.name] = base + further * of_layer
+    for byte_field in fields(ActivationBytes):
+        base = getattr(fewer, byte_field.name)
+        bytes_of_layer = getattr(one_more, byte_field.name) - base
+        extrapolated[byte_field.name] = base + further * bytes_of_layer
     return ActivationBytes(**extrapolated)
 
 
 def message_bytes(
-    config: ModelConfig, plan: PrecisionPlan, options: EngineOptions, tp: int = 1, cp: int = 1
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    options: EngineOptions,
+    tp: int = 1,
+    cp: int = 1,
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
     # The sequence is cut over cp, and under sequence parallelism over tp too.
@@ -248,7 +255,11 @@ def _measure(stage: Stage, memory: StageMemory) -> ActivationBytes:
 
 
 def _run_passes(
-    stage: Stage, seq_length: int, micro_batch: int, packing: Packing, split: bool
+    stage: Stage,
+    seq_length: int,
+    micro_batch: int,
+    packing: Packing,
+    split: bool,
 ) -> ActivationBytes:
     """Return the bytes of a micro-batch, run as the executor does.
 
@@ -265,21 +276,26 @@ def _run_passes(
         # The executor keeps the edge of the graph, not the output.
         del output
         activations = live.begin()
-        with deferred.collect() if split else nullcontext(Work()) as work:
+        # of a whole backward pass the products of weight gradients run at once, as in the executor
+        collecting = deferred.collect() if split else nullcontext(Work())
+        with collecting as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
         # Of a split backward this is the input half alone.
         backward = live.peak - activations
         del x, edge
-        put_off = live.begin()
-        while work:
-            work.popleft()()
-    weight = live.peak - put_off
+        deferred_bytes = live.begin()
+        carry_out(work)
+    weight = live.peak - deferred_bytes
     if split:
-        return ActivationBytes(activations, put_off, forward, 0, backward, weight)
+        return ActivationBytes(activations, deferred_bytes, forward, 0, backward, weight)
     return ActivationBytes(activations, 0, forward, backward, 0, 0)
 
 
-def _make_input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
+def _make_input(
+    stage: Stage,
+    seq_length: int,
+    micro_batch: int,
+) -> Tensor:
     """Return token ids, or an activation such as the stage before sends."""
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
@@ -289,26 +305,37 @@ def _make_input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
-def _compute_output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tensor:
+def _compute_output(
+    stage: Stage,
+    x: Tensor,
+    seq_length: int,
+    packing: Packing,
+) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
     micro_batch = x.shape[1]
     # Without it the stage would run as in evaluation.
-    info = MicrobatchInfo(0, torch.arange(micro_batch), torch.ones(()))
-    future = None
+    microbatch_info = MicrobatchInfo(0, torch.arange(micro_batch), torch.ones(()))
+    mtp_batch = None
     if stage.cut.last and stage.config.mtp_layers:
-        future = _future_tokens(stage, seq_length, micro_batch)
-    output = stage(x if stage.cut.first else x.to(plan.residual), info, packing, future)
+        mtp_batch = _mtp_batch(stage, seq_length, micro_batch)
+    stage_input = x if stage.cut.first else x.to(plan.residual)
+    output = stage(stage_input, microbatch_info, packing, mtp_batch)
     if not stage.cut.last:
         return output.to(plan.pipeline)
-    return stage.losses(output, torch.zeros(seq_length, micro_batch, dtype=torch.int64)).sum()
+    targets = torch.zeros(seq_length, micro_batch, dtype=torch.int64)
+    return stage.losses(output, targets).sum()
 
 
-def _future_tokens(stage: Stage, seq_length: int, micro_batch: int) -> FutureTokens:
+def _mtp_batch(
+    stage: Stage,
+    seq_length: int,
+    micro_batch: int,
+) -> MTPBatch:
     """Return what modules of multi-token prediction read and predict of one micro-batch."""
     cp = stage.context.cp
     ids = torch.zeros(micro_batch, seq_length * cp.size, dtype=torch.int64)
-    future = future_tokens(
+    mtp_batch = make_mtp_batch(
         ids,
         ids,
         None,
@@ -319,4 +346,4 @@ def _future_tokens(stage: Stage, seq_length: int, micro_batch: int) -> FutureTok
         Axis("dp"),
         divides=True,
     )
-    return future.of_samples(slice(None))
+    return mtp_batch.of_samples(slice(None))

@@ -42,7 +42,13 @@ class _OnCPU(Tensor):
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return _CPU
         return _on_meta(func, args, kwargs or {})
@@ -51,7 +57,13 @@ class _OnCPU(Tensor):
 class OnCPU(TorchDispatchMode):
     """All tensors made inside are without storage and say that they are on a CPU."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         return _OnCPU.__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -65,7 +77,11 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _on_meta(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
     """Return the result of an operator on meta tensors, as one on a CPU."""
     if func is torch.ops.aten.lift_fresh.default:
         # torch.tensor([1, 2]) has made a real tensor, because its numbers need one.
@@ -79,7 +95,11 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _wrap(func(*bare_args, **bare_kwargs))
 
 
-def _is_factory(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_factory(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> bool:
     """Return True if an operator has no tensor among its arguments, but may be told a device."""
     if next(tensors_of((*args, *kwargs.values())), None) is not None:
         return False

@@ -110,7 +110,8 @@ def state_bytes(
     """
     # Ranks whose stages are alike are laid out once.
     by_kind: dict[tuple[object, ...], StateBytes] = {}
-    of_ranks = []
+    bytes_of_ranks = []
+    # both may go by the names of parameters, which have the numbers of layers
     ranks_differ = by_name(plan) or isinstance(rule, Muon)
     for rank in range(max(rank_of_stage) + 1):
         kinds = [_kind_of_stage(config, cut) for cut in cuts if rank_of_stage[cut.stage] == rank]
@@ -121,8 +122,8 @@ def state_bytes(
                 stages = _build_stages(config, plan, cuts, rank_of_stage, rank, sharding)
                 buffers = _build_buffers(stages, plan, rank, sharding, rule)
                 by_kind[kind] = _measure(buffers, plan, sharding, rule, device)
-        of_ranks.append(by_kind[kind])
-    return of_ranks
+        bytes_of_ranks.append(by_kind[kind])
+    return bytes_of_ranks
 
 
 def _kind_of_stage(config: ModelConfig, cut: Cut) -> tuple[object, ...]:
@@ -156,7 +157,11 @@ def _build_stages(
 
 
 def _build_buffers(
-    stages: Iterable[Stage], plan: PrecisionPlan, rank: int, sharding: Sharding, rule: UpdateRule
+    stages: Iterable[Stage],
+    plan: PrecisionPlan,
+    rank: int,
+    sharding: Sharding,
+    rule: UpdateRule,
 ) -> list[Buffer]:
     """Return the flat buffers of the optimizer over these stages."""
     elements = bucket_elements(sharding.bucket, sharding.dp)
@@ -225,7 +230,7 @@ def _measure(
 def _update_peak(buffer: Buffer, block: int) -> int:
     """Return the peak that the update of a block of this buffer adds."""
     tile = next(buffer.tiles(0, buffer.stop - buffer.start, block))
-    steps = torch.ones(())
+    steps = torch.ones(())  # any number: no value is computed
     with LiveMemory() as live:
         weights, _, state = tile.wide()
         tile.keep(weights, state, steps)
@@ -233,7 +238,11 @@ def _update_peak(buffer: Buffer, block: int) -> int:
 
 
 def _muon_peak(
-    buffers: Sequence[Buffer], rule: Muon, plan: PrecisionPlan, sharding: Sharding, block: int
+    buffers: Sequence[Buffer],
+    rule: Muon,
+    plan: PrecisionPlan,
+    sharding: Sharding,
+    block: int,
 ) -> int:
     """Return the peak that the orthogonalization of a rank's own matrices adds; 0 if there are
     none.
@@ -269,14 +278,20 @@ def _muon_peak(
     to_owners = num_given + owned * copies + prod(largest)
     back = owned + num_returned * copies
     travelling = max(to_owners, back) * dtype.itemsize
-    updating = (max(num_given, owned) + num_returned) * dtype.itemsize + 4 * 4 * tile
+    wide_tile = 4 * torch.float32.itemsize * tile  # four numbers for each element
+    updating = (max(num_given, owned) + num_returned) * dtype.itemsize + wide_tile
     with torch.device("meta"), LiveMemory() as live:
+        # the second step needs as much memory as each later one
         orthogonalized(torch.empty(largest, dtype=dtype), steps=2)
     iterating = owned * dtype.itemsize + live.peak
     return max(travelling, updating, iterating)
 
 
-def _most_owned(shapes: Sequence[tuple[int, ...]], rule: Muon, ranks: int) -> int:
+def _most_owned(
+    shapes: Sequence[tuple[int, ...]],
+    rule: Muon,
+    ranks: int,
+) -> int:
     """Return the elements of the matrices that one of `ranks` ranks iterates, at most."""
     owners = owners_of([iteration_flops(shape, rule.ns_steps) for shape in shapes], ranks)
     elements = [0] * ranks

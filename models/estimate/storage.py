@@ -33,7 +33,8 @@ Device = Literal["cpu", "cuda"]
 @contextmanager
 def without_storage(device: Device) -> Iterator[None]:
     """Make all tensors without storage, which operators take for tensors of `device`."""
-    with torch.device("meta") if device == "cuda" else OnCPU(), _Answers(device):
+    no_storage = torch.device("meta") if device == "cuda" else OnCPU()
+    with no_storage, _Answers(device):
         yield
 
 
@@ -45,10 +46,16 @@ class _Answers(TorchFunctionMode):
         super().__init__()
         self._device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
+        # `count_choices` of the experts, the only sum of integers by index in a model.
         if func is torch.Tensor.index_add_ and args[0].dtype == torch.int64:
-            # The router counts the choices of each expert.
             return _EvenCounts(args[2].numel(), args[0].numel())
         if func is F.scaled_dot_product_attention and self._device == "cuda":
             return _fused_attention(*args, **kwargs)
@@ -89,7 +96,14 @@ def _fused_attention(
         bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
     output, *_ = efficient_attention(
-        query, key, value, attn_mask, query.requires_grad, 0.0, is_causal, scale=scale
+        query,
+        key,
+        value,
+        attn_mask,
+        query.requires_grad,
+        0.0,
+        is_causal,
+        scale=scale,
     )
     return output
 
@@ -127,7 +141,11 @@ class SimulatedAxis(Axis):
         return lambda: tensor
 
 
-def simulated_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
+def simulated_experts(
+    tp: int,
+    expert: int,
+    expert_tensor: int,
+) -> ExpertAxes | None:
     """Return the axes of the first of the ranks that share experts; None if these lie as other
     feed-forwards do.
 
@@ -155,7 +173,13 @@ class LiveMemory(TorchDispatchMode):
         # By address.
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         arguments = tensors_of((*args, *kwargs.values()))
         argument_storages = {storage_address(tensor) for tensor in arguments}
@@ -170,6 +194,7 @@ class LiveMemory(TorchDispatchMode):
     def _count(self, address: int, storage: torch.UntypedStorage) -> None:
         """Count a storage as live until its last reference is dropped."""
         size = storage.nbytes()
+        # An operator may return several views of one new storage.
         if address not in self._storages:
             reference = weakref.ref(storage, lambda _: self._forget(address, size))
             self._storages[address] = reference

@@ -66,12 +66,19 @@ def spread_experts(
     return axes
 
 
-def rows_of_rank(count: int, tp: Axis, experts: ExpertAxes) -> slice:
+def rows_of_rank(
+    count: int,
+    tp: Axis,
+    experts: ExpertAxes,
+) -> slice:
     """Return the rows, of `count`, that this rank sends to experts, if these have fewer slices than
     `tp` has ranks."""
+    # neighbouring tp ranks hold the slices of one expert, and send the same rows
     parts = tp.size // experts.tp.size
     part = tp.rank // experts.tp.size
-    return slice(count * part // parts, count * (part + 1) // parts)
+    first = count * part // parts
+    stop = count * (part + 1) // parts
+    return slice(first, stop)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class Dispatch:
         """
         to_experts, from_ranks = axis.exchanged_counts(counts)
         experts_per_rank = len(to_experts) // axis.size
+        # an expert's rows are counted apart only where they arrive
         sent = [sum(rank_counts) for rank_counts in _by_rank(to_experts, experts_per_rank)]
         received = _by_rank(from_ranks, experts_per_rank)
         return Dispatch(axis, tuple(sent), tuple(received))
@@ -155,7 +163,11 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+        ctx: Any,
+        rows: Tensor,
+        axis: Axis,
+        sent: Sequence[int],
+        received: Sequence[int],
     ) -> Tensor:
         ctx.axis = axis
         ctx.sent = sent
@@ -168,7 +180,10 @@ class ExchangeRows(torch.autograd.Function):
 
 
 def _exchange_rows(
-    rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]
+    rows: Tensor,
+    axis: Axis,
+    sent: Sequence[int],
+    received: Sequence[int],
 ) -> Tensor:
     width = rows.shape[1]
     # The exchange takes flat parts, whose sizes are numbers of elements.

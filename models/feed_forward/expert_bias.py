@@ -20,7 +20,11 @@ from parallel.context import Context
 from parallel.layers import parameter
 
 
-def make_bias_of_sum(context: Context, name: str, features: int) -> nn.Parameter:
+def make_bias_of_sum(
+    context: Context,
+    name: str,
+    features: int,
+) -> nn.Parameter:
     """Return this rank's part of the bias [features] of a result that the ranks of tp sum, with its
     padding."""
     part = Part.cut(name, (features,), 0, context.tp)
@@ -88,11 +92,16 @@ class _AddBiases(torch.autograd.Function):
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     """Return the expert of each row: int64 [rows], on the device of `ends`."""
+    # right: an end is the first row of the next expert
     row_numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
     return torch.searchsorted(ends, row_numbers, right=True)
 
 
-def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tensor:
+def _sum_rows(
+    rows: Tensor,
+    expert_of_row: Tensor | None,
+    experts: int,
+) -> Tensor:
     """Return the sum of each expert's rows [m, n], in FP32 or wider: [experts, n]."""
     wide_dtype = torch.promote_types(rows.dtype, torch.float32)
     if expert_of_row is None:
@@ -102,7 +111,11 @@ def _sum_rows(rows: Tensor, expert_of_row: Tensor | None, experts: int) -> Tenso
     return sums
 
 
-def _deliver_gradient(bias: nn.Parameter, gradient: Tensor, where: Destination) -> Tensor | None:
+def _deliver_gradient(
+    bias: nn.Parameter,
+    gradient: Tensor,
+    where: Destination,
+) -> Tensor | None:
     """Add the gradient to the bias's main gradient, or return it for autograd, with its padding."""
     if where is Destination.NOWHERE:
         return None

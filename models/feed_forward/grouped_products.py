@@ -36,7 +36,11 @@ from parallel.weight_grad_queue import WeightGradQueue
 _ALIGNMENT = 16
 
 
-def groups_on(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+def groups_on(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+) -> bool:
     """Return True if grouped products are to be used: on a CUDA device whose torch has them, in
     bf16.
 
@@ -59,7 +63,11 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter
+        ctx: Any,
+        x: Tensor,
+        ends: Tensor,
+        deferred: WeightGradQueue,
+        *weights: nn.Parameter,
     ) -> Tensor:
         note_weights_read(ctx, *weights)
         ctx.save_for_backward(x, ends)
@@ -105,7 +113,11 @@ def stack_weights(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight.detach() for weight in weights])
 
 
-def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+def _weight_gradients(
+    grad: Tensor,
+    x: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, ...]:
     """Return the weight gradient [n, k] of each expert; 0 for one without rows."""
     gradients = grouped_product(grad.t(), x, ends)
     starts = F.pad(ends, (1, 0))[:-1]
@@ -116,7 +128,10 @@ def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> tuple[Tensor, ..
 
 
 def _add_weight_gradients(
-    weights: Sequence[nn.Parameter], grad: Tensor, x: Tensor, ends: Tensor
+    weights: Sequence[nn.Parameter],
+    grad: Tensor,
+    x: Tensor,
+    ends: Tensor,
 ) -> None:
     """Add the weight gradients to the main gradients."""
     for weight, gradient in zip(weights, _weight_gradients(grad, x, ends), strict=True):

@@ -56,7 +56,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of
         the same shape."""
-        return self.recompute.run("activation", self.activate, self.inner(x), into=self.down)
+        return self.recompute.run_forward(
+            "activation", self.activate, self.inner(x), then=self.down
+        )
 
     def activate(self, y: Tensor) -> Tensor:
         """Apply the activation function: y [..., local features of `inner`] -> [..., local features
@@ -95,6 +97,7 @@ class Swiglu(torch.autograd.Function):
 
 def _swiglu(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
+    # in place: silu has made a tensor of its own
     return F.silu(gate).mul_(up)
 
 
@@ -161,14 +164,20 @@ class ClampedGate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, alpha: float, limit: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        alpha: float,
+        limit: float,
+    ) -> Tensor:
         ctx.save_for_backward(y)
         ctx.alpha = alpha
         ctx.limit = limit
         # Both are copies, so they may be overwritten.
         gate, up = _clamp(y, limit)
         activated_gate = torch.sigmoid(gate * alpha).mul_(gate)
-        return activated_gate.mul_(up.add_(1)).to(y.dtype)
+        activated = activated_gate.mul_(up.add_(1))
+        return activated.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -180,11 +189,14 @@ class ClampedGate(torch.autograd.Function):
         unclamped_gate, unclamped_up = y.chunk(2, -1)
         # What was clamped has no gradient.
         up_is_clamped = unclamped_up.abs() > ctx.limit
-        grad_up.copy_((sigmoid * gate).mul_(grad).masked_fill_(up_is_clamped, 0))
+        grad_of_clamped_up = (sigmoid * gate).mul_(grad)
+        grad_up.copy_(grad_of_clamped_up.masked_fill_(up_is_clamped, 0))
+        del grad_of_clamped_up  # before the next tensors are made
         # Of gate * sigmoid(alpha * gate): sigmoid * (1 + alpha * gate * (1 - sigmoid)).
         slope = (1 - sigmoid).mul_(gate).mul_(ctx.alpha).add_(1).mul_(sigmoid)
         gate_is_clamped = unclamped_gate > ctx.limit
-        grad_gate.copy_(slope.mul_(up.add_(1)).mul_(grad).masked_fill_(gate_is_clamped, 0))
+        grad_of_clamped_gate = slope.mul_(up.add_(1)).mul_(grad)
+        grad_gate.copy_(grad_of_clamped_gate.masked_fill_(gate_is_clamped, 0))
         return grad_y, None, None
 
 

@@ -45,7 +45,13 @@ class Expert(MLP):
     so is the gradient of x.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+    ) -> None:
         # The layer down has no bias of its own: every rank of tp would add it to its partial sum.
         super().__init__(config, context, name, layer, (config.expert_bias, False))
         self.tp = context.tp
@@ -56,7 +62,9 @@ class Expert(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self._product(x, self.inner)
-        return self.recompute.run("activation", self.activate, inner, into=self._project_down)
+        return self.recompute.run_forward(
+            "activation", self.activate, inner, then=self._project_down
+        )
 
     def _project_down(self, activated: Tensor) -> Tensor:
         output = self._product(activated, self.down)
@@ -77,7 +85,13 @@ class Expert(MLP):
 
     def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
         return Linear.apply(
-            x, layer.weight, layer.bias, InputLayout.OWN, self.tp, self.deferred, layer.products
+            x,
+            layer.weight,
+            layer.bias,
+            InputLayout.OWN,
+            self.tp,
+            self.deferred,
+            layer.products,
         )
 
 
@@ -85,7 +99,13 @@ class MixtureOfExperts(nn.Module):
     """The sum over a token's experts of weight times result, plus that of shared experts, which may
     have a gate."""
 
-    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context
@@ -145,6 +165,7 @@ class MixtureOfExperts(nn.Module):
             output = self._apply_experts(tokens[rows], weights[rows], chosen[rows])
             if cut and experts.tp.size == 1 and self.shared is None:
                 return output.view(x.shape)  # no other rank has an addend of these rows
+            # zeros for the rows of other ranks: the sum over tp adds these
             output = F.pad(output, (0, 0, rows.start, len(tokens) - rows.stop))
         if self.shared is not None:
             output = output + self._apply_shared(tokens, self.shared)
@@ -164,13 +185,19 @@ class MixtureOfExperts(nn.Module):
         # The gate is the same on every rank, so it may be applied to partial sums.
         return (output * gate).to(output.dtype)
 
-    def _apply_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _apply_experts(
+        self,
+        tokens: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+    ) -> Tensor:
         """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t,
         hidden]."""
         experts_per_token = chosen.shape[1]
         # The t * k pairs of a token and an expert, sorted by expert: pair p is of token p // k. A
         # stable sort keeps the tokens of an expert in their order.
         pairs = chosen.flatten().argsort(stable=True)
+        # the inverse of the permutation
         row_of_pair = pairs.argsort()
         # Unnamed tensors here and below are freed at once: a name would hold them up to the end.
         rows = TakeRows.apply(tokens, pairs // experts_per_token, row_of_pair.view(chosen.shape))
@@ -214,7 +241,11 @@ class MixtureOfExperts(nn.Module):
         return torch.cat(results)
 
 
-def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Tensor:
+def _apply_grouped(
+    experts: Sequence[Expert],
+    rows: Tensor,
+    ends: Tensor,
+) -> Tensor:
     """Map rows to the results of all experts, in two grouped products.
 
     ends: int32, the end of each expert's rows.
@@ -223,7 +254,8 @@ def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Ten
     inner_weights = [expert.inner.weight for expert in experts]
     inner = GroupedLinear.apply(rows, ends, first.deferred, *inner_weights)
     # All experts have biases, or none has.
-    if biases := [expert.inner.bias for expert in experts if expert.inner.bias is not None]:
+    biases = [expert.inner.bias for expert in experts if expert.inner.bias is not None]
+    if biases:
         inner = add_biases(inner, biases, ends)
     project_down = partial(
         _project_down_grouped,
@@ -232,7 +264,7 @@ def _apply_grouped(experts: Sequence[Expert], rows: Tensor, ends: Tensor) -> Ten
         weights=[expert.down.weight for expert in experts],
         biases=[expert.down_bias for expert in experts if expert.down_bias is not None],
     )
-    return first.recompute.run("activation", first.activate, inner, into=project_down)
+    return first.recompute.run_forward("activation", first.activate, inner, then=project_down)
 
 
 def _project_down_grouped(
@@ -252,6 +284,7 @@ def count_choices(chosen: Tensor, experts: int) -> Tensor:
     """Return how often each expert is in `chosen`: int64 [experts], on its device, without a wait
     of the host."""
     choices = chosen.flatten()
+    # not torch.bincount, whose result has a size that the host must wait for
     counts = torch.zeros(experts, dtype=torch.int64, device=choices.device)
     return counts.index_add_(0, choices, torch.ones_like(choices))
 
@@ -264,7 +297,12 @@ class TakeRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, taken_as: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        taken_as: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(taken_as)
         return x[index]
 

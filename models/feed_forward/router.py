@@ -53,7 +53,12 @@ class Router(nn.Module):
         rank's partial sum.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context
@@ -116,7 +121,11 @@ class Router(nn.Module):
         return WithLoss.apply(weights, losses.sum(), microbatch.weight / self.context.tp.size)
 
 
-def _make_correction(config: ModelConfig, context: Context, name: str) -> nn.Parameter:
+def _make_correction(
+    config: ModelConfig,
+    context: Context,
+    name: str,
+) -> nn.Parameter:
     """Return the correction of the choice: zeros [experts] in the sensitive dtype, the same on all
     ranks."""
     values = torch.zeros(config.experts, dtype=context.plan.sensitive)
@@ -128,7 +137,11 @@ def _make_correction(config: ModelConfig, context: Context, name: str) -> nn.Par
 
 
 def router_losses(
-    config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis
+    config: ModelConfig,
+    logits: Tensor,
+    probabilities: Tensor,
+    chosen: Tensor,
+    cp: Axis,
 ) -> Tensor:
     """Return the weighted losses of each sample, [b].
 
@@ -150,7 +163,12 @@ class WithLoss(torch.autograd.Function):
     scalars."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        loss: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(weight.to(loss.dtype))
         return x.view_as(x)
 
@@ -168,7 +186,12 @@ class WithLoads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, correction: Tensor, chosen: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        correction: Tensor,
+        chosen: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(chosen)
         ctx.correction = correction
         return x.view_as(x)
@@ -196,7 +219,10 @@ def expert_scores(settings: RouterSettings, logits: Tensor) -> Tensor:
 
 
 def choose_experts(
-    settings: RouterSettings, scores: Tensor, correction: Tensor | None, per_token: int
+    settings: RouterSettings,
+    scores: Tensor,
+    correction: Tensor | None,
+    per_token: int,
 ) -> Tensor:
     """Return the indices of the chosen experts, int64 [..., per_token].
 
@@ -208,6 +234,7 @@ def choose_experts(
         ranked = scores if correction is None else scores + correction
         if settings.limits:
             eligible = experts_of_best_groups(settings, ranked)
+            # minus infinity: a correction can make the scores of eligible experts negative
             ranked = ranked.masked_fill(~eligible, float("-inf"))
         return ranked.topk(per_token, -1).indices
 
@@ -226,7 +253,10 @@ def experts_of_best_groups(settings: RouterSettings, ranked: Tensor) -> Tensor:
 
 
 def expert_weights(
-    settings: RouterSettings, scores: Tensor, chosen: Tensor, normalize: bool
+    settings: RouterSettings,
+    scores: Tensor,
+    chosen: Tensor,
+    normalize: bool,
 ) -> Tensor:
     """Return the weights of the chosen experts, [..., per_token].
 

@@ -38,7 +38,7 @@ from parallel.hangs.pace import Straggler, Stragglers, Work
 
 # keys of the store; the others are the numbers of ranks
 VERDICT = "verdict"
-LEFT = "left"
+LEFT = "left"  # the number of ranks that have announced that they leave
 WINDOW = 20.0  # seconds after which rank 0 looks for stragglers again
 # limit of one request to the store; the watchdog has a limit of its own
 PATIENCE = timedelta(seconds=20)
@@ -86,7 +86,8 @@ class Beat:
         at: list[str] = []
         if look:
             in_transfer, at = main_stack()
-            waits |= in_transfer  # one of the user's own code, which notes none
+            # a transfer of the user's own code, which notes none in the position
+            waits |= in_transfer
         return Beat(
             rank=rank,
             host=socket.gethostname(),
@@ -145,8 +146,10 @@ def process_start(pid: int) -> str:
     A process id alone may have been given to another process since.
     """
     with suppress(OSError):
-        # the name of the program, in parentheses, may have spaces; field 22 is the start time
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        status = Path(f"/proc/{pid}/stat").read_text()
+        # the name of the program, field 2, is in parentheses and may have spaces itself
+        fields_from_third = status.rpartition(")")[2].split()
+        return fields_from_third[22 - 3]  # field 22 is the start time
     return ""
 
 
@@ -208,10 +211,12 @@ class Heartbeat:
         self.verdict = ""
         self.lost = ""
         self.answered = clock.now
-        self._proposal = ""  # the verdict that this rank wants to publish
-        self._number = 0
+        # the verdict that this rank wants to publish; the watchdog, which never uses the network,
+        # leaves it here for the next beat
+        self._proposal = ""
+        self._beat_number = 0
         self._over = Event()
-        self._compared = clock.now
+        self._last_comparison = clock.now
         self._thread = Thread(target=self._run, daemon=True, name="heartbeat")
         self._beat()
 
@@ -292,10 +297,11 @@ class Heartbeat:
     def _beat(self) -> None:
         """Write this rank's position; read the verdict and, while listening, the other ranks'
         positions."""
-        self._number += 1
+        self._beat_number += 1
+        # entries counts phases, and count what was noted in one: both as before, no progress
         progress = self._position.entries, self._position.count
         has_stopped = progress == self._last_progress
-        beat = Beat.of(self.rank, self._number, self._position, look=has_stopped)
+        beat = Beat.of(self.rank, self._beat_number, self._position, look=has_stopped)
         self._last_progress = progress
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
         # compare_set: the first rank to propose decides for all
@@ -306,8 +312,9 @@ class Heartbeat:
         if self.listening:
             self._listen()
         else:
-            self.heard = {}  # later on they would seem silent
-        if self.rank == 0 and self._clock.now - self._compared >= WINDOW:
+            # beats that are not read any more would seem silent when reading begins again
+            self.heard = {}
+        if self.rank == 0 and self._clock.now - self._last_comparison >= WINDOW:
             self._compare(beat)
         self.answered = self._clock.now
 
@@ -317,9 +324,10 @@ class Heartbeat:
         for rank, beat in self._read_others().items():
             if beat is not None:
                 beats[rank] = beat
-        self._compared = self._clock.now
+        self._last_comparison = self._clock.now
         works = {rank: Work(beat.computed, beat.begun) for rank, beat in beats.items()}
-        for straggler in self._stragglers.compare(mine.step, works):
+        stragglers = self._stragglers.compare(mine.step, works)
+        for straggler in stragglers:
             line = straggler.words(beats[straggler.rank].host)
             self.noticed.append((straggler, line))
 

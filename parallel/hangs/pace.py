@@ -126,25 +126,25 @@ class Stragglers:
             if other != rank and self._stages[other] == self._stages[rank]
         ]
         first = self._first.setdefault(rank, step_seconds[rank])
+        # the lower of two middle ones: of two others, the slower must not be the measure
         usual = median_low(peers) if peers else first
-        factor = step_seconds[rank] / max(usual, 1e-9)
+        factor = step_seconds[rank] / max(usual, 1e-9)  # a step that computes nothing takes no time
         excess = step_seconds[rank] - usual
         alone = not peers
         was_reported = rank in self._reported
         if factor < SLOW or excess < MIN_EXCESS:
             self._suspicions.pop(rank, None)
             self._reported.discard(rank)
-            return (
-                Straggler(
-                    rank,
-                    factor,
-                    0,
-                    step,
-                    alone,
-                )
-                if was_reported
-                else None
+            if not was_reported:
+                return None
+            return Straggler(
+                rank,
+                factor,
+                0,
+                step,
+                alone,
             )
+        # a rank is reported once, until it is no longer slow
         if was_reported:
             return None
         if rank not in self._suspicions:  # a second slow window must confirm it

@@ -4,6 +4,9 @@ A rank without a heartbeat is the cause: it was stopped, its machine is gone, or
 cut. If all have a heartbeat, the cause is a rank that does not wait for others, and among several
 the one that is the least far. If all ranks wait, they wait for each other, and the least far one is
 named first.
+
+`judge` is the present beat of the rank that judges, and `beats` are the last ones of the others, by
+rank: None for a rank that has never been heard of.
 """
 
 import json
@@ -63,9 +66,8 @@ def judge_silent(
     lost_hosts = _lost_hosts(judge, known_beats, silent)
     # whole hosts that are silent: not the ranks are the cause
     if lost_hosts:
-        lost = " and ".join(
-            f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()
-        )
+        hosts = [f"{host} ({ranks_in_words(on_host)})" for host, on_host in lost_hosts.items()]
+        lost = " and ".join(hosts)
         ranks_here = [beat.rank for beat in known_beats.values() if beat.host == judge.host]
         reason = (
             f"{lost} has not been heard of for {seconds:.0f} s by {judge.host} "
@@ -107,11 +109,11 @@ def judge_hung(
         reason = f"{name} hangs in {where_in_words(culprit)} after {seconds:.0f} s{stack}"
         reason += _describe_waiting(known_beats, [culprit.rank])
     else:
-        others = "; ".join(
+        others = [
             f"rank {beat.rank} on {beat.host} in {where_in_words(beat)}" for beat in by_progress[1:]
-        )
+        ]
         reason = f"all ranks wait for each other after {seconds:.0f} s: {name} in "
-        reason += f"{where_in_words(culprit)}{stack}; {others}"
+        reason += f"{where_in_words(culprit)}{stack}; {'; '.join(others)}"
     return Verdict(
         reason,
         (culprit.rank,),
@@ -171,13 +173,15 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs.append([rank])
     texts: list[str] = []
     for run in runs:
+        # two neighbours are shorter by their numbers than as a run
         if len(run) < 3:
             texts += map(str, run)
         else:
             texts.append(f"{run[0]} to {run[-1]}")
     *all_but_last, last = texts
     words = f"{', '.join(all_but_last)} and {last}" if all_but_last else last
-    return f"rank{'' if words.isdecimal() else 's'} {words}"
+    is_one_rank = words.isdecimal()
+    return f"rank {words}" if is_one_rank else f"ranks {words}"
 
 
 def where_in_words(beat: Beat) -> str:
@@ -186,6 +190,7 @@ def where_in_words(beat: Beat) -> str:
     phase = beat.phase
     if beat.phase == "step":
         phase += f" {beat.step}"
+    # before the first step there is none to name
     if beat.step and beat.phase in ("save", "evaluation"):
         phase += f" after step {beat.step}"
     return f"{phase}, {beat.doing}" if beat.doing else phase
@@ -204,9 +209,9 @@ def _known_beats(
     beats: Mapping[int, Beat | None],
 ) -> dict[int, Beat]:
     """Return the beats of the ranks that have been heard of, and of this one, by rank."""
-    known_beats = {rank: beat for rank, beat in beats.items() if beat is not None} | {
-        judge.rank: judge
-    }
+    known_beats = {rank: beat for rank, beat in beats.items() if beat is not None}
+    # its own position is newer than that in the store
+    known_beats[judge.rank] = judge
     return dict(sorted(known_beats.items()))
 
 
@@ -239,10 +244,12 @@ def _describe_waiting(
     culprits: Iterable[int],
 ) -> str:
     """Return the end of a sentence about the ranks that wait."""
-    waiting_for = {*culprits}
-    waiting = [rank for rank, beat in known_beats.items() if beat.waits and rank not in waiting_for]
+    waited_for = {*culprits}
+    waiting = [rank for rank, beat in known_beats.items() if beat.waits and rank not in waited_for]
     if not waiting:
         return ""
+    # the position of the first stands for all, so that the line stays short
     where = where_in_words(known_beats[waiting[0]])
-    wait = f"waits in {where}" if len(waiting) == 1 else f"wait, rank {waiting[0]} in {where}"
-    return f"; {ranks_in_words(waiting)} {wait}"
+    if len(waiting) == 1:
+        return f"; {ranks_in_words(waiting)} waits in {where}"
+    return f"; {ranks_in_words(waiting)} wait, rank {waiting[0]} in {where}"

@@ -49,7 +49,7 @@ class Watchdog:
     timeout: seconds that a step may take longer than the slowest so far.
     leave(verdict): called in the watchdog's thread; it must end the process.
     peers: number of ranks of a pipeline stage, which are neighbours.
-    first: the first beat of rank 0.
+    first_beat: that of rank 0; None if this rank is alone, or it does not come.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class Watchdog:
         self.timeout = timeout
         self._leave = leave
         self.every = min(2.0, max(0.1, timeout / 10))
-        self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
+        # Seconds of silence that are no mere delay: two beats in a row are missing.
+        self._window = max(2.5 * self.every, min(2.0, timeout / 2))
         # A pause of all processes is no silence: it counts as less than the window.
         self._clock = Clock(self._window / 2)
         self._heart = None
@@ -82,8 +83,8 @@ class Watchdog:
                 self.every,
                 peers,
             )
-        self.first = self._heart.first_beat() if self._heart else None
-        self._entered = -1  # number of the present phase
+        self.first_beat = self._heart.first_beat() if self._heart else None
+        self._phase_number = -1  # of the present phase, by `Position.entries`
         self._phase_start = 0.0
         self._connection_lost = float("inf")  # the time at which it was
         self._searches = False  # for a rank that is silent, to explain the loss
@@ -118,7 +119,7 @@ class Watchdog:
     def failed(self, error: str) -> None:
         """Tell the other ranks, which will lose their connections, why this rank fails."""
         if self._heart:
-            self._heart.publish_now(verdict_of_own_failure(self.me(), error).to_json())
+            self._heart.publish_now(verdict_of_own_failure(self.own_beat(), error).to_json())
             self._farewell(self._heart, self.size)
 
     def others(self) -> tuple[Beat, ...]:
@@ -137,7 +138,7 @@ class Watchdog:
         queue = self._heart.noticed  # the other thread may append meanwhile
         return [queue.popleft() for _ in range(len(queue))]
 
-    def me(self) -> Beat:
+    def own_beat(self) -> Beat:
         """Return this rank's position now."""
         return Beat.of(self.rank, 0, self.position, look=True)
 
@@ -169,18 +170,22 @@ class Watchdog:
         """Return the verdict as soon as all ranks that can be reached agree on it."""
         heart = self._heart
         now = self._clock.now
-        if self.position.entries != self._entered:
-            self._entered = self.position.entries
+        if self.position.entries != self._phase_number:
+            self._phase_number = self.position.entries
             self._phase_start = now
         elapsed = now - self._phase_start
         limit = self.limit()
         # a single rank
         if heart is None:
-            return judge_hung(self.me(), {}, elapsed) if elapsed > limit else None
+            if elapsed <= limit:
+                return None
+            return judge_hung(self.own_beat(), {}, elapsed)
         if heart.verdict:
             return Verdict.from_json(heart.verdict)
         if now >= self._connection_lost:
             return self._explain_loss(heart, now - self._connection_lost)
+        # Silence counts from when a beat was first read, so beats are read before they are judged.
+        # A judge begins early, all others only if the judges have come to no verdict.
         if self.rank < JUDGES:
             delay = 0.0
             heart.listening = elapsed > self.timeout / 6
@@ -218,26 +223,27 @@ class Watchdog:
             return self._judge_store(now - heart.answered, bool(heart.lost))
         beats: dict[int, Beat | None] = {}
         silent: dict[int, float] = {}  # seconds of silence
+        # a copy: the heartbeat's thread writes to it meanwhile
         for rank, (beat, changed) in dict(heart.heard).items():
             beats[rank] = beat
             if now - changed > patience:
                 silent[rank] = now - changed
                 beats[rank] = newest(beat) if beat else None
         if silent:
-            heart.publish(judge_silent(self.me(), beats, silent).to_json())
+            heart.publish(judge_silent(self.own_beat(), beats, silent).to_json())
         elif elapsed and len(beats) == self.size - 1:
-            heart.publish(judge_hung(self.me(), beats, elapsed).to_json())
+            heart.publish(judge_hung(self.own_beat(), beats, elapsed).to_json())
         return None
 
     def _judge_store(self, seconds: float, closed: bool) -> Verdict:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on
         this machine."""
-        first = self.first
+        first = self.first_beat
         if first and first.place == machine_id() and _in_rank_0() and not closed:
-            return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
+            return judge_silent(self.own_beat(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         host = first.host if first else "the host of rank 0"
-        return judge_store(self.me(), host, address, seconds, closed)
+        return judge_store(self.own_beat(), host, address, seconds, closed)
 
 
 def _in_rank_0() -> bool:

@@ -46,7 +46,11 @@ def equal(instruction: Instruction) -> float:
 
 
 def schedule(
-    kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal
+    kind: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 0,
+    cost: Cost = equal,
 ) -> Schedule:
     """Return the schedule named `kind`, a key of `KINDS`.
 
@@ -61,15 +65,20 @@ def schedule(
     chunks = chunks or default_chunks(kind)
     if kind not in SPLIT or cost is equal:
         return build(ranks, microbatches, chunks, equal)
-    plans = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
+    candidates = [build(ranks, microbatches, chunks, placed_by) for placed_by in (cost, equal)]
 
-    def step_time(plan: Schedule) -> float:
-        return max(span.end for span in simulate(plan, cost))
+    def step_time(candidate: Schedule) -> float:
+        return max(span.end for span in simulate(candidate, cost))
 
-    return min(plans, key=step_time)
+    return min(candidates, key=step_time)
 
 
-def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[Problem]:
+def schedule_problems(
+    kind: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 0,
+) -> list[Problem]:
     """Return the problems with the arguments of `schedule`, without building it."""
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [
@@ -84,16 +93,17 @@ def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0)
                 "pipeline.too_many_microbatches", count=microbatches, limit=MOST_MICROBATCHES
             )
         )
+    # the product below is of valid numbers only
     if problems:
         return problems
-    stages = chunks or default_chunks(kind)
-    passes = ranks * stages * microbatches
+    stages_of_rank = chunks or default_chunks(kind)
+    passes = ranks * stages_of_rank * microbatches
     if passes > MOST_PASSES:
         problems.append(
             Problem.of(
                 "pipeline.too_many_passes",
                 ranks=ranks,
-                stages=stages,
+                stages=stages_of_rank,
                 microbatches=microbatches,
                 passes=passes,
                 limit=MOST_PASSES,
@@ -121,14 +131,24 @@ def chunk_problems(kind: str, chunks: int) -> list[Problem]:
     return []
 
 
-def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+def gpipe(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    cost: Cost = equal,
+) -> Schedule:
     """Return the GPipe schedule: every forward, then every backward. A rank holds all
     micro-batches' activations."""
     orders = [_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)]
     return complete(orders, rank_of_stage=range(ranks))
 
 
-def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+def one_f_one_b(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    cost: Cost = equal,
+) -> Schedule:
     """Return the 1F1B schedule.
 
     It runs forwards until the pipeline is full, then one forward per backward, then the remaining
@@ -139,7 +159,12 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equ
     return complete(orders, rank_of_stage=range(ranks))
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
+def interleaved(
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    cost: Cost = equal,
+) -> Schedule:
     """Return 1F1B over `chunks` stages on each rank, `ranks` apart: the pipeline fills in 1 /
     chunks of the time.
 
@@ -149,7 +174,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
     """
     groups = _group_sizes(ranks, microbatches)
     visits = _visits(groups, chunks)
-    # forwards of the warm-up that each rank runs more than the next one
+    # forwards of the warm-up that each rank runs more than the next one, as in Megatron-LM
+    # (`get_pp_rank_microbatches`)
     warmup_a_rank = 1 if chunks == 1 else 2
     orders = []
     for rank in range(ranks):
@@ -165,7 +191,12 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
     return complete(orders, rank_of_stage=[*range(ranks)] * chunks)
 
 
-def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+def zb_h1(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    cost: Cost = equal,
+) -> Schedule:
     """Return 1F1B with split backwards; no rank holds more than rank 0 of 1F1B does, which is
     `ranks` micro-batches."""
     orders = [
@@ -176,7 +207,12 @@ def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
     return complete(filled, rank_of_stage)
 
 
-def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+def zb_h2(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    cost: Cost = equal,
+) -> Schedule:
     """Return zb-h1 with twice the warm-up: no rank waits between its first and its last
     instruction."""
     orders = [
@@ -188,17 +224,24 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
     return complete(filled, rank_of_stage)
 
 
-def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
+def zb_v(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    cost: Cost = equal,
+) -> Schedule:
     """Return the V schedule, in which stages s and 2 * ranks - 1 - s share a rank.
 
     No rank waits, as in zb-h2, and it takes the memory of 1F1B.
     """
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]
+    # two stages a rank, each half as large: as much memory as `ranks` activations of 1F1B
     filled = fill(orders, rank_of_stage, limit=2 * ranks, cost=cost)
     return complete(filled, rank_of_stage)
 
 
+# all builders take the same arguments, also those that their kind has no use for
 KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -211,14 +254,23 @@ KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
 SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their cost
 
 
-def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
+def _alternate(
+    stage: int,
+    microbatches: int,
+    warmup: int,
+    backward: Op = Op.BACKWARD,
+) -> Order:
     """Return `warmup` forwards of a stage, then a forward and a `backward` in turn."""
     forwards = [Instruction(Op.FORWARD, stage, number) for number in range(microbatches)]
     backwards = [forward._replace(op=backward) for forward in forwards]
     return _interlace(forwards, backwards, warmup)
 
 
-def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
+def _interlace(
+    forwards: Order,
+    backwards: Order,
+    warmup: int,
+) -> Order:
     """Return `warmup` forwards, then forwards and backwards in turn, then the remaining
     backwards."""
     num_steady = max(0, len(forwards) - warmup)
@@ -247,7 +299,11 @@ def _visits(groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
     return visits
 
 
-def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
+def _v_order(
+    rank: int,
+    ranks: int,
+    microbatches: int,
+) -> Order:
     """Return the forwards and input gradients of one rank of a V schedule, in order.
 
     The rank runs forwards of its downward stage until the first micro-batch returns on the upward
@@ -256,8 +312,11 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     """
     down = rank
     up = 2 * ranks - 1 - rank
+    # until the first micro-batch has gone down the ranks behind this one and up again
     pattern = [(Op.FORWARD, down)] * (2 * (ranks - rank) - 1)
+    # until its gradient comes back from the last stage, on rank 0
     pattern += [(Op.FORWARD, up), (Op.FORWARD, down)] * rank
+    # until gradients have gone down to the last rank and arrive at the downward stage
     pattern += [(Op.FORWARD, up), (Op.BACKWARD_INPUT, up)] * (ranks - rank)
     steady = [
         (Op.FORWARD, down),
@@ -265,6 +324,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
         (Op.FORWARD, up),
         (Op.BACKWARD_INPUT, up),
     ]
+    # more than are needed, of which those of no micro-batch are left out below
     pattern += steady * microbatches
     order = []
     next_microbatch = Counter[tuple[Op, int]]()
@@ -275,7 +335,10 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
 
 
 def fill(
-    orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal
+    orders: Sequence[Order],
+    rank_of_stage: Sequence[int],
+    limit: int,
+    cost: Cost = equal,
 ) -> list[Order]:
     """Add the weight gradients to each rank's forwards and input gradients, wherever the rank would
     wait.
@@ -302,6 +365,7 @@ def fill(
                 free_at[number] = end
                 done_at[instruction] = end
         assert max(free_at) > now, "every rank waits for another, or for memory"
+        # the next moment at which a rank is free: nothing changes before
         now = min(end for end in free_at if end > now)
     return [rank.filled for rank in ranks]
 
@@ -309,7 +373,12 @@ def fill(
 class _Filling:
     """One rank in `fill`: its remaining instructions and its finished order."""
 
-    def __init__(self, order: Order, last_stage: int, limit: int) -> None:
+    def __init__(
+        self,
+        order: Order,
+        last_stage: int,
+        limit: int,
+    ) -> None:
         self.order = deque(order)
         self.last_stage = last_stage  # of the pipeline
         self.limit = limit

@@ -23,7 +23,9 @@ def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
 
 
 def communicators(
-    axis: Axis, channels: Sequence[Channel], device: torch.device
+    axis: Axis,
+    channels: Sequence[Channel],
+    device: torch.device,
 ) -> dict[Channel, dist.ProcessGroup]:
     """Return a communicator for each channel that starts or ends at this rank. Collective over the
     world.
@@ -50,7 +52,12 @@ def communicators(
     return groups
 
 
-def _connect(group: dist.ProcessGroup, channel: Channel, axis: Axis, device: torch.device) -> None:
+def _connect(
+    group: dist.ProcessGroup,
+    channel: Channel,
+    axis: Axis,
+    device: torch.device,
+) -> None:
     """Make the first transfer of a communicator now.
 
     NCCL connects both ends in the first transfer, in which even a send waits for its receive.

@@ -33,7 +33,7 @@ from parallel.pipeline.instructions import (
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.schedules import last_weight_gradients, picture
 from parallel.pipeline.simulation import Span
-from parallel.weight_grad_queue import WeightGradQueue, Work
+from parallel.weight_grad_queue import WeightGradQueue, Work, carry_out
 
 
 class StageHooks(Protocol):
@@ -42,7 +42,12 @@ class StageHooks(Protocol):
     A subclass must define `forward`, and `reduce` if its programs have REDUCE.
     """
 
-    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        stage: int,
+        microbatch: int,
+        received: Tensor | None,
+    ) -> Tensor:
         """Run one micro-batch through one stage.
 
         received: the activation of the stage before, with the shape and dtype of the executor's
@@ -77,7 +82,7 @@ class Executor:
         queue compute all gradients in the first half of a split backward, which is correct but
         gains no time.
     position: told of each instruction before it begins.
-    posts: the index in `program` before which each receive is posted if not `links.early`, as
+    posts: the index in `program` before which each receive is posted if not `links.posts_early`, as
         `posting.posts` returns them; a receive that it does not name is posted where its message is
         needed.
 
@@ -113,8 +118,8 @@ class Executor:
         self._weight_work: dict[tuple[int, int], Work] = {}
         self._deferred = deferred or WeightGradQueue()
         # receives that have not finished, of which the first may be posted
-        self._coming: deque[Instruction] = deque()
-        self._posted = False
+        self._receives_to_come: deque[Instruction] = deque()
+        self._next_is_posted = False
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -134,7 +139,7 @@ class Executor:
         Raises RuntimeError, or UserError if that was raised, chained to the original exception,
         that names the instruction and the rank.
         """
-        self._coming = deque(
+        self._receives_to_come = deque(
             instruction for instruction in self.program if instruction.op in RECEIVES
         )
         for index, instruction in enumerate(self.program):
@@ -142,6 +147,7 @@ class Executor:
             self._position.note_action(instruction)
             try:
                 self._post_next(index)
+                # its name in a profile
                 with torch.profiler.record_function(str(instruction)):
                     self._carry_out[instruction.op](instruction)
             except UserError as error:
@@ -185,6 +191,7 @@ class Executor:
         received = None
         if stage > 0:
             message = Message(MessageType.ACTIVATION, stage - 1, microbatch)
+            # a leaf of this stage's graph: its gradient goes back to the stage before
             received = self._mail.pop(message).requires_grad_(trains)
         output = self._hooks.forward(stage, microbatch, received)
         if trains:
@@ -222,9 +229,7 @@ class Executor:
     @torch.no_grad()
     def _backward_weight(self, instruction: Instruction) -> None:
         work = self._weight_work.pop((instruction.stage, instruction.microbatch))
-        # one by one, so that each product's operands are released as it is done
-        while work:
-            work.popleft()()
+        carry_out(work)
 
     def _reduce(self, instruction: Instruction) -> None:
         self._hooks.reduce(instruction.stage)
@@ -234,23 +239,23 @@ class Executor:
 
     def _receive(self, instruction: Instruction) -> None:
         self._mail[_message(instruction)] = self.links.receive(instruction)
-        self._coming.popleft()
-        self._posted = False
+        self._receives_to_come.popleft()
+        self._next_is_posted = False
 
     def _post_next(self, index: int) -> None:
         """Post the next receive, unless it is posted, if it may be posted before instruction number
         `index`.
 
-        If `links.early`, that is when the receive before it has finished, not when its message is
-        needed, so one message travels while the stages compute.
+        If `links.posts_early`, that is when the receive before it has finished, not when its
+        message is needed, so one message travels while the stages compute.
         """
         # one receive is under way at a time
-        if self._posted or not self._coming:
+        if self._next_is_posted or not self._receives_to_come:
             return
-        following = self._coming[0]
-        if self.links.early or self._posts.get(following, len(self.program)) <= index:
+        following = self._receives_to_come[0]
+        if self.links.posts_early or self._posts.get(following, len(self.program)) <= index:
             self.links.post_recv(following)
-            self._posted = True
+            self._next_is_posted = True
 
     def _describe_failure(self, index: int, error: Exception) -> str:
         rank = self.links.axis.rank

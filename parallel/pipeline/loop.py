@@ -25,12 +25,12 @@ from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor, StageHooks
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.loop_checks import (
-    called,
+    call_loss_fn,
     require_alike,
     require_arguments,
     require_batch,
     require_losses,
-    require_same_parts,
+    require_same_chunks,
     require_same_samples,
 )
 from parallel.pipeline.p2p import P2P
@@ -78,18 +78,21 @@ class Pipeline:
         in_replica = {"microbatches": microbatches, "activation": tuple(activation)}
         require_alike(optimizer, shared, in_replica)
         pp = optimizer.pp
-        plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
-        numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
-        if len(numbers) != len(stages):
+        # a single stage leaves the number to the kind; one that needs several is refused below
+        chunks = len(stages) if len(stages) > 1 else 0
+        training = make_schedule(schedule, pp.size, microbatches, chunks)
+        rank_of_stage = training.rank_of_stage
+        local_stages = [stage for stage, rank in enumerate(rank_of_stage) if rank == pp.rank]
+        if len(local_stages) != len(stages):
             raise UserError.of(
                 "pipeline.stage_count",
                 schedule=schedule,
-                num_numbers=len(numbers),
+                num_numbers=len(local_stages),
                 num_stages=len(stages),
             )
-        if len(plan.rank_of_stage) > 1 and not activation:
+        if len(rank_of_stage) > 1 and not activation:
             raise UserError.of("pipeline.activation_missing")
-        require_same_parts(stages, optimizer)
+        require_same_chunks(stages, optimizer)
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.ignore_index = ignore_index
@@ -97,23 +100,29 @@ class Pipeline:
         self._batches = 0
         self._failed = False
         self._compares_ranks = False
-        self._stages = dict(zip(numbers, stages, strict=True))
-        self._chunk_of_stage = {stage: chunk for chunk, stage in enumerate(numbers)}
-        self._last = len(plan.rank_of_stage) - 1
+        self._stages = dict(zip(local_stages, stages, strict=True))
+        # the optimizer counts the stages of this rank only, and calls them model chunks
+        self._chunk_of_stage = {stage: chunk for chunk, stage in enumerate(local_stages)}
+        self._last_stage = len(rank_of_stage) - 1
         self._context = _first_context(stages)
 
-        evaluation = forward_only(plan)
+        evaluation = forward_only(training)
         # both programs use one set of links
-        sends = max(sends_under_way(plan), sends_under_way(evaluation))
+        sends = max(sends_under_way(training), sends_under_way(evaluation))
         dtype = optimizer.plan.pipeline
-        links = P2P.open(pp, plan.rank_of_stage, activation, dtype, optimizer.device, sends=sends)
+        links = P2P.open(pp, rank_of_stage, activation, dtype, optimizer.device, sends=sends)
         deferred = self._context.deferred if self._context else None
         self._train = Executor(
-            plan.programs[pp.rank], links, _TrainingHooks(self), deferred=deferred
+            training.programs[pp.rank], links, _TrainingHooks(self), deferred=deferred
         )
         self._evaluate = Executor(evaluation.programs[pp.rank], links, _EvaluationHooks(self))
 
-    def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> StepReport:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        lr: float | None = None,
+    ) -> StepReport:
         """Train on one batch; every rank gets the same report. Collective over the whole mesh.
 
         inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its
@@ -162,9 +171,16 @@ class Pipeline:
         else:
             addend = torch.zeros_like(self._loss)
         total = self.optimizer.world.sum_(addend)
-        return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
+        # the losses carry the number of dp ranks by which an averaging optimizer divides
+        averaged_ranks = self.optimizer.dp.size if self.optimizer.average else 1
+        return float(total) / averaged_ranks
 
-    def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
+    def _begin(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+    ) -> None:
         if self._failed:
             raise UserError.of("pipeline.failed_before")
         require_batch(inputs, targets, self.microbatches)
@@ -177,19 +193,27 @@ class Pipeline:
         dp = self.optimizer.dp
         self._inputs = inputs.to(device).chunk(self.microbatches, 1)
         self._targets = targets.to(device).chunk(self.microbatches, 1)
-        counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double())
-        if not counted:
+        # float64 counts exactly up to 2^53
+        local_count = (targets.to(device) != self.ignore_index).sum().double()
+        count = dp.sum_(local_count)
+        if not count:
             raise UserError.of("pipeline.nothing_counts", ignore_index=self.ignore_index)
         # the optimizer divides by the number of dp ranks if it averages
-        self._loss_weight = (dp.size if self.optimizer.average else 1) / counted
+        averaged_ranks = dp.size if self.optimizer.average else 1
+        self._loss_weight = averaged_ranks / count
         self._scale = scale
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def _forward_stage(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+    def _forward_stage(
+        self,
+        stage: int,
+        microbatch: int,
+        received: Tensor | None,
+    ) -> Tensor:
         plan = self.optimizer.plan
         x = self._inputs[microbatch] if received is None else received.to(plan.residual)
         output = self._stages[stage](x)
-        if stage == self._last:
+        if stage == self._last_stage:
             return self._scaled_loss(output, self._targets[microbatch])
         if not isinstance(output, Tensor):
             raise UserError.of(
@@ -202,13 +226,13 @@ class Pipeline:
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's part of the mean loss, times the loss scale."""
-        counted = targets != self.ignore_index
+        counts = targets != self.ignore_index
         # 0 in place of the ignored index, which may be no class that a loss function accepts
-        losses = called(self.loss_fn, output, targets.masked_fill(~counted, 0))
+        losses = call_loss_fn(self.loss_fn, output, targets.masked_fill(~counts, 0))
         require_losses(losses, targets)
         # a sum in 16 bits has three digits
         losses = losses.to(torch.promote_types(losses.dtype, torch.float32))
-        loss = (losses * counted).sum() * self._loss_weight.to(losses.dtype)
+        loss = (losses * counts).sum() * self._loss_weight.to(losses.dtype)
         self._loss += loss.detach()
         return loss * self._scale
 
@@ -240,7 +264,12 @@ class _EvaluationHooks(StageHooks):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        stage: int,
+        microbatch: int,
+        received: Tensor | None,
+    ) -> Tensor:
         return self._pipeline._forward_stage(stage, microbatch, received)
 
 

@@ -33,40 +33,56 @@ def require_arguments(
     ignore_index: int,
 ) -> None:
     """Raise UserError, naming all that are wrong, for arguments of `Pipeline` of another kind."""
-    is_list = isinstance(stages, list | tuple | nn.ModuleList)
-    is_shape = isinstance(activation, list | tuple) and all(
+    has_list = isinstance(stages, list | tuple | nn.ModuleList)
+    has_modules = has_list and all(isinstance(stage, nn.Module) for stage in stages)
+    # a class, such as nn.MSELoss, is callable too
+    has_loss_fn = callable(loss_fn) and not isinstance(loss_fn, type)
+    has_shape = isinstance(activation, list | tuple) and all(
         is_number(size, whole=True) and size > 0 for size in activation
     )
-    rules = {
+    # whether each rule holds, and its sentence
+    rules = (
         (
+            has_modules,
             f"stages = {quoted(stages)}: must be a list of torch modules, as the optimizer's, "
-            "like [model]"
-        ): is_list and all(isinstance(stage, nn.Module) for stage in stages),
+            "like [model]",
+        ),
         (
+            isinstance(optimizer, ParallelAMPOptimizer),
             f"optimizer = {quoted(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the "
-            "same stages"
-        ): isinstance(optimizer, ParallelAMPOptimizer),
-        f"loss_fn = {quoted(loss_fn)}: must be a function of (output, targets), like "
-        'nn.MSELoss(reduction="none")': callable(loss_fn) and not isinstance(loss_fn, type),
+            "same stages",
+        ),
         (
+            has_loss_fn,
+            f"loss_fn = {quoted(loss_fn)}: must be a function of (output, targets), like "
+            'nn.MSELoss(reduction="none")',
+        ),
+        (
+            is_number(microbatches, whole=True),
             f"microbatches = {quoted(microbatches)}: must be a whole number, into how many a "
-            "batch is cut"
-        ): is_number(microbatches, whole=True),
-        f"activation = {quoted(activation)}: must be the shape of what a stage sends to the "
-        "next, like "
-        "(sequence, 1, hidden)": is_shape,
-        f"ignore_index = {quoted(ignore_index)}: must be a number": is_number(ignore_index),
-    }
-    if broken := [rule for rule, holds in rules.items() if not holds]:
+            "batch is cut",
+        ),
+        (
+            has_shape,
+            f"activation = {quoted(activation)}: must be the shape of what a stage sends to the "
+            "next, like (sequence, 1, hidden)",
+        ),
+        (
+            is_number(ignore_index),
+            f"ignore_index = {quoted(ignore_index)}: must be a number",
+        ),
+    )
+    broken = [sentence for holds, sentence in rules if not holds]
+    if broken:
         raise UserError(*broken)
     if optimizer.canonical:
         raise UserError.of("pipeline.canonical_optimizer")
 
 
-def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimizer) -> None:
-    """Raise UserError unless part n of the optimizer is stage n, which may be wrapped.
+def require_same_chunks(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimizer) -> None:
+    """Raise UserError unless model chunk n of the optimizer is stage n, which may be wrapped.
 
-    The gradients of a part are reduced when the schedule says that those of its stage are final.
+    The gradients of a chunk are reduced when the schedule says that those of its stage are final.
     """
     same = "give the optimizer and the pipeline the same modules in the same order"
     if len(optimizer.buffers) < len(stages):
@@ -78,25 +94,28 @@ def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimi
         )
     if any(is_dtensor(parameter) for parameter in parameters_of(stages)):
         return  # fully_shard reduces their gradients by itself
-    of_parts: list[set[nn.Parameter]] = []
+    parameters_of_chunks: list[set[nn.Parameter]] = []
     for buffers in optimizer.buffers:
-        of_part: set[nn.Parameter] = set()
+        parameters_of_chunk: set[nn.Parameter] = set()
         for buffer in buffers:
-            of_part.update(buffer.parameters)
-        of_parts.append(of_part)
-    # what the optimizer has of a part must be of that stage: it may be wrapped, or share weights
+            parameters_of_chunk.update(buffer.parameters)
+        parameters_of_chunks.append(parameters_of_chunk)
+    # what the optimizer has of a chunk must be of that stage: it may be wrapped, or share weights
     for number, stage in enumerate(stages):
-        if foreign := of_parts[number].difference(stage.parameters()):
+        foreign = parameters_of_chunks[number].difference(stage.parameters())
+        if foreign:
             name = layout_of(next(iter(foreign))).parts[0].name
             raise UserError.of("pipeline.part_elsewhere", name=name, number=number, same=same)
-    trained = set(chain(*of_parts))
+    trained = set(chain(*parameters_of_chunks))
     for number, stage in enumerate(stages):
         if any(parameter not in trained for parameter in parameters_of([stage])):
             raise UserError.of("pipeline.part_missing", number=number, same=same)
 
 
 def require_alike(
-    optimizer: ParallelAMPOptimizer, everywhere: dict[str, Any], in_replica: dict[str, Any]
+    optimizer: ParallelAMPOptimizer,
+    everywhere: dict[str, Any],
+    in_replica: dict[str, Any],
 ) -> None:
     """Raise UserError on every rank if ranks were given different arguments. Collective over the
     world.
@@ -119,13 +138,18 @@ def require_alike(
                 )
 
 
-def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
+def require_batch(
+    inputs: Tensor,
+    targets: Tensor,
+    microbatches: int,
+) -> None:
     """Raise UserError unless both are tensors of the same samples, which make whole
     micro-batches."""
     for name, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise UserError.of("pipeline.batch_shape", name=name, kind=kind)
+        # [sequence, samples, ...]: micro-batches are cut along the second dimension
         if value.dim() < 2:
             shape = list(value.shape)
             raise UserError.of("pipeline.batch_shape", name=name, kind=shape)
@@ -142,7 +166,11 @@ def require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
         )
 
 
-def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMPOptimizer) -> None:
+def require_same_samples(
+    inputs: Tensor,
+    targets: Tensor,
+    optimizer: ParallelAMPOptimizer,
+) -> None:
     """Raise UserError on every rank if ranks of one replica were given different samples.
     Collective over the world."""
     if optimizer.pp.size * optimizer.tp.size == 1:
@@ -150,10 +178,11 @@ def require_same_samples(inputs: Tensor, targets: Tensor, optimizer: ParallelAMP
     digests = {"inputs": _digest(inputs), "targets": _digest(targets)}
     local = json.dumps([optimizer.dp.rank, digests]).encode()
     texts = gather_texts(local, optimizer.world, optimizer.device)
-    of_replica: dict[int, dict[str, str]] = {}
-    for replica, of_rank in map(json.loads, texts):
-        first = of_replica.setdefault(replica, of_rank)
-        different = [name for name in digests if of_rank[name] != first[name]]
+    digests_of_first: dict[int, dict[str, str]] = {}  # of the first rank of each replica
+    for text in texts:
+        replica, digests_of_rank = json.loads(text)
+        first = digests_of_first.setdefault(replica, digests_of_rank)
+        different = [name for name in digests if digests_of_rank[name] != first[name]]
         if different:
             raise UserError.of("pipeline.samples_differ", different=different[0], replica=replica)
 
@@ -164,7 +193,11 @@ def _digest(values: Tensor) -> str:
     return blake2b(in_bytes.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def called(loss_fn: Callable[[Tensor, Tensor], Tensor], output: Tensor, targets: Tensor) -> Tensor:
+def call_loss_fn(
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    output: Tensor,
+    targets: Tensor,
+) -> Tensor:
     """Return what a loss function returns. If it fails, the error says what it was given, and what
     it must return."""
     try:

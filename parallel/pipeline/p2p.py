@@ -36,7 +36,8 @@ from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction
 
 Match = Literal["tag", "order"]
 CPU = torch.device("cpu")
-Pending = deque[tuple[dist.Work, Tensor]]
+Transfers = deque[tuple[dist.Work, Tensor]]
+"""Transfers under way, the oldest first, with the tensors that they read or write."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ class P2P:
     groups: Mapping[Channel, dist.ProcessGroup]
     sends: int = SENDS_UNDER_WAY
     shared: Axis = Axis("tp")
-    pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
-    expected: dict[tuple[Channel, int], Pending] = field(
+    pending: dict[Channel, Transfers] = field(
+        default_factory=lambda: defaultdict(deque), init=False
+    )
+    expected: dict[tuple[Channel, int], Transfers] = field(
         default_factory=lambda: defaultdict(deque), init=False
     )
 
@@ -94,7 +97,9 @@ class P2P:
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
                 groups = communicators(axis, channels, device)
-        parts = shared if shared is not None and match == "order" else Axis("tp")
+        sharing_ranks = Axis("tp")
+        if shared is not None and match == "order":
+            sharing_ranks = shared
         return P2P(
             axis,
             tuple(rank_of_stage),
@@ -104,7 +109,7 @@ class P2P:
             match or "tag",
             groups,
             sends,
-            parts,
+            sharing_ranks,
         )
 
     @property
@@ -113,12 +118,13 @@ class P2P:
         return len(self.rank_of_stage)
 
     @property
-    def cut(self) -> bool:
+    def sends_shares(self) -> bool:
         """Return True if a rank transfers its share of a message only."""
+        # a message that does not divide is sent whole by each rank
         return self.shared.size > 1 and math.prod(self.shape) % self.shared.size == 0
 
     @property
-    def early(self) -> bool:
+    def posts_early(self) -> bool:
         """Return True if a receive may be posted long before its message is sent.
 
         NCCL waits for a message in a kernel. While that kernel runs, CUDA may block the host when
@@ -147,12 +153,17 @@ class P2P:
         channel, tag = self._route(instruction)
         pending = self.pending[channel]
         # release tensors that have arrived; wait for the oldest if too many are under way
-        while pending and (len(pending) >= self.sends or pending[0][0].is_completed()):
-            wait_for(pending[0][0])
+        while pending:
+            oldest, _ = pending[0]
+            if len(pending) < self.sends and not oldest.is_completed():
+                break
+            wait_for(oldest)
+            # after the wait: until then the message is read from the tensor
             pending.popleft()
+        # a view may be strided, which a transfer cannot be
         tensor = tensor.detach().contiguous()
         # the ranks of `shared` hold the same message: each sends its share of it
-        if self.cut:
+        if self.sends_shares:
             tensor = self.shared.chunk(tensor.view(-1))
         work = dist.isend(
             tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag
@@ -164,7 +175,9 @@ class P2P:
         """Start to receive the message of `instruction`; `receive` must follow, per channel in the
         order of these calls."""
         channel, tag = self._route(instruction)
-        shape = (math.prod(self.shape) // self.shared.size,) if self.cut else self.shape
+        shape = self.shape
+        if self.sends_shares:
+            shape = (math.prod(self.shape) // self.shared.size,)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(
             tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag
@@ -182,7 +195,7 @@ class P2P:
             self.post_recv(instruction)
         work, tensor = expected.popleft()
         wait_for(work)
-        if self.cut:
+        if self.sends_shares:
             return self.shared.gather(tensor).view(self.shape)
         return tensor
 
@@ -190,7 +203,8 @@ class P2P:
         """Wait until every send is received, and release the tensors."""
         for pending in self.pending.values():
             while pending:
-                wait_for(pending[0][0])
+                oldest, _ = pending[0]
+                wait_for(oldest)
                 pending.popleft()
 
     def _route(self, instruction: Instruction) -> tuple[Channel, int]:

@@ -2,9 +2,9 @@
 the host.
 
 Over gloo a receive may be posted at any time. NCCL waits for a message in a kernel, and while that
-kernel runs, CUDA may block the host in another call (`P2P.early`). A receive is therefore posted
-early only where even a host that blocks from there on, until the message has come, causes no
-deadlock. That is a property of the schedule: with each receive moved to where it is posted, the
+kernel runs, CUDA may block the host in another call (`P2P.posts_early`). A receive is therefore
+posted early only where even a host that blocks from there on, until the message has come, causes
+no deadlock. That is a property of the schedule: with each receive moved to where it is posted, the
 schedule must still run to its end (`verify.check`).
 
 The places follow from one order of the instructions of all ranks, in which every receive follows
@@ -66,7 +66,9 @@ def _global_order(schedule: Schedule) -> dict[tuple[int, Instruction], int]:
 
 
 def _posts_of_rank(
-    program: Program, times: Sequence[int], send_times: Mapping[Message | None, int]
+    program: Program,
+    times: Sequence[int],
+    send_times: Mapping[Message | None, int],
 ) -> dict[Instruction, int]:
     """Return the index in `program` before which each receive is posted.
 

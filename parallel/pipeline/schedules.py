@@ -48,9 +48,8 @@ class Schedule:
     @property
     def microbatches(self) -> int:
         """Return the number of micro-batches."""
-        return 1 + max(
-            (instruction.microbatch for instruction in chain(*self.programs)), default=NO_MICROBATCH
-        )
+        numbers = [instruction.microbatch for instruction in chain(*self.programs)]
+        return 1 + max(numbers, default=NO_MICROBATCH)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
@@ -161,7 +160,9 @@ def _with_transfers(
 
 
 def picture(
-    programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]
+    programs: Mapping[int, Sequence[Instruction]],
+    at: Mapping[int, int],
+    notes: Mapping[int, str],
 ) -> str:
     """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and
     the rank's note."""
@@ -170,9 +171,8 @@ def picture(
         before, after = _words_around(program, at[rank])
         rows.append((f"rank {rank}:", before, after))
     # the current instructions stand below each other
-    name_width, before_width, after_width = (
-        max(map(len, column)) for column in zip(*rows, strict=True)
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    name_width, before_width, after_width = widths
     lines: list[str] = []
     for rank, (name, before, after) in zip(programs, rows, strict=True):
         line = f"{name:<{name_width}}  {before:>{before_width}} {after:<{after_width}}"

@@ -59,7 +59,11 @@ class RefusedSchedule(UserError):
     """
 
     def __init__(
-        self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]
+        self,
+        *problems: str,
+        schedule: Schedule,
+        spans: Sequence[Span],
+        marks: Mapping[int, Mark],
     ) -> None:
         programs = dict(enumerate(schedule.programs))
         # ranks without a mark are shown from their beginning
@@ -73,7 +77,12 @@ class RefusedSchedule(UserError):
 def textbook(instruction: Instruction) -> float:
     """Return the textbook cost: 1 for a forward and for each half of a backward, 0 for all other
     instructions."""
-    costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
+    costs = {
+        Op.FORWARD: 1.0,
+        Op.BACKWARD: 2.0,
+        Op.BACKWARD_INPUT: 1.0,
+        Op.BACKWARD_WEIGHT: 1.0,
+    }
     return costs.get(instruction.op, 0.0)
 
 
@@ -159,7 +168,10 @@ def _computations_by_rank(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def peak(
-    schedule: Schedule, growth: Cost, within: Cost = lambda instruction: 0, message: float = 0
+    schedule: Schedule,
+    growth: Cost,
+    within: Cost = lambda instruction: 0,
+    message: float = 0,
 ) -> list[float]:
     """Return, by rank, the peak memory of its activations.
 
@@ -177,7 +189,10 @@ def peak(
 
 
 def _memory_in_use(
-    program: Sequence[Instruction], growth: Cost, within: Cost, messages: Iterable[float]
+    program: Sequence[Instruction],
+    growth: Cost,
+    within: Cost,
+    messages: Iterable[float],
 ) -> Iterator[float]:
     """Yield a rank's memory while and after it runs each instruction; arguments as for `peak`."""
     activations = 0
@@ -188,12 +203,15 @@ def _memory_in_use(
 
 
 def _message_memory(
-    schedule: Schedule, program: Sequence[Instruction], message: float, sends: int
+    schedule: Schedule,
+    program: Sequence[Instruction],
+    message: float,
+    sends: int,
 ) -> Iterator[float]:
     """Yield the memory that a rank holds for messages while it runs each instruction."""
     sent: Counter[Channel] = Counter()
-    unused: set[Message] = set()
-    to_come = sum(instruction.op in RECEIVES for instruction in program)
+    unused: set[Message] = set()  # received, and not yet taken by a computation
+    receives_to_come = sum(instruction.op in RECEIVES for instruction in program)
     for instruction in program:
         _, stage, microbatch = instruction
         # a computation takes the message that it was sent
@@ -201,14 +219,16 @@ def _message_memory(
             unused.discard(Message(MessageType.ACTIVATION, stage - 1, microbatch))
         if instruction.op in INPUT_GRADIENTS:
             unused.discard(Message(MessageType.GRADIENT, stage, microbatch))
-        posted = 1 if to_come else 0
+        # the next receive is posted as soon as the one before has finished
+        posted = 1 if receives_to_come else 0
+        # sends may be unfinished up to the limit: no time says when they finish
         unfinished = sum(min(count, sends) for count in sent.values())
         yield message * (len(unused) + posted + unfinished)
 
         transferred = Message.of(instruction)
         if transferred and instruction.op in RECEIVES:
             unused.add(transferred)
-            to_come -= 1
+            receives_to_come -= 1
         elif transferred:
             channel = Channel.of(transferred, schedule.rank_of_stage)
             sent[channel] += 1
@@ -239,7 +259,11 @@ class _Simulation:
     """The state of the simulation of all ranks."""
 
     def __init__(
-        self, schedule: Schedule, cost: Cost, communicator: Communicator, sends: int
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        communicator: Communicator,
+        sends: int,
     ) -> None:
         self.schedule = schedule
         self.cost = cost
@@ -290,6 +314,7 @@ class _Simulation:
             # a receive blocks its rank: `_transfer` moves the rank on
             self.receiving.add(transfer.rank)
         elif len(queue) == self.sends:
+            # the queue of this rank has sends alone: a receive would have blocked the rank
             self.crowded[transfer.rank] = communicator
             return False
         else:
@@ -356,5 +381,8 @@ class _Simulation:
         if instruction.op in SENDS:
             return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"
         ahead = queues.get(channel.source)
-        behind = f", behind {ahead[0].instruction}" if ahead and ahead[0].message != message else ""
-        return f"waits for {message.sender} of rank {channel.source}{behind}"
+        wait = f"waits for {message.sender} of rank {channel.source}"
+        # the sender has asked for another message of the communicator first
+        if ahead and ahead[0].message != message:
+            wait += f", behind {ahead[0].instruction}"
+        return wait

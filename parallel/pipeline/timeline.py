@@ -36,10 +36,11 @@ class Recording:
         times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
         local = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
         times[: len(local)] = torch.tensor(local, dtype=torch.float64)
-        of_ranks = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
+        # all ranks gather as many rows: those of shorter programs are padded with zeros
+        times_of_ranks = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
         spans = []
         for rank, program in enumerate(schedule.programs):
-            # not strict: shorter programs are padded with zeros
-            for instruction, (start, end) in zip(program, of_ranks[rank], strict=False):
+            # not strict, because of the padding
+            for instruction, (start, end) in zip(program, times_of_ranks[rank], strict=False):
                 spans.append(Span(rank, instruction, start, end))
         return spans

@@ -87,8 +87,8 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
     for index, instruction in enumerate(program):
         counts[instruction] += 1
         # what is absent altogether is named once, as missing
-        needed = [needs for needs in _prerequisites(instruction, required) if needs in present]
-        late = [needs for needs in needed if needs not in counts]
+        needed = [other for other in _prerequisites(instruction, required) if other in present]
+        late = [other for other in needed if other not in counts]
         if note := _describe_misplaced(instruction, schedule.rank_of_stage, rank):
             yield _Fault(rank, index, note)
         elif instruction not in required:
@@ -97,13 +97,18 @@ def _find_faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
             yield _Fault(rank, index, f"{instruction} occurs here for the second time")
         elif late:
             yield _Fault(rank, index, f"{instruction} comes before {late[0]}")
+    missing = [instruction for instruction in required if instruction not in present]
     # computations first, because transfers follow from them; the sort is stable
-    for instruction in sorted(required, key=lambda instruction: instruction.op not in COMPUTATIONS):
-        if instruction not in present:
-            yield _Fault(rank, len(program), f"{instruction} is missing")
+    missing.sort(key=lambda instruction: instruction.op not in COMPUTATIONS)
+    for instruction in missing:
+        yield _Fault(rank, len(program), f"{instruction} is missing")
 
 
-def _describe_misplaced(instruction: Instruction, rank_of_stage: Sequence[int], rank: int) -> str:
+def _describe_misplaced(
+    instruction: Instruction,
+    rank_of_stage: Sequence[int],
+    rank: int,
+) -> str:
     """Return why an instruction of this stage is not for `rank`; empty if it is."""
     if not 0 <= instruction.stage < len(rank_of_stage):
         return f"{instruction} is for a stage that does not exist"

@@ -38,7 +38,7 @@ from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
-from parallel.sequence_cut import chunks, positions, take, unit
+from parallel.sequence_cut import chunks_of_rank, length_multiple, positions, take_own_positions
 from tests import oracle
 from tests.activation_bytes import kept_bytes
 from tests.layouts import Result, Run, batches, make_engine, train_all
@@ -152,14 +152,14 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
     of_sinks = torch.zeros(query.shape[1]).double()
     with torch.no_grad():
         for rank in range(ranks):
-            mine = chunks(rank, ranks, own)
+            mine = chunks_of_rank(rank, ranks, own)
             axis = Axis("cp", rank, ranks)
             here = positions(axis, own)
             merged = MergedAttention(query[:, :, here], mine, heads, 3, rule, wide, sinks)
             order = random.sample(range(ranks), ranks)
             for other in order:
                 there = positions(Axis("cp", other, ranks), own)
-                merged.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own))
+                merged.add(key[:, :, there], value[:, :, there], chunks_of_rank(other, ranks, own))
             mixed, log_sum = merged.result()
             torch.testing.assert_close(mixed, whole[:, :, here], rtol=1e-11, atol=1e-12)
             sums = AttentionGradients(
@@ -168,7 +168,9 @@ def test_attention_merged_from_parts_in_any_order_is_that_of_the_whole(
             for other in order:
                 there = positions(Axis("cp", other, ranks), own)
                 into = torch.zeros_like(key[:, :, there]), torch.zeros_like(value[:, :, there])
-                sums.add(key[:, :, there], value[:, :, there], chunks(other, ranks, own), *into)
+                sums.add(
+                    key[:, :, there], value[:, :, there], chunks_of_rank(other, ranks, own), *into
+                )
                 of_key[:, :, there] += into[0]
                 of_value[:, :, there] += into[1]
             torch.testing.assert_close(
@@ -187,7 +189,7 @@ def test_every_token_is_on_one_rank_and_all_ranks_attend_to_as_many_keys() -> No
         assert len({int((own + 1).sum()) for own in places}) == 1
         whole = torch.arange(6 * size) * 10
         assert all(
-            torch.equal(take(whole, Axis("cp", r, size), 0), whole[own])
+            torch.equal(take_own_positions(whole, Axis("cp", r, size), 0), whole[own])
             for r, own in enumerate(places)
         )
 
@@ -196,12 +198,14 @@ def scores_computed(rank: int, size: int, window: int) -> int:
     """The scores of one head that a rank computes for a sequence of 1024 tokens."""
     own = 1024 // size
     query = torch.zeros(1, 1, 1, 1024 // size, 8)
-    mine = chunks(rank, size, own)
+    mine = chunks_of_rank(rank, size, own)
     rule = AttentionRule(1.0, window)
     return sum(
         len(block.queries) * len(block.keys)
         for other in range(size)
-        for block in visible_blocks(mine, chunks(other, size, own), rule, query, torch.float32)
+        for block in visible_blocks(
+            mine, chunks_of_rank(other, size, own), rule, query, torch.float32
+        )
     )
 
 
@@ -221,7 +225,7 @@ def attend_rank(mesh: DeviceMesh, dtype: torch.dtype) -> dict[bool, list[Tensor]
     cp = Axis.of(mesh, "cp")
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(1, n, 32, 8, generator=generator) for n in (4, 2, 2, 4)]
-    own = [take(x, cp, 2).to(dtype).requires_grad_() for x in whole]
+    own = [take_own_positions(x, cp, 2).to(dtype).requires_grad_() for x in whole]
     made = {}
     for ring in (False, True):
         mixed = attend_over_ranks(
@@ -247,7 +251,7 @@ def test_partial_results_are_merged_in_fp32_so_the_gap_to_float64_does_not_grow_
     for ring in (False, True):
         for n, right in enumerate(wanted):
             for rank, made in enumerate(ranks):
-                here = take(right, Axis("cp", rank, cp), 2)
+                here = take_own_positions(right, Axis("cp", rank, cp), 2)
                 rounding = 2.0**-8 * right.abs().max()  # that of one number in bf16, whatever cp
                 assert (made[ring][n].double() - here).abs().max() <= rounding * (
                     1 if n == 0 else 2
@@ -345,7 +349,9 @@ def measure_rank(mesh: DeviceMesh, ring: bool) -> tuple[int, int]:
     stage = Stage(LONG, context, WHOLE_MODEL).bfloat16()
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-    ids = take(torch.arange(LONG.max_positions).unsqueeze(1) % LONG.vocab, context.cp, 0)
+    ids = take_own_positions(
+        torch.arange(LONG.max_positions).unsqueeze(1) % LONG.vocab, context.cp, 0
+    )
     stage(ids[: len(ids)])  # makes the rotary tables, which are kept for good
     with LiveMemory() as live:
         logits = stage(ids, MicrobatchInfo(0, torch.arange(1), torch.ones(())))
@@ -463,7 +469,7 @@ def test_what_cannot_be_cut_is_refused_by_name(
     changes: dict[str, Any], length: int, tensor: int, said: str
 ) -> None:
     model = ModelConfig(**{"family": "llama", **SIZES, **changes})
-    if length % unit(4, tensor) == 0 and not changes:
+    if length % length_multiple(4, tensor) == 0 and not changes:
         length += 1
     with pytest.raises(UserError) as raised:
         require_divisible_context(model, plan("bf16"), 4, length, tensor)

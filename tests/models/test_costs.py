@@ -238,4 +238,4 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(
         # they do.
         real = sum(t.nbytes for t in tensors)
         views = 1.1 if config.latent else 1.0
-        assert real <= kept.put_off_bytes <= real * views
+        assert real <= kept.deferred_bytes <= real * views

@@ -19,7 +19,7 @@ from models.attention.packing import UNPACKED
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.decoder.kv_cache import CachedStage
-from models.decoder.mtp import FutureTokens, future_tokens
+from models.decoder.mtp import MTPBatch, make_mtp_batch
 from models.decoder.stages import Stage
 from models.engine.options import EngineOptions
 from models.equivalence import with_idle_keys_reset
@@ -177,18 +177,18 @@ def forward(stage: Stage) -> object:
         x = ids
     else:
         x = torch.zeros(LENGTH, BATCH, config.hidden, dtype=plan.pipeline, requires_grad=True)
-    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, future_of(stage))
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, UNPACKED, mtp_batch_of(stage))
     return x, get_gradient_edge(
         stage.losses(y, ids).sum() if stage.cut.last else y.to(plan.pipeline)
     )
 
 
-def future_of(stage: Stage) -> FutureTokens | None:
+def mtp_batch_of(stage: Stage) -> MTPBatch | None:
     """What modules of multi-token prediction read and predict."""
     if not (stage.cut.last and (modules := stage.config.mtp_layers)):
         return None
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    made = future_tokens(
+    made = make_mtp_batch(
         ids, ids, None, None, modules, torch.ones(()), Axis("cp"), Axis("dp"), divides=True
     )
     return made.of_samples(slice(None))

@@ -16,7 +16,7 @@ from megaprec.precision.plan import plan
 from models.attention.packing import UNPACKED
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
-from models.decoder.mtp import future_tokens
+from models.decoder.mtp import make_mtp_batch
 from models.decoder.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
@@ -127,11 +127,11 @@ def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Te
                 parameter.view(-1)[first:last] = weights[part.name].reshape(-1)
     tokens, targets, mask = batch()
     scale = torch.full((), config.mtp_loss_weight, dtype=torch.float64)
-    future = future_tokens(
+    mtp_batch = make_mtp_batch(
         tokens, targets, mask, None, MODULES, scale, Axis("cp"), Axis("dp"), divides=True
     )
     place = MicrobatchInfo(0, torch.arange(2), torch.ones(()))
-    logits = stage(tokens.t(), place, UNPACKED, future.of_samples(slice(None)))
+    logits = stage(tokens.t(), place, UNPACKED, mtp_batch.of_samples(slice(None)))
     loss = (stage.losses(logits, targets.t()) * mask.t()).sum() / mask.sum()
     loss.backward()
     grads = {
@@ -140,7 +140,7 @@ def of_ours(config: ModelConfig, state: dict[str, Tensor]) -> tuple[dict[str, Te
         if parameter.grad is not None
         for part, first, last in layout_of(parameter).spans()
     }
-    return grads, [loss.item(), *future.losses.tolist()]
+    return grads, [loss.item(), *mtp_batch.losses.tolist()]
 
 
 def split(

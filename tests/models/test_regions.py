@@ -17,7 +17,7 @@ from models.engine.passes import Share
 from parallel.activation_checkpoint import Recompute
 from parallel.leaves import PLAIN, Call, Leaves, call_of
 from parallel.pipeline.builders import schedule
-from parallel.regions import compiled_region, hindrance_of_region
+from parallel.regions import compiled_region, trial_difference_of_region
 from tests.families import CASES, config_of
 
 FAST = ("llama", "gpt2", "qwen3", "gemma3")
@@ -142,7 +142,7 @@ def test_passes_that_compute_something_else_are_found_on_trial(wrong: str) -> No
     x, branch = (torch.randn(16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     call = call_of(add_norm, (x, branch, torch.ones(64), None, RULE), region=True)
     passes = compiled_region(call, lambda graph, _: graph)
-    assert hindrance_of_region(call, passes) == ""
+    assert trial_difference_of_region(call, passes) == ""
 
     def off(*inputs: Tensor) -> tuple[Tensor, ...]:
         factor = 2.0 if wrong == "results" else 1.0
@@ -153,4 +153,4 @@ def test_passes_that_compute_something_else_are_found_on_trial(wrong: str) -> No
             v.detach() * factor + (t - t.detach()) for v, t in zip(values, through, strict=True)
         )
 
-    assert hindrance_of_region(call, off)
+    assert trial_difference_of_region(call, off)

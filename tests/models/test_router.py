@@ -163,8 +163,8 @@ def test_norm_and_zeros_do_not_see_the_counts() -> None:
 
 def test_uneven_layers_are_cut_so_that_the_busiest_stage_is_least_busy() -> None:
     assert best_cut([1, 3, 3, 3], range(2)) == [2, 2]
-    assert best_cut([1, 1, 1, 3, 3], range(2), last=1) == [4, 1]
-    assert best_cut([5, 1, 1, 1], range(2), first=1) == [1, 3]
+    assert best_cut([1, 1, 1, 3, 3], range(2), last_extra=1) == [4, 1]
+    assert best_cut([5, 1, 1, 1], range(2), first_extra=1) == [1, 3]
     for name in ("glm-4.5", "glm-4.5-air"):
         model = preset(name)
         assert model.over_layers(lambda kind: kind.layer_parameters, [0]) < model.layer_parameters

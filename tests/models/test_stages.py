@@ -50,7 +50,7 @@ def test_no_other_cut_has_a_less_busy_busiest_rank(
 def test_a_rank_shares_its_layers_out_over_its_stages() -> None:
     assert best_cut([1.0] * 16, [0, 1, 0, 1]) == [4, 4, 4, 4]
     # zb-v: the head lies with the embedding
-    assert best_cut([1.0] * 16, [0, 1, 1, 0], last=4.0) == [
+    assert best_cut([1.0] * 16, [0, 1, 1, 0], last_extra=4.0) == [
         5,
         5,
         5,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel import compiled_leaves
-from parallel.compiled_leaves import hindrance
+from parallel.compiled_leaves import trial_difference
 from parallel.leaves import PLAIN, Call, Leaves, call_of
 
 X = torch.arange(12.0).view(3, 4)
@@ -60,8 +60,8 @@ def test_a_call_is_noted_and_runs_as_it_is() -> None:
 )
 def test_a_form_that_computes_something_else_is_found_on_trial(wrong: Any) -> None:
     call = call_of(add_, (X, X))
-    assert hindrance(call, lambda x, y: x.add_(y)) == ""
-    assert hindrance(call, wrong)
+    assert trial_difference(call, lambda x, y: x.add_(y)) == ""
+    assert trial_difference(call, wrong)
 
 
 def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:

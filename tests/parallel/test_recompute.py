@@ -261,8 +261,8 @@ def test_the_first_layers_of_a_stage_are_made_again(way: Recompute, whole: int) 
 def test_the_transpose_of_a_result_is_not_taken_for_the_result() -> None:
     def gradient(how: Callable[..., Tensor]) -> Tensor:
         x = torch.arange(9.0, dtype=torch.float64).view(3, 3).requires_grad_()
-        how(lambda x: (x / 9).exp().t(), x, into=lambda made: made.t().sin().sum()).backward()
+        how(lambda x: (x / 9).exp().t(), x, then=lambda made: made.t().sin().sum()).backward()
         assert x.grad is not None
         return x.grad
 
-    assert torch.equal(gradient(recomputed), gradient(lambda function, x, into: into(function(x))))
+    assert torch.equal(gradient(recomputed), gradient(lambda function, x, then: then(function(x))))

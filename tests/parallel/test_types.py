@@ -128,7 +128,7 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         collectives._Copy: becomes((I,), R),
         collectives._Reduce: becomes((V, P), I),
         collectives._Gather: becomes((V,), R),
-        collectives._Scatter: becomes((V, P), V),
+        collectives._ReduceScatter: becomes((V, P), V),
         collectives._Split: becomes((I,), V),
         collectives._Join: becomes((V,), I),
         linear.Linear: linear_,

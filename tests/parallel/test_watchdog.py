@@ -160,7 +160,7 @@ def test_the_threads_of_ranks_come_to_the_same_verdict() -> None:
     """Silence of two seconds is no delay even on a busy machine."""
     with threads(3, timeout=4.0) as (dogs, left):
         dogs[1].position.note_action(Instruction(Op.FORWARD, 0, 2))
-        until(lambda: not any(dog._heart._number < 3 for dog in dogs if dog._heart))
+        until(lambda: not any(dog._heart._beat_number < 3 for dog in dogs if dog._heart))
         dogs[1]._over.set()
         dogs[1]._heart.stop()  # pyright: ignore[reportOptionalMemberAccess]
         until(lambda: len(left) == 2)
@@ -221,13 +221,13 @@ def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
     left = list[Verdict]()
     Watchdog(shared, 0, 2, Position(), TIMEOUT, unused)  # its first beat is waited for
     dog = Watchdog(shared, 1, 2, Position(), TIMEOUT, left.append)
-    dog.first = replace(beat(0), host="elsewhere")
+    dog.first_beat = replace(beat(0), host="elsewhere")
     dog.position.enter(Phase.WAITING)
     dog._heart._beat = lambda: time.sleep(60)  # pyright: ignore[reportOptionalMemberAccess]
     dog.start()
     until(lambda: left)
     dog._over.set()
-    assert "elsewhere" in left[0].reason and f"rank 1 on {dog.me().host}" in left[0].reason
+    assert "elsewhere" in left[0].reason and f"rank 1 on {dog.own_beat().host}" in left[0].reason
 
 
 def test_a_pause_of_this_process_is_no_hang() -> None:

@@ -114,7 +114,7 @@ FAULTS = {
         "backward",
         MLP,
         change(
-            collectives._Scatter,
+            collectives._ReduceScatter,
             "backward",
             lambda inner: lambda ctx, grad: (torch.cat([grad] * ctx.axis.size), None),
         ),

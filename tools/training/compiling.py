@@ -25,9 +25,9 @@ from megaprec.comm.gathered_texts import gather_entries
 from models.config import ModelConfig
 from models.decoder.cutting import cuts
 from models.estimate.memory import StageMemory
-from parallel.compiled_leaves import compiled, hindrance
+from parallel.compiled_leaves import compiled, trial_difference
 from parallel.leaves import PLAIN, Call, Leaves
-from parallel.regions import compiled_region, hindrance_of_region
+from parallel.regions import compiled_region, trial_difference_of_region
 from tools.config.run_file import RunConfig
 from tools.console.units import counted
 from tools.console.wrapped import say
@@ -140,10 +140,10 @@ def try_calls(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[s
             try:
                 if call.region:
                     forms[call] = compiled_region(call)
-                    reason = hindrance_of_region(call, forms[call])
+                    reason = trial_difference_of_region(call, forms[call])
                 else:
                     forms[call] = compiled(call)
-                    reason = hindrance(call, forms[call])
+                    reason = trial_difference(call, forms[call])
             except Exception as error:  # whatever a compiler that is missing or broken raises
                 reason = _error_line(error)
             if reason:

@@ -122,7 +122,7 @@ def watching(
     num_ranks = dist.get_world_size()
 
     def leave(verdict: Verdict) -> None:
-        _leave(folder, num_ranks, verdict, watchdog.me())
+        _leave(folder, num_ranks, verdict, watchdog.own_beat())
 
     position.share()
     watchdog = Watchdog(store, rank, num_ranks, position, timeout, leave, peers)
@@ -159,7 +159,7 @@ def _record_end(
 ) -> None:
     """Write the record of this rank, which has failed."""
     record = EndRecord(
-        rank=watchdog.me(),
+        rank=watchdog.own_beat(),
         ranks=num_ranks,
         ended=reason,
         culprits=culprits,
@@ -170,8 +170,8 @@ def _record_end(
 
 def print_waiting(watchdog: Watchdog, seconds: float) -> None:
     """Print what this rank waits for, during the preparation of the data: once on each machine."""
-    if watchdog.first and _speaks_for_machine(watchdog.rank):
-        reason = f"waits for rank 0 on {watchdog.first.host}, which prepares the data"
+    if watchdog.first_beat and _speaks_for_machine(watchdog.rank):
+        reason = f"waits for rank 0 on {watchdog.first_beat.host}, which prepares the data"
         print(
             f"rank {watchdog.rank} on {socket.gethostname()} {reason}: {seconds:.0f} s so far",
             file=sys.stderr,

@@ -24,7 +24,7 @@ from megaprec.precision.plan import dtype_name
 from models.config import ModelConfig
 from models.latent import Latent
 from parallel.pipeline.builders import default_chunks
-from parallel.sequence_cut import unit
+from parallel.sequence_cut import length_multiple
 from tools.config.data_settings import Data
 from tools.config.layouts import ALONE
 from tools.config.precision_settings import FP8, Precision
@@ -384,7 +384,9 @@ def window_layers(model_config: ModelConfig, num_layers: int) -> tuple[int, ...]
 
 def _length(run_config: RunConfig, layout_limits: LayoutLimits) -> int:
     return alike_size(
-        run_config.train.seq_length, LENGTH, unit(layout_limits.context, layout_limits.tensor)
+        run_config.train.seq_length,
+        LENGTH,
+        length_multiple(layout_limits.context, layout_limits.tensor),
     )
 
 

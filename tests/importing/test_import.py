@@ -422,7 +422,7 @@ def test_a_run_that_is_shorter_than_megatrons_period_of_evaluation_is_told_of_no
         ),
         (
             "--num-attention-heads 0",
-            sentence("import.number_from_one", origin="--num-attention-heads 0"),
+            "--num-attention-heads 0: the value must be a whole number from 1 on",
         ),
         ("--hidden-size 65", sentence("import.heads_multiple", said="--hidden-size 65", heads=4)),
         ("--data-path a b", "--data-path a b: give the weight of each data set"),

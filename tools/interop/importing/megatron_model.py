@@ -73,9 +73,6 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: DEFAULTS[name] for name in IN_CHECKPOINTS & DEFAULTS.keys()}
     args |= {row.kept: arguments.get(row.kept) for row in OF_MODEL}
-    for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
-        if args[name] is not None and args[name] < 1:
-            raise UserError.of("import.number_from_one", origin=arguments.origin(name))
     heads = args["num_attention_heads"]
     if args["kv_channels"] is None and args["hidden_size"] % heads:
         said = arguments.origin("hidden_size")
@@ -121,31 +118,30 @@ def _frequency(name: str, text: str | None) -> Any:
     try:
         if re.fullmatch(r"\d{1,9}", text):
             return int(text)
-        if PATTERN.fullmatch(text):
-            return _list(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        is_pattern = PATTERN.fullmatch(text) is not None
+        values = _evaluated(ast.parse(text.strip(), mode="eval").body) if is_pattern else [text]
+        if all(isinstance(value, int) for value in values):
+            return values
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise UserError.of("import.frequency", option=option(name), text=text)
 
 
-def _list(node: ast.expr) -> list[int]:
-    match node:
-        case ast.List(items):
-            return [_number(item) for item in items]
-        case ast.BinOp(left, ast.Add(), right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left, ast.Mult(), right):
-            base = _list(left)
-            times = _number(right)
-            if times * len(base) <= LONGEST:
-                return base * times
-    raise ValueError
-
-
-def _number(node: ast.expr) -> int:
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of sums and multiples of lists. Raises ValueError or TypeError for any other
+    expression."""
     match node:
         case ast.Constant(int(value)) if value < LONGEST:
             return value
+        case ast.List(items):
+            return [_evaluated(item) for item in items]
+        case ast.BinOp(left, ast.Add(), right):
+            return _evaluated(left) + _evaluated(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            base = _evaluated(left)
+            times = _evaluated(right)
+            if len(base) * times <= LONGEST:
+                return base * times
     raise ValueError
 
 
@@ -155,23 +151,13 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
     chosen = model.model_dump(include=model.model_fields_set)
     if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
         chosen.pop("vocab")
-    needed = dict[str, Any]()
+    fields = ModelConfig.model_fields
+    stated = dict[str, Any]()
     for key, value in chosen.items():
-        given = key != "family" and any(map(arguments.has, _names_of(key)))
-        required = ModelConfig.model_fields[key].is_required()
-        if given or required or _follows(needed, key) != value:
-            needed[key] = value
-    return needed
-
-
-def _follows(needed: dict[str, Any], key: str) -> Any:
-    """Return the value that a key has if it is not given, after the keys before it."""
-    known = {"layers": 1, "hidden": 64, "heads": 1} | needed
-    known.pop("init", None)
-    try:
-        return ModelConfig.model_validate(known).model_dump()[key]
-    except ValueError:
-        return None
+        is_given = key != "family" and any(map(arguments.has, _names_of(key)))
+        if is_given or value != fields[key].default:
+            stated[key] = value
+    return stated
 
 
 def _names_of(key: str) -> list[str]:

@@ -59,21 +59,18 @@ MUON = (
 
 def add_length(arguments: Arguments, draft: Draft) -> None:
     """Add the length of the run and the batch."""
-    for name, key in (
-        ("seq_length", "train.seq_length"),
-        ("micro_batch_size", "train.micro_batch"),
-    ):
-        if arguments.has(name):
-            arguments.put(draft, key, name)
-        else:
-            _require(arguments, draft, key, name)
+    _require(arguments, draft, "train.seq_length", "seq_length")
+    _require(arguments, draft, "train.micro_batch", "micro_batch_size")
     _add_steps(arguments, draft)
     arguments.put(draft, "train.seed", "seed")
 
 
 def _require(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
-    """Add a problem unless one of these arguments, or the key, is given."""
-    if draft.needs(key) and arguments.tried.isdisjoint(names):
+    """Set a key to the first of these arguments. Add a problem unless one of them, or the key, is
+    given."""
+    if arguments.has(names[0]):
+        arguments.put(draft, key, names[0])
+    elif draft.needs(key) and arguments.tried.isdisjoint(names):
         options = " or ".join(map(option, names))
         draft.missing.append(f"{options} is missing, which Megatron-LM needs")
 
@@ -81,8 +78,6 @@ def _require(arguments: Arguments, draft: Draft, key: str, *names: str) -> None:
 def _add_steps(arguments: Arguments, draft: Draft) -> None:
     batch = draft.value("train.global_batch")
     if not arguments.has("train_samples"):
-        if arguments.has("train_iters"):
-            arguments.put(draft, "train.steps", "train_iters")
         _require(arguments, draft, "train.steps", "train_iters", "train_samples")
     elif arguments.has("train_iters"):
         arguments.refuse("give one of them", "train_iters", "train_samples")
@@ -98,8 +93,6 @@ def _add_steps(arguments: Arguments, draft: Draft) -> None:
 
 def add_rate(arguments: Arguments, draft: Draft) -> None:
     """Add the schedule of the learning rate."""
-    if arguments.has("lr"):
-        arguments.put(draft, "lr.peak", "lr")
     _require(arguments, draft, "lr.peak", "lr")
     style = arguments.get("lr_decay_style")
     if style not in STYLES:
@@ -122,63 +115,39 @@ def add_rate(arguments: Arguments, draft: Draft) -> None:
 
 
 def _add_lengths(arguments: Arguments, draft: Draft, steps: int, batch: int) -> None:
-    """Add warm-up, decay and length, in samples where the arguments are, or where a share is no
-    whole step."""
+    """Add warm-up, decay and length, in samples where the arguments are."""
     by_samples = arguments.has("train_samples")
     unit, other_unit = ("samples", "iters") if by_samples else ("iters", "samples")
-    _refuse_units(arguments, unit, other_unit)
-    run_length = arguments.get("train_samples") if by_samples else steps
-    length = arguments.get(f"lr_decay_{unit}") or run_length
-    warmup = arguments.get(f"lr_warmup_{unit}")
-    origin = arguments.origin(f"lr_warmup_{unit}")
-    factor = 1  # samples of what is counted
-    if arguments.has("lr_warmup_fraction"):
-        if warmup:
-            arguments.refuse("give one of them", "lr_warmup_fraction", f"lr_warmup_{unit}")
-        origin = arguments.origin("lr_warmup_fraction")
-        warmup, factor = _warmup_of_fraction(arguments, draft, length, 1 if by_samples else batch)
-    if factor > 1:
-        draft.put("lr.unit", "samples", origin)
-    elif by_samples:
-        draft.put("lr.unit", "samples", arguments.origin("train_samples"))
-    draft.put("lr.warmup", warmup, origin)
-    if length != run_length or (by_samples and length != steps * batch):
-        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
-        draft.put("lr.length", length * factor, origin)
-    _add_decay(arguments, draft, f"lr_wsd_decay_{unit}", factor)
-
-
-def _add_decay(arguments: Arguments, draft: Draft, name: str, factor: int) -> None:
-    if arguments.has(name):
-        draft.put("lr.decay", arguments.get(name) * factor, arguments.origin(name))
-
-
-def _refuse_units(arguments: Arguments, unit: str, other_unit: str) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         other = f"{name}_{other_unit}"
         if arguments.has(other) and arguments.get(other):
             arguments.refuse(f"the length of the run is in {unit}, so this must be too", other)
+    if by_samples:
+        draft.put("lr.unit", "samples", arguments.origin("train_samples"))
+    run_length = arguments.get("train_samples") if by_samples else steps
+    length = arguments.get(f"lr_decay_{unit}") or run_length
+    _add_warmup(arguments, draft, length, f"lr_warmup_{unit}")
+    if length != run_length or (by_samples and length != steps * batch):
+        origin = arguments.origin(f"lr_decay_{unit}", "train_samples")
+        draft.put("lr.length", length, origin)
+    decay = f"lr_wsd_decay_{unit}"
+    if arguments.has(decay):
+        arguments.put(draft, "lr.decay", decay)
 
 
-def _warmup_of_fraction(
-    arguments: Arguments, draft: Draft, length: int, batch: int
-) -> tuple[int, int]:
-    """Return the warm-up of --lr-warmup-fraction, and the samples of what it counts: `batch` if the
-    share of the length is no whole number."""
-    share = arguments.get("lr_warmup_fraction") * length
-    factor = 1 if _is_whole(share) else batch
-    share *= factor
+def _add_warmup(arguments: Arguments, draft: Draft, length: int, name: str) -> None:
+    """Add the warm-up. name: of the argument that says it, if it is no share of the length."""
+    fraction = "lr_warmup_fraction"
+    if not arguments.has(fraction):
+        arguments.put(draft, "lr.warmup", name)
+        return
+    if arguments.get(name):
+        arguments.refuse("give one of them", fraction, name)
+    share = arguments.get(fraction) * length
     warmup = round(share)
-    if not _is_whole(share):
-        draft.notes.append(
-            f"{arguments.origin('lr_warmup_fraction')}: warm-up takes {warmup} samples, the "
-            f"nearest whole number to {share:g}"
-        )
-    return warmup, factor
-
-
-def _is_whole(number: float) -> bool:
-    return abs(number - round(number)) < 1e-9 * max(1.0, abs(number))
+    if abs(share - warmup) > 1e-9 * max(1.0, share) and draft.needs("lr.warmup"):
+        arguments.refuse(f"are {share:g} of {length}, no whole number: give lr.warmup=N", fraction)
+    draft.put("lr.warmup", warmup, arguments.origin(fraction))
 
 
 def add_optimizer(arguments: Arguments, draft: Draft) -> None:

@@ -62,7 +62,10 @@ _REFUSED = {
     "weights are not sharded over replicas here": "zero_optimization.zero_hpz_partition_size=1",
     "the inputs of a model are token ids, which are not cast": "fp16.auto_cast=false",
     "master weights are FP32 here: remove it": "fp16.fp16_master_weights_and_grads=false",
-    "remove it, and give the key of [precision] beside the file that says it": """
+    (
+        "remove it, and give precision.masters, precision.moments, precision.on_nonfinite, "
+        "precision.hysteresis_refill, precision.buffers or precision.compute beside the file"
+    ): """
         bf16.bf16_master_weights_and_grads=false bf16.bf16_optimizer_states=false
         bf16.check_grad_overflow=true fp16.consecutive_hysteresis=false
         data_types.buffer_dtype=null data_types.param_dtype=null

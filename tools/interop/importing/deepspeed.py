@@ -233,7 +233,7 @@ def _add_scaling(config: Config) -> None:
         ("growth_interval", config.get("fp16.loss_scale_window", 1000), "loss_scale_window"),
         ("hysteresis", config.get("fp16.hysteresis", 2), "hysteresis"),
         ("min_scale", float(config.get("fp16.min_loss_scale", 1)), "min_loss_scale"),
-        ("hysteresis_refill", "growth", "consecutive_hysteresis"),
+        ("hysteresis_refill", "growth", "hysteresis"),
     ):
         config.put(f"precision.{key}", value, f"fp16.{name}")
 

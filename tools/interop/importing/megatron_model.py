@@ -151,13 +151,23 @@ def _stated(model: ModelConfig, arguments: Arguments) -> dict[str, Any]:
     chosen = model.model_dump(include=model.model_fields_set)
     if not arguments.has("vocab_size") and not arguments.has("padded_vocab_size"):
         chosen.pop("vocab")
-    fields = ModelConfig.model_fields
     stated = dict[str, Any]()
     for key, value in chosen.items():
         is_given = key != "family" and any(map(arguments.has, _names_of(key)))
-        if is_given or value != fields[key].default:
+        is_required = ModelConfig.model_fields[key].is_required()
+        if is_given or is_required or _follows(stated, key) != value:
             stated[key] = value
     return stated
+
+
+def _follows(stated: dict[str, Any], key: str) -> Any:
+    """Return the value that a key has if it is not given, after the keys before it."""
+    known = {"layers": 1, "hidden": 64, "heads": 1} | stated
+    known.pop("init", None)
+    try:
+        return ModelConfig.model_validate(known).model_dump()[key]
+    except ValueError:
+        return None
 
 
 def _names_of(key: str) -> list[str]:

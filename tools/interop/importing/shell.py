@@ -18,6 +18,7 @@ from megaprec.parsing import read_text
 NAME = r"\$(?: [A-Za-z_]\w*+ | [0-9@*\#?$!-] | \{ \w++ (?:\[[@*]\])? \} )"
 # What a shell would run or change is not followed, so only its end counts.
 _RUN = r"""[^()"'`] | '[^']*' | "[^"()`]*" """
+_RUN = rf"{_RUN} | \( (?:{_RUN})*+ \)"
 ODD = rf"""
     \$\( (?: {_RUN} | \( (?:{_RUN})*+ \) )*+ \)
     | \$\{{ (?: [^{{}}"'`] | '[^']*' | "[^"{{}}`]*" )*+ \}} | `[^`]*`"""
@@ -62,12 +63,11 @@ FUNCTION = re.compile(r"([\w-]+)\s*\(\s*\)|\b(?:function|alias)\s+([\w-]+)")
 OPENERS = ("if", "while", "until", "for", "select", "case")
 CLOSERS = ("fi", "done", "esac", "}")
 BEFORE_COMMANDS = ("if", "while", "until", "{", "then", "do", "else", "elif", "!", "time")
-SHOWS = ("echo", "printf")
 PROGRAM = re.compile(r"[\w.-]+\.py")
 RUNS = re.compile(r"\.py[\"']*\s+[\"']*(?:--|\$)")
 RANKS = re.compile(r"--?(nproc[-_]per[-_]node|nnodes|num_gpus|num_nodes)[= ](\S+)")
 LARGEST_SOURCED = 256 * 1024  # bytes
-LONGEST = 100_000  # letters of a text, or items of an array
+LONGEST = 20_000  # letters of a text, or items of an array
 
 
 @dataclass(frozen=True)
@@ -187,20 +187,22 @@ class _Variables:
         assert match
         name, adds, text = match.groups()
         try:
-            before = self._value(name) if adds else None
-            self.values[name] = self._assigned(token, text, before)
+            self.values[name] = self._assigned(token, name, bool(adds), text)
         except UserError:
             self.values[name] = UserError.of("import.variable_open", name=name, place=token.place)
 
-    def _assigned(
-        self, token: _Token, text: str, before: str | list[Word] | None
-    ) -> str | list[Word]:
-        """Return what a variable holds that held `before`, if that counts. Raises UserError."""
-        if token.kind == "word" and not isinstance(before, list):
-            return "".join([before or "", *(part for part, _ in self._parts(text))])
-        if token.kind == "word" or isinstance(before, str):
+    def _assigned(self, token: _Token, name: str, adds: bool, text: str) -> str | list[Word]:
+        """Return what an assignment makes of a variable. Raises UserError if it is not known."""
+        before = self._value(name) if adds else self.values.get(name)
+        is_array = isinstance(before, list)
+        if token.kind == "word" and not is_array:
+            value = "".join(part for part, _ in self._parts(text))
+            return f"{before}{value}" if adds else value
+        if token.kind == "word" or (adds and not is_array):  # of an array it sets one item
             raise UserError.of("import.not_followed", written=token.text)
-        words = list(before or [])
+        words = list[Word]()
+        if adds and is_array:
+            words += before
         for item in ITEMS.finditer(text, 1, len(text) - 1):
             line = token.line + text.count("\n", 0, item.start())
             if not item[0].startswith("#"):
@@ -355,7 +357,7 @@ class _Script:
         if is_flat:
             for command in filter(None, _commands(line)):
                 self._note(command)
-        elif self.path is None or (RUNS.search(written) and line[0].text not in SHOWS):
+        elif self.path is None or (RUNS.search(written) and line[0].text != "echo"):
             raise UserError.of("import.program_hidden", place=place)
 
     def _follow_command(self, command: Sequence[_Token]) -> None:
@@ -369,11 +371,11 @@ class _Script:
         if all(ASSIGNMENT.match(word.text) for word in assignments):
             for word in assignments:
                 self.variables.assign(word)
-        elif first.text in SHOWS or (first.text in ("source", ".") and self._take_in(command)):
+        elif first.text == "echo" or (first.text in ("source", ".") and self._take_in(command)):
             return
         else:
-            self.variables.distrust(_written(command), first.place)
             self._note(command)
+            self.variables.distrust(_written(command), first.place)
 
     def _note(self, command: Sequence[_Token]) -> None:
         """Remember a command that may run a program. Raises UserError if it runs one in another way

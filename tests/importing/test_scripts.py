@@ -115,13 +115,16 @@ def test_what_is_no_plain_assignment_leaves_a_variable_unknown(begin: str) -> No
         ("${A:?must be set}", "import.not_followed", "${A:?must be set}"),
         ('"${A[*]}"', "import.not_followed", "${A[*]}"),
         ("x${A[@]}", "import.not_followed", "${A[@]}"),
+        ("$A", "import.not_followed", "$A"),
+        ("x$B", "import.not_followed", "x$B"),
+        ("$E$E", "import.not_followed", "$E$E"),
         ('"$(dirname "$0")/data"', "import.not_followed", '$(dirname "$0")'),
         ("$((2 * (3 + 4)))", "import.not_followed", "$((2 * (3 + 4)))"),
         ("{1,2}", "import.not_followed", "{"),
     ],
 )
 def test_what_a_shell_would_make_of_a_word_is_named(written: str, code: str, field: str) -> None:
-    word = unknown(f"A=(1 2)\n{RUN} --a {written}")
+    word = unknown(f"A=(1 2); B='a b' E=\n{RUN} --a {written}")
     assert word.text == written and word.place == "train.sh, line 2"
     assert word.unknown is not None and word.unknown.code == code
     assert field in word.unknown.fields.values()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megaprec.errors import Problem, UserError
 from megaprec.parsing import read_text
@@ -26,20 +26,19 @@ PIECE = rf"""
     (?P<name> {NAME} ) | (?P<odd> {ODD} | \{{ ) | '(?P<single> [^']* )'
     | "(?P<double> (?: [^"\\`$] | \\. | {NAME} | {ODD} | \$(?![\w({{]) )*+ )"
     | \\\n | \\(?P<escape> . ) | (?P<text> [^\s;&|()<>'"`\\${{]++ )"""
-WORD = f"(?: {PIECE} )++".replace("?P<", "?P<_")  # its pieces have names of their own
-ITEM = re.sub(r"\?P<\w+>", "?:", rf"\#[^\n]* | (?: {PIECE} )++")
+ITEM = re.sub(r"\?P<\w+>", "?:", f"(?: {PIECE} )++")
 TOKEN = re.compile(
     rf"""
     (?P<blank> (?: [ \t\r] | \\\n )++ | \#[^\n]* ) | (?P<newline> \n )
     | (?P<document> <<-?(?!<) [ \t]* ['"\\]? (?P<marker> [A-Za-z_]\w* ) .*? \n\t*(?P=marker)(?=\n) )
-    | (?P<redirect> &>>? | \d*(?: >>?[&|]? | <<< | <[&>]?(?!<) ) )
-    | (?P<end> ;(?![;&]) ) | (?P<operator> && | \|\| | ;;?&? | \|&? | & )
-    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | {ITEM} )*+ \) ) | (?P<word> {WORD} )
+    | (?P<redirect> (?: &>>? | \d*(?: >>?[&|]? | <<< | <[&>]?(?!<) ) ) [ \t]* (?: {ITEM} )? )
+    | (?P<operator> (?: && | \|\| | \|&? ) (?: \s | \#[^\n]* )*+ | ;;&? | ;& | & ) | (?P<end> ; )
+    | (?P<array> [A-Za-z_]\w*\+?=\( (?: \s | \#[^\n]* | {ITEM} )*+ \) ) | (?P<word> {ITEM} )
     | (?P<torn> "(?:[^"\\]|\\.)*+" ) | (?P<other> . )
     """,
     re.VERBOSE | re.DOTALL,
 )
-ITEMS = re.compile(ITEM, re.VERBOSE | re.DOTALL)
+ITEMS = re.compile(rf"\#[^\n]* | {ITEM}", re.VERBOSE | re.DOTALL)
 PIECES = re.compile(PIECE, re.VERBOSE | re.DOTALL)
 QUOTED = re.compile(
     rf"""(?P<name> {NAME} ) | (?P<odd> {ODD} ) | \\\n | \\(?P<escape> [$`"\\] )""",
@@ -47,7 +46,9 @@ QUOTED = re.compile(
 )
 ODDITIES = re.compile(ODD, re.VERBOSE | re.DOTALL)
 ASSIGNMENT = re.compile(r"(?!IFS\+?=)([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-ALL_ITEMS = re.compile(r'("?)\$\{(\w+)\[@\]\}\1')
+WHOLE = re.compile(
+    r'\$(?P<bare>[A-Za-z_]\w*)|(?P<quote>"?)\$\{(?P<name>\w+)(?P<all>\[@\])?\}(?P=quote)'
+)
 # What names a variable without setting it: $NAME, and arithmetic that assigns nothing.
 _SUM = r"[\w\s$*/%(){}] | \+(?!\+) | -(?!-)"
 HARMLESS = re.compile(rf"{NAME} | \$\(\( (?:{_SUM})*? \)\)", re.VERBOSE)
@@ -145,15 +146,14 @@ def _lines(text: str, file: str) -> Iterator[list[_Token]]:
 def _commands(line: Sequence[_Token]) -> Iterator[list[_Token]]:
     """Yield the words and arrays of each command of a line, without redirections."""
     command = list[_Token]()
-    is_target = False
     for token in line:
-        if token.kind in ("end", "operator"):
+        if token.kind in ("word", "array"):
+            command.append(token)
+        elif token.kind != "redirect" and command:
             yield command
             command = []
-        elif token.kind in ("word", "array") and not is_target:
-            command.append(token)
-        is_target = token.kind == "redirect"
-    yield command
+    if command:
+        yield command
 
 
 def _written(tokens: Sequence[_Token]) -> str:
@@ -187,30 +187,28 @@ class _Variables:
         assert match
         name, adds, text = match.groups()
         try:
-            self.values[name] = self._assigned(token, name, bool(adds), text)
+            before = self._value(name) if adds else None
+            was_array = isinstance(before or self.values.get(name), list)
+            is_array = token.kind == "array"
+            if is_array != was_array and (adds or was_array):  # it sets one item
+                raise UserError.of("import.not_followed", written=token.text)
+            value = self._items_within(token, text) if is_array else self._text(text)
+            self.values[name] = before + value if adds else value
         except UserError:
             self.values[name] = UserError.of("import.variable_open", name=name, place=token.place)
 
-    def _assigned(self, token: _Token, name: str, adds: bool, text: str) -> str | list[Word]:
-        """Return what an assignment makes of a variable. Raises UserError if it is not known."""
-        before = self._value(name) if adds else self.values.get(name)
-        is_array = isinstance(before, list)
-        if token.kind == "word" and not is_array:
-            value = "".join(part for part, _ in self._parts(text))
-            return f"{before}{value}" if adds else value
-        if token.kind == "word" or (adds and not is_array):  # of an array it sets one item
-            raise UserError.of("import.not_followed", written=token.text)
+    def _items_within(self, token: _Token, text: str) -> list[Word]:
+        """Return the words of an array. text: the brackets and what stands in them."""
         words = list[Word]()
-        if adds and is_array:
-            words += before
         for item in ITEMS.finditer(text, 1, len(text) - 1):
             line = token.line + text.count("\n", 0, item.start())
             if not item[0].startswith("#"):
                 words += self.fields(token._replace(text=item[0], line=line))
         return words
 
-    def _value(self, name: str) -> str | list[Word]:
-        """Return what a variable holds. Raises UserError if that is not known."""
+    def _value(self, name: str) -> Any:
+        """Return the text or the words that a variable holds. Raises UserError if they are not
+        known."""
         if name in self.assumed:
             return self.assumed[name]
         value = self.values.get(name)
@@ -227,56 +225,50 @@ class _Variables:
 
     def fields(self, token: _Token) -> list[Word]:
         """Return the words that one becomes: an expansion without quotes is cut at its blanks."""
-        all_items = ALL_ITEMS.fullmatch(token.text)
+        whole = WHOLE.fullmatch(token.text)
         try:
-            if all_items is None:
-                return [Word(text, token.place) for text in self._cut(token.text)]
-            quote, name = all_items.groups()
-            return self._items(name, bool(quote), token.place)
+            if whole is None or (whole["quote"] and not whole["all"]):
+                return [Word(self._uncut(token.text), token.place)]
+            name = whole["bare"] or whole["name"]
+            value = self._value(name)
+            if isinstance(value, list) and not whole["all"]:
+                raise UserError.of("import.not_followed", written=token.text)
         except UserError as error:
             return [Word(token.text, token.place, error.problems[0])]
-
-    def _items(self, name: str, is_quoted: bool, place: str) -> list[Word]:
-        """Return the items of an array; a text that is assumed for one is cut at its blanks."""
-        value = self._value(name)
-        is_quoted = is_quoted and name not in self.assumed
-        items = [Word(value, place)] if isinstance(value, str) else value
+        is_quoted = whole["quote"] and name not in self.assumed
+        items = [Word(value, token.place)] if isinstance(value, str) else value
         words = list[Word]()
         for item in items:
-            is_whole = is_quoted or item.unknown is not None
-            texts = [item.text] if is_whole else item.text.split()
+            is_kept = is_quoted or item.unknown is not None
+            texts = [item.text] if is_kept else item.text.split()
             words += [replace(item, text=text) for text in texts]
         return words
 
-    def _cut(self, written: str) -> list[str]:
-        fields: list[str | None] = [None]
-        for text, is_cut in self._parts(written):
-            first, *others = re.split(r"\s+", text) if is_cut else [text]
-            if first or not is_cut:
-                fields[-1] = f"{fields[-1] or ''}{first}"
-            fields += [other or None for other in others]
-        return [field for field in fields if field is not None]
-
-    def _parts(self, written: str) -> Iterator[tuple[str, bool]]:
-        """Yield the parts of a word, and whether blanks in them end words. Raises UserError."""
-        for match in PIECES.finditer(written):
-            kind = match.lastgroup
-            if kind in ("name", "odd"):
-                yield self._expanded(match), True
-            elif kind == "double":
-                yield QUOTED.sub(self._expanded, match[kind]), False
-            elif kind is not None:
-                yield match[kind], False
-
-    def _expanded(self, match: re.Match[str]) -> str:
-        """Return what an expansion or an escape stands for. Raises UserError."""
-        written = match[0]
-        if match["name"] is None and match["odd"] is None:
-            return match["escape"] or ""
-        name = written.strip("${}")
-        value = self._value(name) if match["name"] and name.isidentifier() else None
-        if not isinstance(value, str):  # of an array it would be the first item
+    def _uncut(self, written: str) -> str:
+        """Return what a word stands for. Raises UserError if that is not known, or is not one
+        word."""
+        text = self._text(written)
+        has_bare = any(match.lastgroup == "name" for match in PIECES.finditer(written))
+        if has_bare and len(text.split()) != 1:
             raise UserError.of("import.not_followed", written=written)
+        return text
+
+    def _text(self, written: str) -> str:
+        """Return what a word or a value stands for. Raises UserError if it is not known."""
+        return PIECES.sub(self._piece, written)
+
+    def _piece(self, match: re.Match[str]) -> str:
+        kind = match.lastgroup
+        if kind == "double":
+            return QUOTED.sub(self._piece, match[kind])
+        name = match[0].strip("${}")
+        if kind == "odd" or (kind == "name" and not name.isidentifier()):
+            raise UserError.of("import.not_followed", written=match[0])
+        if kind != "name":
+            return match[kind] if kind else ""
+        value = self._value(name)
+        if not isinstance(value, str):  # of an array it would be the first item
+            raise UserError.of("import.not_followed", written=match[0])
         return value
 
 
@@ -320,7 +312,7 @@ class _Script:
             if kinds or not is_outside:
                 self._pass_by(line, is_outside and kinds == {"operator"})
                 continue
-            for command in filter(None, _commands(line)):
+            for command in _commands(line):
                 if command[0].text in ("exit", "return"):
                     return
                 self._follow_command(command)
@@ -355,7 +347,7 @@ class _Script:
         if (is_torn and is_long) or (self.blocks and SETS_ANY.search(written)):
             self.variables.unsure_all = place
         if is_flat:
-            for command in filter(None, _commands(line)):
+            for command in _commands(line):
                 self._note(command)
         elif self.path is None or (RUNS.search(written) and line[0].text != "echo"):
             raise UserError.of("import.program_hidden", place=place)

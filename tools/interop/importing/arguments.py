@@ -39,7 +39,10 @@ KINDS = {
 LEAST = {"size": 1, "count": 0}
 NOT_GIVEN = (None, "", [], ())
 # the names under which values are kept, as they are typed; of two the first
-TYPED = {row.kept: row.name for row in reversed(READ.values()) if row.kept not in READ}
+TYPED = dict[str, str]()
+for _row in READ.values():
+    if _row.kept not in READ:
+        TYPED.setdefault(_row.kept, _row.name)
 # flags that Megatron-LM refuses here, kept under the name of what they turn off
 TURNED_OFF = {"perform_initialization": "no_initialization", "data_sharding": "no_data_sharding"}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
@@ -53,13 +56,13 @@ class Arguments:
     said: how each of these was given, and place where. unused: arguments that are not used here, as
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
-        they were given.
+        they were given. draft: of the run file that they become.
     tried: the names of all arguments that were given, right or wrong. open: a word of the command
     line may hold arguments that are not known, so none can be called missing.
     """
 
     dropped: frozenset[str] = frozenset()
-
+    draft: Draft = field(default_factory=Draft)
     values: dict[str, Any] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     place: dict[str, str] = field(default_factory=dict)
@@ -83,9 +86,13 @@ class Arguments:
         given = [self.said[name] for name in names if name in self.said]
         return " ".join(given) or MEGATRON
 
-    def put(self, draft: Draft, key: str, name: str) -> None:
-        """Set a key of a run file to the value of an argument, as it is."""
-        draft.put(key, self.get(name), self.origin(name))
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Set a key of the run file to what arguments say."""
+        self.draft.put(key, value, self.origin(*names))
+
+    def copy(self, key: str, name: str) -> None:
+        """Set a key of the run file to the value of an argument, as it is."""
+        self.put(key, self.get(name), name)
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""

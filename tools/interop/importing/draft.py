@@ -27,7 +27,7 @@ class Draft:
     is not known.
     """
 
-    settled: Mapping[str, Setting]
+    settled: Mapping[str, Setting] = field(default_factory=dict)
     keys: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -5,7 +5,6 @@ import re
 
 from tools.config.data_settings import Data
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.draft import Draft
 
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 SIZES_OF_VOCABULARY = ("vocab_size", "padded_vocab_size")
@@ -13,31 +12,33 @@ MASKS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 
 
-def add_data(arguments: Arguments, draft: Draft) -> None:
+def add_data(arguments: Arguments) -> None:
     """Add [data]."""
-    _add_paths(arguments, draft)
+    draft = arguments.draft
+    _add_paths(arguments)
     parts = [float(part) for part in re.findall(r"\d*\.?\d+", arguments.get("split"))][:3]
     total = sum(parts)
     if total:
         held_out = round(1 - parts[0] / total, 12)
-        draft.put("data.held_out", held_out, arguments.origin("split"))
+        arguments.put("data.held_out", held_out, "split")
     else:
         arguments.refuse("give the shares of training, validation and test, as 969,30,1", "split")
     for name in filter(arguments.get, MASKS):
-        arguments.put(draft, f"data.{name}", name)
+        arguments.copy(f"data.{name}", name)
     if arguments.get("eod_mask_loss") and "calculate_per_token_loss" not in arguments.unused:
         draft.notes.append(
             "--eod-mask-loss without --calculate-per-token-loss: Megatron-LM averages the means of "
             "micro-batches, here all counted tokens of a step have the same weight"
         )
-    _add_tokenizer(arguments, draft)
+    _add_tokenizer(arguments)
     vocab = draft.value("model.vocab")
     has_tokenizer = draft.value("data.tokenizer") is not None
     if not has_tokenizer and isinstance(vocab, int) and 0 < vocab < Data().vocab_size:
         draft.put("data.vocab_size", vocab, "as model.vocab")
 
 
-def _add_paths(arguments: Arguments, draft: Draft) -> None:
+def _add_paths(arguments: Arguments) -> None:
+    draft = arguments.draft
     paths = arguments.get("data_path")
     origin = arguments.origin("data_path")
     is_needed = draft.needs("data.source") and draft.needs("data.blend")
@@ -69,9 +70,10 @@ def _weight(text: str) -> float | None:
     return weight if 0 < weight < 1e300 else None
 
 
-def _add_tokenizer(arguments: Arguments, draft: Draft) -> None:
+def _add_tokenizer(arguments: Arguments) -> None:
     """Add the tokenizer, or the size of the vocabulary where Megatron-LM reads it from other
     files."""
+    draft = arguments.draft
     kind = arguments.get("tokenizer_type")
     path = arguments.get("tokenizer_model")
     origin = arguments.origin("tokenizer_model")
@@ -93,11 +95,12 @@ def _add_tokenizer(arguments: Arguments, draft: Draft) -> None:
                 f"data.tokenizer = {file}: if {path} is a name on the hub, download it first"
             )
     else:
-        _add_vocabulary(arguments, draft, kind)
+        _add_vocabulary(arguments, kind)
 
 
-def _add_vocabulary(arguments: Arguments, draft: Draft, kind: str | None) -> None:
+def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
     """Add the number of tokens. kind: that of a tokenizer that is not read."""
+    draft = arguments.draft
     said = arguments.origin("tokenizer_type")
     size = arguments.get("vocab_size")
     is_readable = kind in (None, "HuggingFaceTokenizer", *SENTENCEPIECE)
@@ -121,34 +124,36 @@ def _add_vocabulary(arguments: Arguments, draft: Draft, kind: str | None) -> Non
         )
 
 
-def add_run(arguments: Arguments, draft: Draft) -> None:
+def add_run(arguments: Arguments) -> None:
     """Add evaluation, folder, checkpoints and log lines."""
+    draft = arguments.draft
     every = arguments.get("eval_interval")
     steps = draft.value("train.steps") or math.inf
     origin = arguments.origin("eval_interval")
     if not (arguments.get("eval_iters") and draft.value("data.held_out")):
-        draft.put("train.eval_every", 0, arguments.origin("eval_interval", "eval_iters"))
+        arguments.put("train.eval_every", 0, "eval_interval", "eval_iters")
     else:
         if every > steps:
             origin = "the end of the run, where Megatron-LM evaluates too"
         draft.put("train.eval_every", min(every, steps), origin)
-        arguments.put(draft, "train.eval_batches", "eval_iters")
-    arguments.put(draft, "log.every", "log_interval")
+        arguments.copy("train.eval_batches", "eval_iters")
+    arguments.copy("log.every", "log_interval")
     if asked := list(filter(arguments.get, TRACKERS)):
-        draft.put("log.to", [TRACKERS[name] for name in asked], arguments.origin(*asked))
+        arguments.put("log.to", [TRACKERS[name] for name in asked], *asked)
     if arguments.get("save"):
-        arguments.put(draft, "train.folder", "save")
+        arguments.copy("train.folder", "save")
         every = arguments.get("save_interval") or 0
-        draft.put("checkpoint.every", every, arguments.origin("save_interval"))
+        arguments.put("checkpoint.every", every, "save_interval")
         draft.put("checkpoint.keep", "all", "as Megatron-LM, which keeps them")
     else:
         draft.notes.append("--save is not given: the run saves at its end only, in train.folder")
         draft.put("checkpoint.every", 0, "no --save")
-    _add_load(arguments, draft)
+    _add_load(arguments)
 
 
-def _add_load(arguments: Arguments, draft: Draft) -> None:
+def _add_load(arguments: Arguments) -> None:
     """Add the checkpoint that the first weights come from."""
+    draft = arguments.draft
     pretrained = arguments.get("pretrained_checkpoint")
     load = arguments.get("load")
     path = pretrained or load
@@ -162,7 +167,7 @@ def _add_load(arguments: Arguments, draft: Draft) -> None:
         )
     elif weights_only or pretrained:
         names = ("pretrained_checkpoint", "load", "finetune", "no_load_optim")
-        draft.put("train.init_from", path, arguments.origin(*names))
+        arguments.put("train.init_from", path, *names)
     else:
         arguments.refuse(
             f"to begin with its weights give train.init_from={path} beside the arguments; to go on "

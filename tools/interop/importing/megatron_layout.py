@@ -6,7 +6,7 @@ from typing import Any
 from megaprec.comm.experts import describe_misfit
 from tools.console.units import counted
 from tools.interop.importing.arguments import Arguments
-from tools.interop.importing.draft import NO_RANKS, Draft
+from tools.interop.importing.draft import NO_RANKS
 
 AXES = {
     "parallel.tensor": "tensor_model_parallel_size",
@@ -20,8 +20,9 @@ CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeli
 MOST_STAGES = 4096
 
 
-def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
+def add_layout(arguments: Arguments, ranks: int | None) -> None:
     """Add the layout. ranks: how many there are; None if that is not said."""
+    draft = arguments.draft
     sizes = list[int]()
     for key, name in AXES.items():
         size = draft.settled[key].value if key in draft.settled else arguments.get(name)
@@ -29,29 +30,30 @@ def add_layout(arguments: Arguments, draft: Draft, ranks: int | None) -> None:
             return
         sizes.append(size)
         if key != "parallel.context" or size != 1:
-            draft.put(key, size, arguments.origin(name))
+            arguments.put(key, size, name)
     if min(sizes) < 1:
         arguments.refuse("give numbers from 1 on", *AXES.values())
         return
     tensor, pipeline, context = sizes
-    _add_context(arguments, draft, context)
-    data = _add_data(arguments, draft, ranks, tensor * pipeline * context)
+    _add_context(arguments, context)
+    data = _add_data(arguments, ranks, tensor * pipeline * context)
     if tensor > 1 and arguments.get("sequence_parallel"):
-        arguments.put(draft, "parallel.sequence", "sequence_parallel")
-    _add_stages(arguments, draft, pipeline)
-    _add_recompute(arguments, draft)
-    arguments.put(draft, "parallel.zero", "use_distributed_optimizer")
+        arguments.copy("parallel.sequence", "sequence_parallel")
+    _add_stages(arguments, pipeline)
+    _add_recompute(arguments)
+    arguments.copy("parallel.zero", "use_distributed_optimizer")
     overlaps = ("overlap_grad_reduce", "overlap_param_gather")
     if any(map(arguments.get, overlaps)):
-        draft.put("parallel.overlap", True, arguments.origin(*overlaps))
+        arguments.put("parallel.overlap", True, *overlaps)
     if arguments.has("ddp_bucket_size"):
-        arguments.put(draft, "parallel.bucket", "ddp_bucket_size")
-    _add_experts(arguments, draft, ranks, data * context, tensor)
+        arguments.copy("parallel.bucket", "ddp_bucket_size")
+    _add_experts(arguments, ranks, data * context, tensor)
 
 
-def _add_context(arguments: Arguments, draft: Draft, context: int) -> None:
+def _add_context(arguments: Arguments, context: int) -> None:
     """Add the way in which the ranks of parallel.context exchange keys and values, the same in all
     layers."""
+    draft = arguments.draft
     name = "cp_comm_type"
     ways = tuple({*arguments.get(name)})
     origin = arguments.origin(name)
@@ -67,11 +69,10 @@ def _add_context(arguments: Arguments, draft: Draft, context: int) -> None:
         )
 
 
-def _add_experts(
-    arguments: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int
-) -> None:
+def _add_experts(arguments: Arguments, ranks: int | None, data: int, tensor: int) -> None:
     """Add the ranks of experts, which Megatron-LM numbers in the same way
     (megatron/core/parallel_state.py)."""
+    draft = arguments.draft
     expert, in_slices = map(arguments.get, EXPERT_AXES)
     in_slices = in_slices or tensor
     origin = arguments.origin(*EXPERT_AXES)
@@ -89,13 +90,14 @@ def _add_experts(
     elif misfit:
         arguments.refuse(misfit, *filter(arguments.has, EXPERT_AXES))
     else:
-        draft.put("parallel.expert", expert, arguments.origin(EXPERT_AXES[0]))
+        arguments.put("parallel.expert", expert, EXPERT_AXES[0])
         if in_slices != tensor:
-            draft.put("parallel.expert_tensor", in_slices, arguments.origin(EXPERT_AXES[1]))
+            arguments.put("parallel.expert_tensor", in_slices, EXPERT_AXES[1])
 
 
-def _add_data(arguments: Arguments, draft: Draft, ranks: int | None, per_replica: int) -> int:
+def _add_data(arguments: Arguments, ranks: int | None, per_replica: int) -> int:
     """Add the number of replicas and the global batch. Returns the first."""
+    draft = arguments.draft
     data = draft.value("parallel.data")
     if not isinstance(data, int):
         if ranks and ranks % per_replica:
@@ -107,7 +109,7 @@ def _add_data(arguments: Arguments, draft: Draft, ranks: int | None, per_replica
         data = ranks // per_replica if ranks else 1
         draft.put("parallel.data", data, counted(ranks, "rank") if ranks else NO_RANKS)
     is_known = bool(ranks) or "parallel.data" in draft.settled
-    _add_global_batch(arguments, draft, data if is_known else None)
+    _add_global_batch(arguments, data if is_known else None)
     if not is_known:
         draft.notes.append(
             "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N "
@@ -116,11 +118,12 @@ def _add_data(arguments: Arguments, draft: Draft, ranks: int | None, per_replica
     return data
 
 
-def _add_global_batch(arguments: Arguments, draft: Draft, data: int | None) -> None:
+def _add_global_batch(arguments: Arguments, data: int | None) -> None:
     """Add the global batch. data: the replicas; None if their number is not known."""
+    draft = arguments.draft
     micro = arguments.get("micro_batch_size")
     if arguments.has("global_batch_size"):
-        arguments.put(draft, "train.global_batch", "global_batch_size")
+        arguments.copy("train.global_batch", "global_batch_size")
     elif not draft.needs("train.global_batch"):
         return
     elif micro is not None and data is not None:
@@ -133,16 +136,17 @@ def _add_global_batch(arguments: Arguments, draft: Draft, data: int | None) -> N
         )
 
 
-def _add_stages(arguments: Arguments, draft: Draft, pipeline: int) -> None:
+def _add_stages(arguments: Arguments, pipeline: int) -> None:
     """Add an interleaved schedule, and the layers of each stage, which Megatron-LM cuts evenly."""
+    draft = arguments.draft
     layers = draft.value("model.layers")
     chunks = _chunks(arguments, layers, pipeline)
     if chunks is None:
         return
     stages = pipeline * chunks
     if chunks > 1:
-        draft.put("parallel.schedule", "interleaved", arguments.origin(*CHUNKS))
-        draft.put("parallel.chunks", chunks, arguments.origin(*CHUNKS))
+        arguments.put("parallel.schedule", "interleaved", *CHUNKS)
+        arguments.put("parallel.chunks", chunks, *CHUNKS)
     if pipeline == 1 or not draft.needs("parallel.cuts"):
         return
     if layers % stages or stages > MOST_STAGES:
@@ -170,7 +174,8 @@ def _chunks(arguments: Arguments, layers: Any, pipeline: int) -> int | None:
     return layers // pipeline // layers_of_chunk
 
 
-def _add_recompute(arguments: Arguments, draft: Draft) -> None:
+def _add_recompute(arguments: Arguments) -> None:
+    draft = arguments.draft
     is_selective = arguments.get("recompute_activations")
     kind = "selective" if is_selective else arguments.get("recompute_granularity")
     if kind is None:
@@ -180,9 +185,9 @@ def _add_recompute(arguments: Arguments, draft: Draft) -> None:
     name = "recompute_num_layers"
     layers = arguments.get(name) or 1
     if kind == "selective":
-        _add_modules(arguments, draft)
+        _add_modules(arguments)
     elif arguments.get("recompute_method") == "block" and arguments.has(name):
-        arguments.put(draft, "parallel.recompute_layers", name)
+        arguments.copy("parallel.recompute_layers", name)
     elif layers > 1:
         draft.notes.append(
             f"{arguments.said[name]}: each layer is recomputed alone, not in groups; the results "
@@ -190,14 +195,15 @@ def _add_recompute(arguments: Arguments, draft: Draft) -> None:
         )
 
 
-def _add_modules(arguments: Arguments, draft: Draft) -> None:
+def _add_modules(arguments: Arguments) -> None:
+    draft = arguments.draft
     name = "recompute_modules"
     given = arguments.get(name) or ("core_attn",)
     modules = " ".join(given).split()
     unknown = [module for module in modules if module not in MODULES]
     if not unknown:
         ours = [MODULES[module] for module in modules]
-        draft.put("parallel.recompute_modules", ours, arguments.origin(name))
+        arguments.put("parallel.recompute_modules", ours, name)
     elif draft.needs("parallel.recompute_modules"):
         there = ", ".join(MODULES)
         arguments.refuse(f"there is no recompute of {', '.join(unknown)} here: of {there}", name)

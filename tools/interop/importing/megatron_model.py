@@ -29,8 +29,9 @@ BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch
 NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows it
 
 
-def add_model(arguments: Arguments, draft: Draft) -> None:
+def add_model(arguments: Arguments) -> None:
     """Add the keys of [model]."""
+    draft = arguments.draft
     missing = [name for name in REQUIRED if not arguments.has(name)]
     is_settled = not draft.settled.keys().isdisjoint({"model.preset", "train.init_from"})
     if missing == list(REQUIRED) and is_settled:
@@ -47,8 +48,8 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return
     for key, value in _stated(model, arguments).items():
-        draft.put(f"model.{key}", value, arguments.origin(*_names_of(key)))
-    _add_training_only(arguments, draft, model)
+        arguments.put(f"model.{key}", value, *_names_of(key))
+    _add_training_only(arguments, model)
     _note_balance(args["moe_router_load_balancing_type"], model, draft)
 
 
@@ -60,13 +61,13 @@ def _note_balance(kind: str, model: ModelConfig, draft: Draft) -> None:
         )
 
 
-def _add_training_only(arguments: Arguments, draft: Draft, model: ModelConfig) -> None:
+def _add_training_only(arguments: Arguments, model: ModelConfig) -> None:
     """Add keys of [model] that a checkpoint says nothing of."""
     std = arguments.get("embedding_init_method_std")
     if std is not None:
-        draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+        arguments.put("model.init", {"embedding": std}, "embedding_init_method_std")
     if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
-        arguments.put(draft, "model.mtp_loss_weight", "mtp_loss_scaling_factor")
+        arguments.copy("model.mtp_loss_weight", "mtp_loss_scaling_factor")
 
 
 def completed(arguments: Arguments) -> dict[str, Any]:

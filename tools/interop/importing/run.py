@@ -12,6 +12,7 @@ from megaprec.errors import UserError
 from tools.config.run_file import tables_of_a_run
 from tools.console.toml import Setting, toml
 from tools.convert.initial import resolve_run
+from tools.interop.importing.arguments import Arguments
 from tools.interop.importing.deepspeed import add_deepspeed
 from tools.interop.importing.draft import DEEPSPEED, MEGATRON, Draft
 from tools.interop.importing.megatron_data import add_data, add_run
@@ -59,45 +60,41 @@ def import_run(
     variables. ranks: how many there are; None: as a launcher in the script says. dropped: arguments
     of Megatron-LM to leave out, by name. Raises UserError with all problems.
     """
-    sources = read_sources(items, assumed, dropped)
     draft = Draft(settled)
+    arguments = Arguments(dropped, draft)
+    sources = read_sources(items, assumed, arguments)
     ranks = ranks or sources.ranks
     if sources.megatron:
-        _add_megatron(sources, draft, ranks)
-    unused = dict(sources.arguments.unused)
-    read = len(sources.arguments.values)
+        add_model(arguments)
+        add_layout(arguments, ranks)
+        add_length(arguments)
+        add_rate(arguments)
+        add_optimizer(arguments)
+        add_precision(arguments)
+        add_data(arguments)
+        add_run(arguments)
+    unused = dict(arguments.unused)
+    read = len(arguments.values)
     for place, content in sources.deepspeed.items():
         unused_here = add_deepspeed(content, place, draft, ranks)
         unused |= unused_here
         read += _leaves(content) - len(unused_here)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
-    for name in dropped - sources.arguments.tried:
+    for name in dropped - arguments.tried:
         draft.problems.append(f"--drop {name}: no such argument is given")
-    for said in sources.arguments.left_out.values():
+    for said in arguments.left_out.values():
         draft.notes.append(f"left out, as --drop says: {said}")
     if not sources.megatron:
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    missing = [] if sources.arguments.open else draft.missing
-    if problems := [*sources.arguments.problems, *draft.problems, *missing]:
+    missing = [] if arguments.open else draft.missing
+    if problems := [*arguments.problems, *draft.problems, *missing]:
         raise UserError(*dict.fromkeys(problems))
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))
-
-
-def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
-    arguments = sources.arguments
-    add_model(arguments, draft)
-    add_layout(arguments, draft, ranks)
-    add_length(arguments, draft)
-    add_rate(arguments, draft)
-    add_optimizer(arguments, draft)
-    add_precision(arguments, draft)
-    add_data(arguments, draft)
-    add_run(arguments, draft)
 
 
 def _add_defaults(draft: Draft) -> None:

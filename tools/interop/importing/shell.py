@@ -187,7 +187,7 @@ class _Variables:
         assert match
         name, adds, text = match.groups()
         try:
-            before = self._value(name) if adds else None
+            before: Any = self._value(name) if adds else None
             was_array = isinstance(before or self.values.get(name), list)
             is_array = token.kind == "array"
             if is_array != was_array and (adds or was_array):  # it sets one item

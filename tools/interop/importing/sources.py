@@ -48,7 +48,7 @@ class Sources:
     """Everything that was read. deepspeed: configurations by file. ranks: what a launcher starts,
     if it says so."""
 
-    arguments: Arguments = field(default_factory=Arguments)
+    arguments: Arguments
     deepspeed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
@@ -56,15 +56,13 @@ class Sources:
     megatron: bool = False
 
 
-def read_sources(
-    items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]
-) -> Sources:
-    """Read files by their suffix, others as scripts or logs; the rest is a command line. dropped:
-    arguments to leave out.
+def read_sources(items: Sequence[str], assumed: Mapping[str, str], arguments: Arguments) -> Sources:
+    """Read files by their suffix, others as scripts or logs; the rest is a command line. arguments:
+    those of Megatron-LM are added to them.
 
     Raises UserError for what cannot be read.
     """
-    sources = Sources(Arguments(dropped))
+    sources = Sources(arguments)
     for i, item in enumerate(items):
         is_option = item.startswith("-") and not re.search(r"\s", item)
         path = Path(item)

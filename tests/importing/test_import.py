@@ -242,7 +242,7 @@ def test_the_model_is_the_one_that_a_checkpoint_of_the_same_arguments_has(
     line = f"{BASE} {shlex.join(change.split())}"
     arguments = Arguments()
     read_words(split_words(line, {}).words, arguments)
-    assert not arguments.problems
+    assert not arguments.draft.problems
     assert run_of(tmp_path, line).model == model_of_args(completed(arguments), None)
 
 

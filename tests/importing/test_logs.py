@@ -30,7 +30,7 @@ def kept(line: str, ranks: int = 1) -> dict[str, Any]:
     """The arguments of a command line as Megatron-LM keeps them, completed as by its checks."""
     arguments = Arguments()
     read_words(split_words(line, {}).words, arguments)
-    assert not arguments.problems
+    assert not arguments.draft.problems
     args = dict[str, Any]()
     for typed, form, _ in FACTS:
         name = typed.removeprefix("--").replace("-", "_")

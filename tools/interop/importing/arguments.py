@@ -57,8 +57,6 @@ class Arguments:
         they were given.
     dropped: names that are left out because the user says so. left_out: those that were found, as
         they were given. draft: of the run file that they become.
-    tried: the names of all arguments that were given, right or wrong. open: a word of the command
-    line may hold arguments that are not known, so none can be called missing.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -68,9 +66,6 @@ class Arguments:
     place: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    tried: set[str] = field(default_factory=set)
-    open: bool = False
-    problems: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
         """Return the value of an argument, or Megatron-LM's default."""
@@ -104,16 +99,13 @@ class Arguments:
         """Add a problem with something that stands at a place."""
         where = f" ({place})" if place else ""
         problem = why if isinstance(why, Problem) else Problem(why)
-        self.problems.append(problem.within(f"{said}{where}: "))
+        self.draft.problems.append(problem.within(f"{said}{where}: "))
 
     def take(self, name: str, words: Sequence[Word], said: str, place: str) -> None:
         """Add one argument with its values. said: how it was given."""
-        self.tried.add(name)
         unknown = [word.unknown for word in words if word.unknown]
         texts = [word.text for word in words]
         row = READ.get(name)
-        if row is not None:
-            self.tried.add(row.kept)
         if name in self.dropped:
             self.left_out[name] = said
         elif is_unused(name):
@@ -165,8 +157,6 @@ def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) ->
     name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
     form = form_of(name)
     if form is None and name not in arguments.dropped:
-        # an array that quotes make one word has several arguments
-        arguments.open |= word.unknown is not None or " " in word.text
         arguments.add_problem(word.text, word.place, word.unknown or _why_unknown(word.text))
         return 1 + len(following)
     if equals and form == "flag":

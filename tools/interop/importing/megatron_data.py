@@ -43,7 +43,7 @@ def _add_paths(arguments: Arguments) -> None:
     origin = arguments.origin("data_path")
     is_needed = draft.needs("data.source") and draft.needs("data.blend")
     if not paths:
-        if is_needed and arguments.tried.isdisjoint({"data_path", "mock_data", "train_data_path"}):
+        if is_needed:
             draft.missing.append(
                 "--data-path is missing: the prefix of a .bin and .idx pair, or data.source=... "
                 "beside"
@@ -114,7 +114,7 @@ def _add_vocabulary(arguments: Arguments, kind: str | None) -> None:
     elif any(map(arguments.get, SIZES_OF_VOCABULARY)):
         if kind is not None:
             draft.notes.append(f"{said}: no tokenizer is read; token files need model.vocab alone")
-    elif kind is not None or arguments.tried.isdisjoint({*SIZES_OF_VOCABULARY, "tokenizer_model"}):
+    else:
         missing = "the size of the vocabulary is not in the arguments"
         what = missing if is_readable else f"{said}: there is no such tokenizer here"
         draft.missing.append(

@@ -129,7 +129,7 @@ def _add_global_batch(arguments: Arguments, data: int | None) -> None:
     elif micro is not None and data is not None:
         origin = "--micro-batch-size x replicas, as in Megatron-LM"
         draft.put("train.global_batch", micro * data, origin)
-    elif "global_batch_size" not in arguments.tried:
+    else:
         draft.missing.append(
             "--global-batch-size is missing, and without it the batch depends on the number of "
             "ranks: give it, or --ranks N"

@@ -37,8 +37,7 @@ def add_model(arguments: Arguments) -> None:
     if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
-        if name not in arguments.tried:
-            draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
+        draft.missing.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
         return
     try:

@@ -71,7 +71,7 @@ def _require(arguments: Arguments, key: str, *names: str) -> None:
     draft = arguments.draft
     if arguments.has(names[0]):
         arguments.copy(key, names[0])
-    elif draft.needs(key) and arguments.tried.isdisjoint(names):
+    elif draft.needs(key):
         options = " or ".join(map(option, names))
         draft.missing.append(f"{options} is missing, which Megatron-LM needs")
 
@@ -114,7 +114,7 @@ def add_rate(arguments: Arguments) -> None:
     if arguments.get("lr_wsd_decay_style") != "exponential" and draft.needs("lr.schedule"):
         arguments.refuse("the decay of wsd is exponential here", "lr_wsd_decay_style")
     if "lr.decay" not in draft.keys and draft.needs("lr.decay"):
-        arguments.refuse("needs --lr-wsd-decay-iters or --lr-wsd-decay-samples", "lr_decay_style")
+        draft.missing.append("--lr-decay-style WSD needs --lr-wsd-decay-iters or -samples")
 
 
 def _add_lengths(arguments: Arguments, steps: int, batch: int) -> None:

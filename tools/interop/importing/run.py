@@ -81,7 +81,7 @@ def import_run(
         read += _leaves(content) - len(unused_here)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
-    for name in dropped - arguments.tried:
+    for name in dropped - arguments.left_out.keys():
         draft.problems.append(f"--drop {name}: no such argument is given")
     for said in arguments.left_out.values():
         draft.notes.append(f"left out, as --drop says: {said}")
@@ -89,8 +89,8 @@ def import_run(
         _add_defaults(draft)
     _note_defaults(draft)
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    missing = [] if arguments.open else draft.missing
-    if problems := [*arguments.problems, *draft.problems, *missing]:
+    # what is missing may stand in an argument that is refused
+    if problems := draft.problems or draft.missing:
         raise UserError(*dict.fromkeys(problems))
     text = draft.text(notes, [*unused.values()], " and ".join(sources.names))
     _check(draft, text, sources)

@@ -267,7 +267,6 @@ def _read_data(path: Path, data: Data, sources: Sources) -> None:
             names = VARIABLE.findall(str(problem))
             remedy = f": --assume {names[0]}=VALUE gives it" if names else ""
             arguments.add_problem(name, f"{path.name}, line {line}", f"{problem}{remedy}")
-            arguments.tried.add(name.removeprefix("--").replace("-", "_"))
             continue
         if values.setdefault(name, value) != value:
             problem = f"is {values[name]!r} and {value!r}: keep one of them"

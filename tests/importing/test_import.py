@@ -467,6 +467,8 @@ def test_what_megatron_needs_and_is_not_there_is_named(name: str) -> None:
         (f"read -r ARGS <<E\n{BASE}\nE\npython pretrain_gpt.py $ARGS", "--assume ARGS=VALUE"),
         (f"A=({BASE})\nunset 'A[0]'\npython pretrain_gpt.py \"${{A[@]}}\"", "--assume A=VALUE"),
         (f'A=({BASE})\npython pretrain_gpt.py "${{A[*]}}"', "is not followed"),
+        (f"python pretrain_gpt.py {BASE} --use-flash-attn $MORE", "--assume MORE=VALUE"),
+        (f"python pretrain_gpt.py {BASE} --num-workers=$MORE", "--assume MORE=VALUE"),
         (f"A='{BASE}'\npython pretrain_gpt.py \"$A\"", "$NAME bare"),
     ],
 )

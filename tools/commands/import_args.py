@@ -108,9 +108,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _hints(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield the ways out of the problems of an import."""
-    if any(problem.startswith("--") for problem in problems):  # of an argument, not of a file
+    is_open = [problem.code in NOT_FOLLOWED for problem in problems]
+    is_of_argument = [problem.startswith("--") for problem in problems]
+    if any(is_of_argument) and not all(is_open):
         yield DROP_HINT
-    if any(problem.code in NOT_FOLLOWED for problem in problems):
+    if any(is_open):
         yield LOG_HINT
 
 

@@ -9,6 +9,7 @@ an argument that is read, of one that is not used here, or of a problem.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from megaprec.errors import Problem, did_you_mean
@@ -37,6 +38,8 @@ KINDS = {
     "number": "a number",
 }
 LEAST = {"size": 1, "count": 0}
+MOST = 2**63  # whole numbers of a TOML file have 64 bits
+LONGEST_NUMBER = 100  # letters
 NOT_GIVEN = (None, "", [], ())
 # the names under which values are kept, as they are typed; of two the first
 TYPED = dict[str, str]()
@@ -93,7 +96,8 @@ class Arguments:
         """Add a problem with what these arguments say."""
         places = [self.place[name] for name in names if name in self.place]
         said = [self.said.get(name, option(name)) for name in names]
-        self.add_problem(" ".join(said), places[0] if places else "", why)
+        first_place = next(iter(places), "")
+        self.add_problem(" ".join(said), first_place, why)
 
     def add_problem(self, said: str, place: str, why: str) -> None:
         """Add a problem with something that stands at a place."""
@@ -108,10 +112,10 @@ class Arguments:
         row = READ.get(name)
         if name in self.dropped:
             self.left_out[name] = said
-        elif is_unused(name):
-            self.unused[name] = said
         elif unknown:
             self.add_problem(said, place, unknown[0])
+        elif is_unused(name):
+            self.unused[name] = said
         elif row is None:
             refused = REFUSED[name]
             if not _is_permitted(refused.permitted, texts):
@@ -119,61 +123,74 @@ class Arguments:
         elif wrong := _wrong_values(row, texts):
             self.add_problem(said, place, wrong)
         else:
-            values = [_typed(text, row.kind) for text in texts]
-            if row.form == "values":
-                self.values[row.kept] = tuple(values)
-            else:
-                self.values[row.kept] = row.sets if row.form == "flag" else values[0]
+            self.values[row.kept] = _value_of(row, texts)
             self.said[row.kept] = said
             self.place[row.kept] = place
 
 
+def _value_of(row: Argument, texts: Sequence[str]) -> Any:
+    """Return the value that Megatron-LM keeps of an argument."""
+    if row.form == "flag":
+        return row.sets
+    values = tuple(_typed(text, row.kind) for text in texts)
+    return values if row.form == "values" else values[0]
+
+
 def _wrong_values(row: Argument, texts: Sequence[str]) -> str:
     """Return what is wrong with the values of an argument; "" if nothing is."""
-    if row.kind in NUMBERS and None in [_typed(text, row.kind) for text in texts]:
+    if any(_typed(text, row.kind) is None for text in texts):
         return f"the value must be {KINDS[row.kind]}"
-    if row.choices and not set(texts) <= set(row.choices):
-        choices = ", ".join(row.choices)
-        return f"the values are {choices}{did_you_mean(texts[0], row.choices)}"
-    return ""
+    if set(texts).issubset(row.choices) or not row.choices:
+        return ""
+    choices = ", ".join(row.choices)
+    hint = did_you_mean(texts[0], row.choices)
+    return f"the values are {choices}{hint}"
 
 
 def read_words(words: Sequence[Word], arguments: Arguments) -> None:
     """Add the arguments of a command line. What is wrong is added to their problems."""
-    start = 0
-    while start < len(words):
-        end = start + 1
-        while end < len(words) and not _is_option(words[end].text):
-            end += 1
-        start += _read_option(words[start], words[start + 1 : end], arguments)
+    left = list(words)
+    while left:
+        word, *others = left
+        following = list(takewhile(_is_value, others))
+        num_taken = _read_option(word, following, arguments)
+        left = others[num_taken:]
 
 
 def _read_option(word: Word, following: Sequence[Word], arguments: Arguments) -> int:
-    """Add the argument that a word begins. Returns how many words it takes.
+    """Add the argument that a word begins. Returns how many of the words behind it are its own.
 
     following: the words up to the next argument.
     """
     typed, equals, text = word.text.partition("=")
-    name = typed[2:].replace("-", "_") if typed.startswith("--") else ""
+    is_option = typed.startswith("--")
+    name = typed.removeprefix("--").replace("-", "_") if is_option else ""
     form = form_of(name)
     if form is None and name not in arguments.dropped:
         arguments.add_problem(word.text, word.place, word.unknown or _why_unknown(word.text))
-        return 1 + len(following)
+        return len(following)
     if equals and form == "flag":
         arguments.add_problem(word.text, word.place, "is a flag, which takes no value")
-        return 1
+        return 0
     if equals:
         value = replace(word, text=text)
         arguments.take(name, [value], word.text, word.place)
-        return 1
-    most_values = {"flag": 0, "value": 1}.get(form or "", len(following))
-    values = following[:most_values]
+        return 0
+    values = following
+    if form in ("flag", "value"):
+        values = following[: int(form == "value")]
+    elif is_unused(name):  # it may be a flag, and an unknown word further arguments
+        values = list(takewhile(_is_known_word, following))
     if form == "value" and not values:
         arguments.add_problem(word.text, word.place, "a value must follow")
     else:
         said = " ".join(given.text for given in (word, *values))
         arguments.take(name, values, said, word.place)
-    return 1 + len(values)
+    return len(values)
+
+
+def _is_known_word(word: Word) -> bool:
+    return word.unknown is None
 
 
 def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> None:
@@ -258,10 +275,11 @@ def is_known(name: str) -> bool:
     return word in TYPED or form_of(word) is not None
 
 
-def _is_option(text: str) -> bool:
-    if NEGATIVE.match(text) or " " in text:
-        return False
-    return text.startswith("-") and text != "-"
+def _is_value(word: Word) -> bool:
+    """Return True for a word that begins no argument, as argparse decides it."""
+    text = word.text
+    is_dashed = text.startswith("-") and text != "-"
+    return not is_dashed or " " in text or NEGATIVE.match(text) is not None
 
 
 def _why_unknown(text: str) -> str:
@@ -278,18 +296,22 @@ def _typed(text: str, kind: str) -> Any:
     """Return a value of a kind; None if the text is none."""
     if kind not in NUMBERS:
         return text
+    if len(text) > LONGEST_NUMBER:
+        return None
     try:
-        number = NUMBERS[kind](text) if len(text) < 100 else None
+        number = NUMBERS[kind](text)
     except ValueError:
         return None
-    # whole numbers of a TOML file have 64 bits; NaN is not less than anything
-    is_possible = number is not None and LEAST.get(kind, -(2**63)) <= number < 2**63
-    return number if is_possible else None
+    least = LEAST.get(kind, -MOST)
+    # not so for NaN
+    return number if least <= number < MOST else None
 
 
 def _is_permitted(permitted: str | None, texts: Sequence[str]) -> bool:
     """Return True if the values are the permitted one."""
     if permitted is None or len(texts) != 1:
         return False
+    (text,) = texts
     number = _typed(permitted, "number")
-    return texts[0] == permitted or (number is not None and _typed(texts[0], "number") == number)
+    is_same_number = number is not None and _typed(text, "number") == number
+    return text == permitted or is_same_number

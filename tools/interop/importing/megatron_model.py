@@ -23,6 +23,7 @@ OF_FAMILY = (
     *("num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"),
     *("position_embedding_type", "use_rotary_position_embeddings"),
 )
+PAIR = re.compile(r"\s*(-?\d{1,9})\s*,\s*(-?\d{1,9})\s*")
 PATTERN = re.compile(r"[\s,\d\[\]()+*]{1,500}")
 LONGEST = 10_000
 BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch"}
@@ -33,7 +34,7 @@ def add_model(arguments: Arguments) -> None:
     """Add the keys of [model]."""
     draft = arguments.draft
     missing = [name for name in REQUIRED if not arguments.has(name)]
-    is_settled = not draft.settled.keys().isdisjoint({"model.preset", "train.init_from"})
+    is_settled = "model.preset" in draft.settled or "train.init_from" in draft.settled
     if missing == list(REQUIRED) and is_settled:
         return
     for name in missing:
@@ -42,7 +43,8 @@ def add_model(arguments: Arguments) -> None:
         return
     try:
         args = completed(arguments)
-        model = model_of_args(args, args["vocab_size"] or args["padded_vocab_size"] or NO_NAMES)
+        vocab = args["vocab_size"] or args["padded_vocab_size"]
+        model = model_of_args(args, vocab or NO_NAMES)
     except UserError as error:
         draft.problems += [_as_typed(problem) for problem in error.problems]
         return
@@ -91,7 +93,10 @@ def completed(arguments: Arguments) -> dict[str, Any]:
 def _usual_width(hidden: int, is_gated: bool) -> int:
     """Return Megatron-LM's width of a feed-forward; a gated one is rounded down to a multiple of
     64."""
-    return int(4 * hidden * 2 / 3 / 64) * 64 if is_gated else 4 * hidden
+    if not is_gated:
+        return 4 * hidden
+    width = 4 * hidden * 2 / 3
+    return int(width / 64) * 64
 
 
 def _only(name: str, values: tuple[Any, ...]) -> Any:
@@ -105,10 +110,10 @@ def _only(name: str, values: tuple[Any, ...]) -> Any:
 def _pair(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    numbers = text.strip("()[] ").split(",")
-    if len(numbers) != 2 or not all(re.fullmatch(r"\s*-?\d{1,9}\s*", number) for number in numbers):
+    pair = PAIR.fullmatch(text.strip("()[] "))
+    if pair is None:
         raise UserError.of("import.window_size", text=text)
-    return tuple(map(int, numbers))
+    return tuple(map(int, pair.groups()))
 
 
 def _frequency(name: str, text: str | None) -> Any:
@@ -118,10 +123,11 @@ def _frequency(name: str, text: str | None) -> Any:
     try:
         if re.fullmatch(r"\d{1,9}", text):
             return int(text)
-        is_pattern = PATTERN.fullmatch(text) is not None
-        values = _evaluated(ast.parse(text.strip(), mode="eval").body) if is_pattern else [text]
-        if all(isinstance(value, int) for value in values):
-            return values
+        if PATTERN.fullmatch(text):
+            tree = ast.parse(text.strip(), mode="eval")
+            values = _evaluated(tree.body)
+            if all(isinstance(value, int) for value in values):
+                return values
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         pass
     raise UserError.of("import.frequency", option=option(name), text=text)
@@ -174,9 +180,11 @@ def _names_of(key: str) -> list[str]:
     """Return the arguments that a field comes from."""
     if key == "family":
         return [*OF_FAMILY]
-    return [*dict.fromkeys(row.kept for row in OF_MODEL if f"model.{key}" in row.keys)]
+    names = [row.kept for row in OF_MODEL if f"model.{key}" in row.keys]
+    return list(dict.fromkeys(names))
 
 
 def _as_typed(problem: str) -> str:
     """Return a problem with Megatron's args by the names that are typed."""
-    return re.sub(r"Megatron's (\w+) = ", lambda match: f"{option(match[1])} = ", problem)
+    name = re.search(r"(?<=Megatron's )\w+(?= = )", problem)
+    return problem.replace(f"Megatron's {name[0]}", option(name[0])) if name else problem

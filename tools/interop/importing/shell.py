@@ -212,7 +212,8 @@ class _Variables:
         if name in self.assumed:
             return self.assumed[name]
         value = self.values.get(name)
-        place = self.unsure_all or self.unsure.get("IFS") or self.unsure.get(name)
+        cut = self.unsure.get("IFS")  # it says where words are cut
+        place = self.unsure_all or cut or self.unsure.get(name)
         if place:
             raise UserError.of("import.variable_open", name=name, place=place)
         if value is None:
@@ -235,12 +236,13 @@ class _Variables:
                 raise UserError.of("import.not_followed", written=token.text)
         except UserError as error:
             return [Word(token.text, token.place, error.problems[0])]
-        is_quoted = whole["quote"] and name not in self.assumed
         items = [Word(value, token.place)] if isinstance(value, str) else value
+        if whole["quote"] and name not in self.assumed:
+            return items
         words = list[Word]()
         for item in items:
-            is_kept = is_quoted or item.unknown is not None
-            texts = [item.text] if is_kept else item.text.split()
+            # what is not known stays whole
+            texts = [item.text] if item.unknown else item.text.split()
             words += [replace(item, text=text) for text in texts]
         return words
 
@@ -341,15 +343,16 @@ class _Script:
         written = _written([token for token in line if token.kind != "document"])
         self.variables.distrust(_written(line), place)
         # a quote within quotes may end elsewhere than it seems, and take in lines
-        is_torn = any(token.kind in ("torn", "other") for token in line)
-        is_long = any("\n" in token.text for token in line if token.kind != "document")
+        kinds = {token.kind for token in line}
+        is_torn = "torn" in kinds or "other" in kinds
+        is_long = "\n" in written
         # what stands in a block may be done later, or again
         if (is_torn and is_long) or (self.blocks and SETS_ANY.search(written)):
             self.variables.unsure_all = place
         if is_flat:
             for command in _commands(line):
                 self._note(command)
-        elif self.path is None or (RUNS.search(written) and line[0].text != "echo"):
+        elif self.path is None or _runs(written):
             raise UserError.of("import.program_hidden", place=place)
 
     def _follow_command(self, command: Sequence[_Token]) -> None:
@@ -363,9 +366,9 @@ class _Script:
         if all(ASSIGNMENT.match(word.text) for word in assignments):
             for word in assignments:
                 self.variables.assign(word)
-        elif first.text == "echo" or (first.text in ("source", ".") and self._take_in(command)):
             return
-        else:
+        is_taken_in = first.text in ("source", ".") and self._take_in(command)
+        if first.text != "echo" and not is_taken_in:
             self._note(command)
             self.variables.distrust(_written(command), first.place)
 
@@ -374,18 +377,18 @@ class _Script:
         than by its own words."""
         words = [word for token in command for word in self.variables.fields(token)]
         launchers = {word.text for word in words[: _program(words)]}
-        is_hidden = any(RUNS.search(word.text) for word in words)
+        is_hidden = any(_runs(word.text) for word in words)
         if is_hidden or launchers & self.functions:
             raise UserError.of("import.program_hidden", place=command[0].place)
         self.commands.append(words)
 
     def _take_in(self, command: Sequence[_Token]) -> bool:
         """Follow a file beside the script; return False if it is not followed."""
-        names = [word for token in command[1:] for word in self.variables.fields(token)]
-        if self.path is None or self.has_moved or len(names) != 1 or names[0].unknown:
+        if self.path is None or self.has_moved or len(command) != 2:
             return False
+        name = " ".join(word.text for word in self.variables.fields(command[1]))
         folder = self.path.parent.resolve()
-        path = (folder / names[0].text).resolve()
+        path = (folder / name).resolve()
         if path.parent != folder or path.name in self.taken_in:
             return False
         try:
@@ -397,15 +400,22 @@ class _Script:
         return True
 
 
+def _runs(text: str) -> bool:
+    """Return True for a text that seems to run a program with arguments."""
+    is_shown = text.startswith("echo ")
+    return not is_shown and RUNS.search(text) is not None
+
+
 def _program(words: Sequence[Word]) -> int:
     """Return the index behind the program among the words of a command, if arguments follow it;
     otherwise 0."""
-    for at, word in enumerate(words):
+    at = 0
+    for number, word in enumerate(words, 1):
         _, _, file = word.text.strip("\"'").rpartition("/")
-        if PROGRAM.fullmatch(file):
-            arguments = words[at + 1 :]
-            has_some = any(one.unknown or one.text.startswith("--") for one in arguments)
-            return at + 1 if has_some else 0
+        if PROGRAM.fullmatch(file) and not at:
+            at = number
+        elif at and (word.unknown or word.text.startswith("--")):
+            return at
     return 0
 
 
@@ -416,7 +426,7 @@ def _ranks(words: Sequence[Word]) -> int | None:
     sizes = {name.replace("-", "_"): size for name, size in RANKS.findall(said)}
     local = sizes.get("nproc_per_node") or sizes.get("num_gpus", "")
     nodes = sizes.get("nnodes") or sizes.get("num_nodes", "1")
-    are_known = not any(word.unknown for word in words)
-    if not are_known or not re.fullmatch(r"\d{1,6} \d{1,6}", f"{local} {nodes}"):
+    both = re.fullmatch(r"(\d{1,6}) (\d{1,6})", f"{local} {nodes}")
+    if both is None or any(word.unknown for word in words):
         return None
-    return int(local) * int(nodes)
+    return int(both[1]) * int(both[2])
